@@ -1,0 +1,41 @@
+"""The errors mpitrain raises on purpose, each with the exit code it ends a job with.
+
+A message is one line: what is wrong, then how to mend it. A traceback is shown only for exceptions
+that are not in this file, because those are bugs (ours or the model's).
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class MpitrainError(Exception):
+    """Base of every deliberate error.
+
+    agreed: True when every rank raises the same error at the same point, so that rank 0 alone speaks and
+    all ranks may leave through the front door. False when this rank stands alone and the job is aborted.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, *, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed
+
+
+class InputError(MpitrainError):
+    """A configuration, path, data file or argument that the user can mend."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class CommunicationError(MpitrainError):
+    """A collective was misused or did not complete: names the operation and what the ranks passed."""
+
+
+class CheckpointError(MpitrainError):
+    """A checkpoint that cannot be written or trusted."""
