@@ -30,12 +30,8 @@ class Section(BaseModel):
 class RunSection(Section):
     dir: str = Field("", description="run folder; empty: runs/<date>-<time>, or runs/job-<id> in a batch job")
     seed: int = Field(1, ge=0, lt=2**63, description="seed of weights, sample order and dropout")
-    reproducible: bool = Field(
-        False, description="the same bits at any power-of-two number of ranks (slower)"
-    )
-    workers: int = Field(
-        8, ge=1, description="with run.reproducible: virtual workers the batch is summed over"
-    )
+    reproducible: bool = Field(False, description="the same bits at any power-of-two number of ranks (slower)")
+    workers: int = Field(8, ge=1, description="with run.reproducible: virtual workers the batch is summed over")
 
 
 class DataSection(Section):
@@ -48,9 +44,7 @@ class ModelSection(Section):
     name: Literal["gpt", "resnet", "mlp"] = Field("gpt", description="a model of mpitrain.models")
     factory: str = Field("", description="package.module:function of your own model, instead of model.name")
     layers: int = Field(2, ge=1, description="blocks (gpt), hidden layers (mlp) or 18|34|50|101 (resnet)")
-    width: int = Field(
-        128, ge=1, description="features per token (gpt), per layer (mlp), of the stem (resnet)"
-    )
+    width: int = Field(128, ge=1, description="features per token (gpt), per layer (mlp), of the stem (resnet)")
     heads: int = Field(4, ge=1, description="attention heads (gpt)")
     sequence: int = Field(128, ge=1, description="tokens per sample")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout probability (gpt, mlp)")
@@ -60,19 +54,11 @@ class ModelSection(Section):
 class TrainSection(Section):
     steps: int = Field(300, ge=0, description="optimizer steps in the whole run")
     batch: int = Field(32, ge=1, description="global batch in samples, whatever the number of ranks")
-    microbatch: int = Field(
-        0, ge=0, description="samples per rank and forward pass; 0: the rank's whole share"
-    )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="precision of forward and backward"
-    )
+    microbatch: int = Field(0, ge=0, description="samples per rank and forward pass; 0: the rank's whole share")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="precision of forward and backward")
     clip: float = Field(1.0, ge=0.0, description="largest global gradient norm; 0: no clipping")
-    recompute: bool = Field(
-        False, description="recompute block activations in backward instead of keeping them"
-    )
-    evaluate_every: int = Field(
-        100, ge=0, description="steps between evaluations on held-out data; 0: at the end"
-    )
+    recompute: bool = Field(False, description="recompute block activations in backward instead of keeping them")
+    evaluate_every: int = Field(100, ge=0, description="steps between evaluations on held-out data; 0: at the end")
     evaluate_samples: int = Field(256, ge=1, description="held-out samples per evaluation, at most")
 
 
@@ -92,13 +78,9 @@ class ParallelSection(Section):
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="0 DDP; 1 + optimizer states, 2 + gradients, 3 + parameters sharded"
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
-        "1f1b", description="pipeline schedule"
-    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="pipeline schedule")
     chunks: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved)")
-    offload: str = Field(
-        "", description="optimizer states in `host` memory or in a memory-mapped file under a PATH"
-    )
+    offload: str = Field("", description="optimizer states in `host` memory or in a memory-mapped file under a PATH")
 
 
 class CommSection(Section):
@@ -115,16 +97,12 @@ class CommSection(Section):
 class CheckpointSection(Section):
     every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
-    resume: str = Field(
-        "auto", description="auto: from the newest whole one in the run folder; never; or a PATH"
-    )
+    resume: str = Field("auto", description="auto: from the newest whole one in the run folder; never; or a PATH")
     background: bool = Field(False, description="write from a thread while training goes on")
 
 
 class ElasticSection(Section):
-    mode: Literal["off", "shrink"] = Field(
-        "off", description="shrink: go on without ranks that died (needs ULFM)"
-    )
+    mode: Literal["off", "shrink"] = Field("off", description="shrink: go on without ranks that died (needs ULFM)")
 
 
 class MonitorSection(Section):
@@ -154,14 +132,8 @@ class Config(Section):
                 f"model.width {self.model.width} is not a multiple of model.heads {self.model.heads}; "
                 f"set model.width to {-(-self.model.width // self.model.heads) * self.model.heads}"
             )
-        if (
-            self.model.name == "resnet"
-            and not self.model.factory
-            and self.model.layers not in (18, 34, 50, 101)
-        ):
-            raise ValueError(
-                f"model.layers {self.model.layers}: a resnet has 18, 34, 50 or 101; set one of these"
-            )
+        if self.model.name == "resnet" and not self.model.factory and self.model.layers not in (18, 34, 50, 101):
+            raise ValueError(f"model.layers {self.model.layers}: a resnet has 18, 34, 50 or 101; set one of these")
         return self
 
     @staticmethod
@@ -194,13 +166,9 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(
-            f"config file {path} does not exist; give an existing TOML file", agreed=True
-        ) from None
+        raise InputError(f"config file {path} does not exist; give an existing TOML file", agreed=True) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"config file {path} cannot be read ({error}); give a TOML file", agreed=True
-        ) from None
+        raise InputError(f"config file {path} cannot be read ({error}); give a TOML file", agreed=True) from None
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"config file {path} is not TOML: {error}", agreed=True) from None
 
