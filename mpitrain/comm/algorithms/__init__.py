@@ -1,0 +1,1 @@
+"""Collective algorithms: each a function that returns a Program (see mpitrain.comm.program)."""

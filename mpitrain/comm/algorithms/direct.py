@@ -1,0 +1,72 @@
+"""Gather, scatter and all-to-all with one message per pair of ranks, for data too large for the library's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpitrain.comm.program import (
+    INBOX,
+    NONE,
+    Copy,
+    Exchange,
+    Ints,
+    Program,
+    Span,
+    Step,
+    all_to_all_of,
+    gather_of,
+    one_node,
+    scatter_of,
+)
+
+
+def _span(block: Ints) -> Span:
+    return Span(block, block + 1)
+
+
+def _cell(index: Ints) -> Span:
+    return Span(index, index + 1, INBOX)
+
+
+def direct_gather(size: int, root: int, nodes: tuple[int, ...] | None = None) -> Program:
+    """WORK: the rank's own block. INBOX of the root: everybody's."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        at_root = rank == root
+        yield Copy(np.where(at_root, rank, NONE), _cell(root), rank, _span(0))
+        for t in range(1, size):
+            other = (root + t) % size
+            to, source = np.where(rank == other, root, NONE), np.where(at_root, other, NONE)
+            yield Exchange(to, _span(0), source, _cell(other))
+
+    return Program("direct gather", size, gather_of(size, root), steps, nodes or one_node(size), inbox=size)
+
+
+def direct_scatter(size: int, root: int, nodes: tuple[int, ...] | None = None) -> Program:
+    """WORK of the root: everybody's block. INBOX: the rank's own."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        at_root = rank == root
+        yield Copy(np.where(at_root, rank, NONE), _cell(0), rank, _span(root))
+        for t in range(1, size):
+            other = (root + t) % size
+            to, source = np.where(at_root, other, NONE), np.where(rank == other, root, NONE)
+            yield Exchange(to, _span(other), source, _cell(0))
+
+    return Program("direct scatter", size, scatter_of(size, root), steps, nodes or one_node(size), blocks=size, inbox=1)
+
+
+def direct_all_to_all(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+    """Round t: send to the rank t places on, receive from the rank t places back."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Copy(rank, _cell(rank), rank, _span(rank))
+        for t in range(1, size):
+            to, source = (rank + t) % size, (rank - t) % size
+            yield Exchange(to, _span(to), source, _cell(source))
+
+    return Program(
+        "direct all_to_all", size, all_to_all_of(size), steps, nodes or one_node(size), blocks=size, inbox=size
+    )

@@ -1,0 +1,71 @@
+"""Direct exchange: every rank gets every contribution to its block and reduces them itself.
+
+As many bytes as the ring, N-1 messages to N-1 different ranks, and no partial sums on the wire: the sum can
+be taken in any order (the fixed tree of reproducible sums) and in a wider type than the messages (16-bit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpitrain.comm.program import (
+    INBOX,
+    Combine,
+    Copy,
+    Exchange,
+    Finish,
+    Ints,
+    Program,
+    Span,
+    Step,
+    all_reduce_of,
+    one_node,
+    reduce_scatter_of,
+)
+
+
+def _span(block: Ints) -> Span:
+    return Span(block, block + 1)
+
+
+def _cell(rank: Ints) -> Span:
+    return Span(rank, rank + 1, INBOX)
+
+
+def reduce_scatter_steps(rank: Ints, size: int) -> Iterator[Step]:
+    yield Copy(rank, _cell(rank), rank, _span(rank))
+    for t in range(1, size):
+        to, source = (rank + t) % size, (rank - t) % size
+        yield Exchange(to, _span(to), source, _cell(source))
+    yield Combine(_span(rank), tuple((rank, _cell(rank * 0 + q)) for q in range(size)), tree=True)
+    yield Finish(_span(rank))
+
+
+def pairwise_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+    return Program(
+        "pairwise reduce_scatter",
+        size,
+        reduce_scatter_of(size),
+        lambda rank: reduce_scatter_steps(rank, size),
+        nodes or one_node(size),
+        blocks=size,
+        inbox=size,
+    )
+
+
+def pairwise_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield from reduce_scatter_steps(rank, size)
+        for t in range(1, size):
+            to, source = (rank + t) % size, (rank - t) % size
+            yield Exchange(to, _span(rank), source, _span(source))
+
+    return Program(
+        "pairwise all_reduce",
+        size,
+        all_reduce_of(size, size),
+        steps,
+        nodes or one_node(size),
+        blocks=size,
+        inbox=size,
+    )

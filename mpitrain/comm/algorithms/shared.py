@@ -1,0 +1,179 @@
+"""Direct reductions in the memory that the ranks of a node share: no messages, about one memcpy.
+
+In an arena every rank's vector can be read by its neighbours. Each rank reduces one slice of all vectors
+and writes the result into every vector; slices are cut into chunks that stay in the cache between being
+summed and being written. Two ranks, four chunks; between the fences rank 0 touches only its columns:
+
+                slice 0         slice 1
+    vector 0   [ s  s ]        [ .  . ]      s: rank 0 sums the two, writes both; then rank 1 likewise
+    vector 1   [ s  s ]        [ .  . ]
+
+Vectors outside an arena pass through staging slots, three deep: while piece p is copied out of slot p%3,
+piece p+1 is summed and piece p+2 copied in, with one fence a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpitrain.comm.program import (
+    INBOX,
+    NONE,
+    SLOT,
+    WORK,
+    Combine,
+    Copy,
+    Fence,
+    Finish,
+    Ints,
+    Program,
+    Span,
+    Step,
+    all_gather_of,
+    all_reduce_of,
+    broadcast_of,
+    one_node,
+    reduce_of,
+    reduce_scatter_of,
+)
+
+_DEPTH = 3  # staging slots: one being read, one being summed, one being filled
+
+
+def _span(chunk: Ints, memory: str = WORK) -> Span:
+    return Span(chunk, chunk + 1, memory)
+
+
+def _combine(rank: Ints, size: int, chunk: Ints, tree: bool) -> Combine:
+    """Sum everybody's `chunk` into this rank's: own first, or as the fixed tree over ranks."""
+    first = rank * 0 if tree else rank
+    owners = tuple((first + t) % size for t in range(size))
+    return Combine(_span(chunk), tuple((owner, _span(chunk)) for owner in owners), tree)
+
+
+def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Program:
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Fence()
+        for s in range(segments):
+            chunk = rank * segments + s
+            yield _combine(rank, size, chunk, tree)
+            yield Finish(_span(chunk))
+            for t in range(1, size):
+                yield Copy((rank + t) % size, _span(chunk), rank, _span(chunk))
+        yield Fence()
+
+    return Program(
+        "shared all_reduce", size, all_reduce_of(size, size), steps, one_node(size), blocks=size, segments=segments
+    )
+
+
+def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -> Program:
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Fence()
+        for s in range(segments):
+            yield _combine(rank, size, rank * segments + s, tree)
+        yield Finish(Span(rank * segments, (rank + 1) * segments))
+        yield Fence()
+
+    return Program(
+        "shared reduce_scatter", size, reduce_scatter_of(size), steps, one_node(size), blocks=size, segments=segments
+    )
+
+
+def shared_all_gather(size: int) -> Program:
+    """Each rank reads its neighbours' blocks."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Fence()
+        for t in range(1, size):
+            owner = (rank + t) % size
+            yield Copy(rank, _span(owner), owner, _span(owner))
+        yield Fence()
+
+    return Program("shared all_gather", size, all_gather_of(size), steps, one_node(size), blocks=size)
+
+
+def shared_broadcast(size: int, root: int) -> Program:
+    """Each rank reads the root's vector."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Fence()
+        yield Copy(np.where(rank == root, NONE, rank), _span(0), rank * 0 + root, _span(0))
+        yield Fence()
+
+    return Program("shared broadcast", size, broadcast_of(size, root), steps, one_node(size))
+
+
+def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False) -> Program:
+    """Each rank sums one slice in its inbox and writes it into the root's vector; the others' stay as they were."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Fence()
+        for s in range(segments):
+            chunk = rank * segments + s
+            yield Combine(Span(0, 1, INBOX), _combine(rank, size, chunk, tree).parts, tree)
+            yield Finish(Span(0, 1, INBOX))
+            yield Copy(rank * 0 + root, _span(chunk), rank, Span(0, 1, INBOX))
+        yield Fence()
+
+    return Program(
+        "shared reduce",
+        size,
+        reduce_of(size, size, root),
+        steps,
+        one_node(size),
+        blocks=size,
+        segments=segments,
+        inbox=1,
+    )
+
+
+def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
+    """All-reduce of vectors outside an arena, through the slots; block p * size + q is slice q of piece p."""
+
+    def slot(piece: int, q: Ints) -> Span:
+        return _span(piece % _DEPTH * size + q, SLOT)
+
+    def fill(rank: Ints, piece: int) -> Iterator[Step]:
+        for t in range(1, size):
+            q = (rank + t) % size
+            yield Copy(rank, slot(piece, q), rank, _span(piece * size + q))
+
+    def reduce(rank: Ints, piece: int) -> Iterator[Step]:
+        mine = _span(piece * size + rank)
+        if tree:  # parts in rank order, so the own slice goes through the slot as well
+            yield Copy(rank, slot(piece, rank), rank, mine)
+            parts = tuple((rank * 0 + q, slot(piece, rank)) for q in range(size))
+        else:
+            parts = ((rank, mine), *(((rank + t) % size, slot(piece, rank)) for t in range(1, size)))
+        yield Combine(mine, parts, tree)
+        yield Finish(mine)
+        yield Copy(rank, slot(piece, rank), rank, mine)
+
+    def drain(rank: Ints, piece: int) -> Iterator[Step]:
+        for t in range(1, size):
+            q = (rank + t) % size
+            yield Copy(rank, _span(piece * size + q), q, slot(piece, q))
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield from fill(rank, 0)
+        yield Fence()
+        for piece in range(pieces):
+            yield from reduce(rank, piece)
+            if piece + 1 < pieces:
+                yield from fill(rank, piece + 1)
+            yield Fence()
+            yield from drain(rank, piece)
+        yield Fence()
+
+    return Program(
+        "staged all_reduce",
+        size,
+        all_reduce_of(size, pieces * size),
+        steps,
+        one_node(size),
+        blocks=pieces * size,
+        slots=_DEPTH * size,
+    )

@@ -1,0 +1,97 @@
+"""Binomial trees: fewest rounds for small messages, and the canonical order of reproducible sums.
+
+Ranks are renumbered so that the root is 0. A reduction joins subtrees of 1, 2, 4, … ranks, so the sum is
+always ((0+1)+(2+3))+((4+5)+…): the order of `program.tree_order`. A broadcast is the same tree upside down.
+8 ranks, an arrow per message:
+
+    round 0   1>0   3>2   5>4   7>6
+    round 1   2>0         6>4
+    round 2   4>0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpitrain.comm.program import (
+    NONE,
+    Exchange,
+    Finish,
+    Ints,
+    Program,
+    Span,
+    Step,
+    all_reduce_of,
+    broadcast_of,
+    one_node,
+    reduce_of,
+)
+
+
+def _rounds(size: int) -> range:
+    return range((size - 1).bit_length())
+
+
+def reduce_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[Step]:
+    place = (rank - root) % size
+    for s in range(segments):
+        part = Span(s, s + 1)
+        for k in _rounds(size):
+            bit = 1 << k
+            sends = place % (2 * bit) == bit
+            receives = (place % (2 * bit) == 0) & (place + bit < size)
+            to = np.where(sends, (place - bit + root) % size, NONE)
+            source = np.where(receives, (place + bit + root) % size, NONE)
+            yield Exchange(to, part, source, part, reduce=True)
+
+
+def broadcast_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[Step]:
+    place = (rank - root) % size
+    for s in range(segments):
+        part = Span(s, s + 1)
+        for k in reversed(_rounds(size)):
+            bit = 1 << k
+            sends = (place % (2 * bit) == 0) & (place + bit < size)
+            receives = place % (2 * bit) == bit
+            to = np.where(sends, (place + bit + root) % size, NONE)
+            source = np.where(receives, (place - bit + root) % size, NONE)
+            yield Exchange(to, part, source, part)
+
+
+def _finish_at(rank: Ints, root: int, segments: int) -> Finish:
+    return Finish(Span(0, np.where(rank == root, segments, 0)))
+
+
+def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+    """The root ends with the reduced vector; the others' vectors are used up."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield from reduce_steps(rank, size, root, segments)
+        yield _finish_at(rank, root, segments)
+
+    return Program("tree reduce", size, reduce_of(size, 1, root), steps, nodes or one_node(size), segments=segments)
+
+
+def tree_broadcast(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+    """Every rank ends with the root's vector; segments follow each other down the tree."""
+    return Program(
+        "tree broadcast",
+        size,
+        broadcast_of(size, root),
+        lambda rank: broadcast_steps(rank, size, root, segments),
+        nodes or one_node(size),
+        segments=segments,
+    )
+
+
+def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+    """Reduce to rank 0, then broadcast."""
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield from reduce_steps(rank, size, 0, segments)
+        yield _finish_at(rank, 0, segments)
+        yield from broadcast_steps(rank, size, 0, segments)
+
+    return Program("tree all_reduce", size, all_reduce_of(size, 1), steps, nodes or one_node(size), segments=segments)

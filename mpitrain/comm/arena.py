@@ -1,0 +1,167 @@
+"""Flat storage that collectives work on in place: shared by the ranks of a node, private, or on a device.
+
+A shared arena is one MPI window per node, a segment per rank, all mapped by all ranks of the node:
+
+    node A   | rank 0: numel | rank 1: numel | ...      each rank reads and writes its neighbours' segments
+    node B   | rank 4: numel | ...
+
+The kernel frees a window's memory when the last of its processes ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.buffers import DTYPES, tensor_at
+from mpitrain.errors import InputError
+
+_ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
+SHARED_MEMORY = "/dev/shm"
+
+
+class Arena:
+    """Flat storage of `numel` elements per rank.
+
+    kind: "shared" (a window of the node), "private" (this process alone) or "device".
+    tensor: this rank's elements, a flat torch tensor.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        segments: dict[int, int] | None = None,
+        window: MPI.Win | None = None,
+        index: ArenaIndex | None = None,
+    ) -> None:
+        self.kind = kind
+        self.tensor = tensor
+        self.start = tensor.data_ptr()
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.segments = segments or {}  # world rank on this node -> address of its segment here
+        self.window = window
+        self._index = index
+
+    def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        """This rank's elements from `offset` on, as a tensor of `shape`. Raises InputError outside the arena."""
+        numel = prod(shape)
+        if offset < 0 or offset + numel > self.tensor.numel():
+            raise InputError(
+                f"view of {numel} elements at offset {offset} lies outside the arena of {self.tensor.numel()}; "
+                "make the arena larger"
+            )
+        return self.tensor[offset : offset + numel].view(*shape)
+
+    def peer(self, world_rank: int) -> torch.Tensor:
+        """The flat tensor of another rank of this node (its number in the world). Shared arenas only."""
+        if world_rank not in self.segments:
+            raise InputError(f"rank {world_rank} shares no memory with this rank; peers are {sorted(self.segments)}")
+        return tensor_at(self.segments[world_rank], self.tensor.numel(), self.tensor.dtype)
+
+    def free(self) -> None:
+        """Release the memory. Collective over the arena's ranks; tensors over it must not be used afterwards."""
+        if self._index is not None:
+            self._index.forget(self)
+            self._index = None
+        self.tensor = torch.empty(0, dtype=self.tensor.dtype)
+        if self.window is not None:
+            self.window.Unlock_all()
+            self.window.Free()
+            self.window = None
+
+
+class ArenaIndex:
+    """The shared arenas of a process, found by address."""
+
+    def __init__(self) -> None:
+        self._arenas: list[Arena] = []
+        self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
+
+    def add(self, arena: Arena) -> None:
+        self._arenas.append(arena)
+        self.generation += 1
+
+    def forget(self, arena: Arena) -> None:
+        self._arenas = [a for a in self._arenas if a is not arena]
+        self.generation += 1
+
+    def find(self, address: int, nbytes: int) -> Arena | None:
+        """The arena that holds [address, address + nbytes), if one does."""
+        for arena in self._arenas:
+            if arena.start <= address and address + nbytes <= arena.start + arena.nbytes:
+                return arena
+        return None
+
+
+def allocate(
+    comm: MPI.Intracomm,
+    node: MPI.Intracomm,
+    world_ranks: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    index: ArenaIndex,
+) -> Arena:
+    """An arena over the ranks of `comm`; collective over them, and of the same kind on all of them.
+
+    node: the communicator of this node's ranks in it; world_ranks: the world rank of each of those.
+    Falls back to private memory, with one warning a node, when /dev/shm has no room on some node.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"an arena of {dtype} is not possible; use one of {sorted(map(str, DTYPES))}")
+    if device.type == "cuda":
+        return Arena("device", torch.zeros(numel, dtype=dtype, device=device))
+    nbytes = -(-max(numel * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
+    if comm.size == 1 or not _room_for(comm, node, nbytes):
+        return Arena("private", torch.zeros(numel, dtype=dtype))
+    info = MPI.Info.Create()
+    info.Set("alloc_shared_noncontig", "true")
+    window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+    info.Free()
+    window.Lock_all(MPI.MODE_NOCHECK)
+    segments = {world: _address(window, local) for local, world in enumerate(world_ranks)}
+    mine = segments[world_ranks[node.rank]]
+    arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
+    arena.start, arena.nbytes = mine, numel * dtype.itemsize
+    index.add(arena)
+    return arena
+
+
+def _address(window: MPI.Win, local_rank: int) -> int:
+    memory, _ = window.Shared_query(local_rank)
+    return memory.address if hasattr(memory, "address") else MPI.memory.frombuffer(memory).address
+
+
+def _room_for(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> bool:
+    """Whether /dev/shm of every node has room for its ranks' segments; the same answer on all ranks.
+
+    Memory there is given out page by page on first touch, so a window that is too large would kill the
+    job with a bus error long after it was made.
+    """
+    total = np.array([nbytes], dtype=np.int64)
+    node.Allreduce(MPI.IN_PLACE, total)
+    answer = np.array([1], dtype=np.int64)
+    free = 0
+    if node.rank == 0:
+        try:
+            status = os.statvfs(SHARED_MEMORY)
+            free = status.f_bavail * status.f_frsize
+            answer[0] = free >= total[0]
+        except OSError:
+            answer[0] = 0
+    if not answer[0]:
+        warnings.warn(
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, {int(total[0]) >> 20} MiB are wanted on this node: using "
+            "private memory and messages instead, which is slower; enlarge it "
+            "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
+            stacklevel=3,
+        )
+    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
+    return bool(answer[0])

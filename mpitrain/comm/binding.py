@@ -1,0 +1,182 @@
+"""What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and the kept results.
+
+One instance works on one MPI communicator from one thread. Bound programs are found again by the address,
+length and type of the caller's tensors, so a training loop compiles each of its operations once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.arena import Arena, ArenaIndex, allocate
+from mpitrain.comm.buffers import tensor_at
+from mpitrain.comm.executor import Compiled, Layout, compile_program
+from mpitrain.comm.kernels import Reduction
+from mpitrain.comm.program import Program
+from mpitrain.comm.schedule import Call
+from mpitrain.comm.selection import Setting
+from mpitrain.comm.topology import Topology
+from mpitrain.comm.tuning import Tuning
+from mpitrain.errors import InputError
+
+_KEPT = 512  # bound programs
+WINDOW = 8 << 20  # bytes of staging memory per rank
+
+
+class Binder:
+    def __init__(
+        self, comm: MPI.Intracomm, node: MPI.Intracomm, topology: Topology, arenas: ArenaIndex, tuning: Tuning
+    ) -> None:
+        """node: the communicator of this node's ranks of comm."""
+        self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
+        self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
+        self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
+        self._staging: Arena | None = None
+
+    def free(self) -> None:
+        """Release what was bound, and the staging memory. Collective over the communicator."""
+        self._drop_bound()
+        if self._staging is not None:
+            self._staging.free()
+            self._staging = None
+
+    def bound(self, key: Hashable, bind: Callable[[], Compiled]) -> Compiled:
+        """What was bound under the key, or else is now; the oldest is dropped when there are too many."""
+        if self._generation != self.arenas.generation:  # an address may mean other memory than before
+            self._drop_bound()
+        compiled = self._bound.get(key)
+        if compiled is None:
+            compiled = self._bound[key] = bind()
+            self._generation = self.arenas.generation  # binding may have made the staging arena
+            if len(self._bound) > _KEPT:
+                self._bound.popitem(last=False)[1].free()
+        return compiled
+
+    def _drop_bound(self) -> None:
+        for compiled in self._bound.values():
+            compiled.free()
+        self._bound.clear()
+        self._generation = self.arenas.generation
+
+    # -- where the data are
+
+    def arena_of(self, x: torch.Tensor) -> Arena | None:
+        """The shared arena x lies in, if all ranks of this node that take part can reach it."""
+        arena = self.arenas.find(x.data_ptr(), x.numel() * x.element_size())
+        reachable = arena is not None and all(
+            self.topology.world_ranks[r] in arena.segments for r in self.topology.neighbours
+        )
+        return arena if reachable else None
+
+    def setting(self, x: torch.Tensor, reproducible: bool = False) -> Setting:
+        in_arena = self.arena_of(x) is not None
+        return Setting(x.numel() * x.element_size(), x.numel(), self.topology.nodes, in_arena, reproducible)
+
+    def require_arena(self, x: torch.Tensor, operation: str) -> Arena:
+        arena = self.arena_of(x)
+        if arena is None or self.topology.num_nodes > 1:
+            raise InputError(
+                f"algorithm shared of {operation} needs the tensor in an arena of one node; use auto", agreed=True
+            )
+        return arena
+
+    def peers(self, x: torch.Tensor, arena: Arena) -> Callable[[int], int]:
+        """Where a neighbour's tensor lies that has x's place in the arena."""
+        offset, world = x.data_ptr() - arena.start, self.topology.world_ranks
+        return lambda rank: arena.segments[world[rank]] + offset
+
+    def staging(self) -> Arena | None:
+        """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
+
+        Collective the first time, which is in the same operation on all ranks.
+        """
+        if self._staging is None:
+            world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
+            cpu = torch.device("cpu")
+            self._staging = allocate(self.comm, self.node, world, WINDOW, torch.uint8, cpu, self.arenas)
+        return self._staging if self._staging.kind == "shared" else None
+
+    # -- binding
+
+    def in_place(self, x: torch.Tensor, bounds: Sequence[int]) -> Layout:
+        arena, staging = self.arena_of(x), self._staging
+        world = self.topology.world_ranks
+        return Layout(
+            x.dtype,
+            bounds,
+            x.data_ptr(),
+            x.data_ptr(),
+            peers=self.peers(x, arena) if arena is not None else None,
+            slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
+        )
+
+    def compile(
+        self,
+        program: Program,
+        layout: Layout,
+        reduction: Reduction | None = None,
+        arena: Arena | None = None,
+        keeps: Sequence[object] = (),
+    ) -> Compiled:
+        """arena: the one whose memory neighbours touch, if it is not the staging memory."""
+        owner = arena or self._staging
+        fence: list[Call] = []
+        if owner is not None and owner.window is not None:  # MPI-4.1 section 12.7: sync, meet, sync
+            fence = [owner.window.Sync, self.node.Barrier, owner.window.Sync]
+        compiled = compile_program(program, self.comm, layout, reduction, fence=fence)
+        return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
+
+    def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
+        """A 16-bit operation in place as one on an fp32 copy, rounded once at the end.
+
+        back: whether this rank gets a result.
+        """
+        narrow = tensor_at(x.data_ptr(), x.numel(), x.dtype)
+        wide = torch.empty(x.numel(), dtype=torch.float32)
+        inner = bind(wide)
+        calls: list[Call] = [copying(wide, narrow), inner]
+        if back:
+            calls.append(copying(narrow, wide))
+        return Compiled(calls, [inner, wide])
+
+    def through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
+        """An operation in place on a vector outside an arena, a window of it at a time in the staging memory."""
+        stage = self.staging()
+        assert stage is not None
+        whole, numel = tensor_at(x.data_ptr(), x.numel(), x.dtype), WINDOW // x.element_size()
+        calls: list[Call] = []
+        inners: list[Compiled] = []
+        for lo in range(0, x.numel(), numel):
+            piece = whole[lo : lo + numel]
+            staged = stage.tensor[: piece.numel() * x.element_size()].view(x.dtype)
+            inner = bind(staged)
+            calls += [copying(staged, piece), inner, copying(piece, staged)]
+            inners.append(inner)
+        return Compiled(calls, inners)
+
+
+def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
+    """A call that copies, converting the type where they differ. Neither tensor is kept alive: by address."""
+    to = tensor_at(into.data_ptr(), into.numel(), into.dtype)
+    source = tensor_at(of.data_ptr(), of.numel(), of.dtype)
+    return lambda: to.copy_(source)
+
+
+def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
+    """The division of an average, after the library has summed."""
+    scale = reduction.scale
+    if scale is None:
+        return []
+    tensor = tensor_at(x.data_ptr(), x.numel(), x.dtype)
+    return [lambda: tensor.mul_(scale)]
+
+
+def offsets(counts: Sequence[int]) -> list[int]:
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return bounds

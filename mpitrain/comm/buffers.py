@@ -1,0 +1,116 @@
+"""Arrays of torch, NumPy and CuPy as what MPI needs: an address, a number of elements and a type.
+
+Nothing here copies. MPI sees bytes wherever data only move; where the library itself is to compute, the table
+below says which MPI type is safe, because mpi4py's own guess silently gives garbage for 16-bit types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.errors import InputError
+
+# The library computes with these types only; fp16 and bf16 are converted or reduced by us.
+MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    torch.bool: MPI.UINT8_T,  # with the logical operations
+}
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = frozenset(MPI_TYPES) | frozenset(HALVES)
+LARGEST_COUNT = 2**30  # bytes or elements in one MPI call: some libraries fail above 2^31 - 1
+
+
+class _DeviceMemory:
+    """Device memory by address, without owning it, as torch and CuPy accept it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
+    """x as a torch tensor over the same memory.
+
+    x: torch tensor (CPU, CUDA), NumPy or CuPy array, of one of `DTYPES`, contiguous.
+    written: whether the operation writes into it.
+    Raises InputError naming what is wrong with it and how to mend it.
+    """
+    if isinstance(x, torch.Tensor):
+        tensor = x
+        if tensor.layout != torch.strided:
+            raise InputError(f"a {tensor.layout} tensor cannot be communicated; call .to_dense() first")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InputError(f"a tensor on {tensor.device} cannot be communicated; move it to the CPU or to CUDA")
+        if tensor.is_conj() or tensor.is_neg():
+            raise InputError("a lazily conjugated tensor cannot be communicated; pass x.resolve_conj().resolve_neg()")
+    elif isinstance(x, np.ndarray):
+        if written and not x.flags.writeable:
+            raise InputError("the NumPy array is read-only, but the result goes into it; pass a copy")
+        if not x.flags.c_contiguous:
+            raise InputError(f"a NumPy array of shape {x.shape} is not contiguous; pass numpy.ascontiguousarray(x)")
+        tensor = _over_numpy(x)
+    elif hasattr(x, "__cuda_array_interface__"):
+        if not x.flags.c_contiguous:
+            raise InputError(f"a CuPy array of shape {x.shape} is not contiguous; pass cupy.ascontiguousarray(x)")
+        tensor = torch.as_tensor(x, device="cuda")
+    else:
+        raise InputError(f"a {type(x).__name__} cannot be communicated; pass a torch, NumPy or CuPy array")
+    if tensor.dtype not in DTYPES:
+        raise InputError(_no_dtype(tensor.dtype))
+    if not tensor.is_contiguous():
+        raise InputError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+            "pass x.contiguous()"
+        )
+    return tensor
+
+
+def _over_numpy(x: np.ndarray) -> torch.Tensor:
+    try:
+        if x.flags.writeable:
+            return torch.from_numpy(x)
+        dtype = torch.from_numpy(np.empty(0, x.dtype)).dtype
+    except (TypeError, ValueError):
+        raise InputError(_no_dtype(x.dtype)) from None
+    return tensor_at(x.__array_interface__["data"][0], x.size, dtype).view(x.shape)
+
+
+def _no_dtype(dtype: object) -> str:
+    names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+    return f"dtype {dtype} cannot be communicated; convert to one of {names}"
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """The flat tensor over `numel` elements at `address`. It does not own the memory, which must outlive its use."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device=device)
+    if device is not None and device.type == "cuda":
+        memory = _DeviceMemory(address, numel * dtype.itemsize)
+        return torch.as_tensor(memory, device=device).view(dtype)
+    return torch.frombuffer(MPI.memory.fromaddress(address, numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
+def memory_at(address: int, nbytes: int) -> MPI.memory:
+    """mpi4py's view of memory by address; of no bytes, any address (an empty tensor has none)."""
+    return MPI.memory.fromaddress(address, nbytes) if nbytes else MPI.memory.allocate(0)
+
+
+def bytes_at(address: int, nbytes: int) -> list[Any]:
+    """An mpi4py buffer specification of raw bytes. nbytes must not exceed LARGEST_COUNT."""
+    return [memory_at(address, nbytes), nbytes, MPI.BYTE]

@@ -1,0 +1,496 @@
+"""Communicator: a group of ranks and every operation between them.
+
+Tensors are torch (CPU, CUDA), NumPy or CuPy arrays; results are written into memory the caller gives. All
+ranks of the communicator call the same operations in the same order with the same sizes and types. Every
+collective takes `async_op=True` and then returns a `Work`; otherwise it returns None when it is complete.
+
+All operations raise InputError for arguments that cannot be communicated, and CommunicationError when MPI
+fails underneath.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm import objects
+from mpitrain.comm.arena import Arena, allocate
+from mpitrain.comm.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.checks import Checks
+from mpitrain.comm.device import synchronize, through_host
+from mpitrain.comm.operations import Operations
+from mpitrain.comm.schedule import Call
+from mpitrain.comm.topology import Topology
+from mpitrain.comm.watchdog import Record
+from mpitrain.comm.work import Messages, Work, Worker
+from mpitrain.errors import CommunicationError, InputError
+
+if TYPE_CHECKING:
+    from mpitrain.comm.world import Process
+
+ANY_SOURCE = MPI.ANY_SOURCE
+
+
+class Communicator:
+    """A group of ranks. Made by `mpitrain.init()`, `split` and `subgroup`, never directly.
+
+    rank, size: this rank's number and the number of ranks. node, num_nodes: likewise for nodes.
+    local_rank, local_size: this rank's number among the communicator's ranks on its node, and theirs.
+    world_ranks: the number in the world of each rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+        self._comm, self._topology, self.process, self.label = comm, topology, process, label
+        self._messages = comm.Dup()  # point to point: the caller's tags must not meet those of programs
+        self._operations = self._make_operations(comm)
+        self._worker: Worker | None = None
+        self._background: Operations | None = None
+        if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
+            self._background = self._make_operations(comm.Dup())
+        self._checks = Checks(comm.Dup()) if process.debug and topology.size > 1 else None
+        self._record = process.watchdog.record(label)
+        self._background_record = process.watchdog.record(f"{label} (async)")
+
+    def _make_operations(self, comm: MPI.Intracomm) -> Operations:
+        node = _intra(comm.Split(self._topology.nodes[comm.rank], comm.rank))
+        return Operations(comm, node, self._topology, self.process.arenas, self.process.tuning)
+
+    # -- who is here -------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._topology.rank
+
+    @property
+    def size(self) -> int:
+        return self._topology.size
+
+    @property
+    def node(self) -> int:
+        return self._topology.nodes[self.rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._topology.num_nodes
+
+    @property
+    def local_rank(self) -> int:
+        return self._topology.neighbours.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self._topology.neighbours)
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        return self._topology.world_ranks
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node number of each rank."""
+        return self._topology.nodes
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.label!r}, rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes})"
+
+    # -- groups ------------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0, label: str = "") -> Communicator | None:
+        """The communicator of the ranks that give the same color, in order of (key, rank). Collective.
+
+        None for a rank whose color is None.
+        """
+        comm = _intra(self._comm.Split(MPI.UNDEFINED if color is None else color, key))
+        if comm == MPI.COMM_NULL:
+            return None
+        members = self._comm.group.Translate_ranks(list(range(self.size)), comm.group)
+        ranks = sorted((r for r in range(self.size) if members[r] != MPI.UNDEFINED), key=lambda r: members[r])
+        return Communicator(comm, self._topology.of(ranks, comm.rank), self.process, label or f"{self.label}/{color}")
+
+    def subgroup(self, ranks: Sequence[int], label: str = "") -> Communicator | None:
+        """The communicator of the given ranks of this one, in that order. Collective over those ranks alone.
+
+        None for a rank that is not among them, which need not call it.
+        """
+        ranks = list(ranks)
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+            raise InputError(f"subgroup({ranks}): ranks must be different and between 0 and {self.size - 1}")
+        if self.rank not in ranks:
+            return None
+        group = self._comm.group.Incl(ranks)
+        comm = self._comm.Create_group(group, tag=ranks[0])
+        group.Free()
+        topology = self._topology.of(ranks, comm.rank)
+        return Communicator(comm, topology, self.process, label or f"{self.label}{ranks}")
+
+    def free(self) -> None:
+        """Release the communicator. Collective; nothing of it may be used afterwards."""
+        if self._worker is not None:
+            self._worker.close()
+        self._operations.free()
+        if self._background is not None:
+            self._background.free()
+        self.process.watchdog.forget(self._record)
+        self.process.watchdog.forget(self._background_record)
+        self._messages.Free()
+
+    def arena(self, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Arena:
+        """Flat storage of numel elements per rank, shared inside each node where possible. Collective.
+
+        Collectives on tensors inside it copy nothing. See `mpitrain.comm.arena`.
+        """
+        if numel < 0:
+            raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
+        neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
+        operations = self._operations
+        return allocate(
+            self._comm, operations.node, neighbours, numel, dtype, torch.device(device), self.process.arenas
+        )
+
+    # -- reductions --------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        algorithm: str = "auto",
+        async_op: bool = False,
+        *,
+        reproducible: bool = False,
+    ) -> Work | None:
+        """Every rank's x becomes the reduction of all; in place.
+
+        op: sum, product, min, max or avg. algorithm: auto, mpi, ring, tree, halving, shared or two_level.
+        reproducible: reduce in the order of a fixed binary tree over the ranks, so that the bits depend
+        neither on the algorithm nor on where the ranks are.
+        """
+        tensor = as_tensor(x)
+
+        def bind(o: Operations, x: torch.Tensor) -> Call:
+            return o.all_reduce(x, op, algorithm, reproducible)
+
+        return self._run("all_reduce", bind, async_op, (tensor,), (True,), (op, algorithm, reproducible))
+
+    def reduce(
+        self, x: Any, root: int, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+    ) -> Work | None:
+        """The root's x becomes the reduction of all; the others' stay as they were."""
+        tensor = as_tensor(x, written=self.rank == root)
+        self._check_rank(root)
+
+        def bind(o: Operations, x: torch.Tensor) -> Call:
+            return o.reduce(x, root, op, algorithm)
+
+        return self._run("reduce", bind, async_op, (tensor,), (self.rank == root,), (op, root, algorithm))
+
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = "sum",
+        algorithm: str = "auto",
+        async_op: bool = False,
+        *,
+        counts: Sequence[int] | None = None,
+        reproducible: bool = False,
+    ) -> Work | None:
+        """out becomes this rank's block of the reduction of all x.
+
+        x: size blocks of out's length one after the other, or, with counts, of counts[r] elements for rank r.
+        algorithm: auto, mpi, ring, halving, pairwise or shared.
+        """
+        into, of = as_tensor(out), as_tensor(x, written=False)
+        blocks = self._blocks("reduce_scatter", into, of, counts, "out x")
+
+        def bind(o: Operations, of: torch.Tensor, into: torch.Tensor) -> Call:
+            return o.reduce_scatter(into, of, blocks, op, algorithm, reproducible)
+
+        alike = (op, blocks, algorithm, reproducible)
+        return self._run("reduce_scatter", bind, async_op, (of, into), (False, True), alike)
+
+    # -- movements ---------------------------------------------------------------------------------------
+
+    def broadcast(self, x: Any, root: int, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+        """Every rank's x becomes the root's. algorithm: auto, mpi, tree or shared."""
+        tensor = as_tensor(x, written=self.rank != root)
+        self._check_rank(root)
+
+        def bind(o: Operations, x: torch.Tensor) -> Call:
+            return o.broadcast(x, root, algorithm)
+
+        return self._run("broadcast", bind, async_op, (tensor,), (self.rank != root,), (root, algorithm))
+
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        algorithm: str = "auto",
+        async_op: bool = False,
+        *,
+        counts: Sequence[int] | None = None,
+    ) -> Work | None:
+        """out becomes every rank's x one after the other, in order of rank; counts[r]: elements of rank r's.
+
+        algorithm: auto, mpi, ring, halving or shared.
+        """
+        into, of = as_tensor(out), as_tensor(x, written=False)
+        blocks = self._blocks("all_gather", of, into, counts, "x out")
+
+        def bind(o: Operations, into: torch.Tensor, of: torch.Tensor) -> Call:
+            return o.all_gather(into, of, blocks, algorithm)
+
+        return self._run("all_gather", bind, async_op, (into, of), (True, False), (blocks, algorithm))
+
+    def gather(self, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
+        """The root's out becomes every rank's x one after the other. out is None on the other ranks."""
+        of = as_tensor(x, written=False)
+        self._check_rank(root)
+        into = as_tensor(out) if self.rank == root else None
+        if into is not None:
+            self._blocks("gather", of, into, None, "x out")
+
+        def bind(o: Operations, of: torch.Tensor, into: torch.Tensor | None) -> Call:
+            return o.gather(into, of, root)
+
+        return self._run("gather", bind, async_op, (of, into), (False, True), root)
+
+    def scatter(self, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
+        """out becomes this rank's block of the root's x. x is None on the other ranks."""
+        into = as_tensor(out)
+        self._check_rank(root)
+        of = as_tensor(x, written=False) if self.rank == root else None
+        if of is not None:
+            self._blocks("scatter", into, of, None, "out x")
+
+        def bind(o: Operations, into: torch.Tensor, of: torch.Tensor | None) -> Call:
+            return o.scatter(into, of, root)
+
+        return self._run("scatter", bind, async_op, (into, of), (True, False), root)
+
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        async_op: bool = False,
+        *,
+        out_counts: Sequence[int] | None = None,
+        in_counts: Sequence[int] | None = None,
+    ) -> Work | None:
+        """Block r of x goes to rank r; block s of out comes from rank s.
+
+        in_counts, out_counts: elements of the blocks of x and of out; without them all blocks are equal.
+        """
+        into, of = as_tensor(out), as_tensor(x, written=False)
+        received = self._blocks("all_to_all", None, into, out_counts, "x out")
+        sent = self._blocks("all_to_all", None, of, in_counts, "out x")
+        if into.dtype != of.dtype:
+            raise InputError(f"all_to_all: x is {of.dtype}, out is {into.dtype}; make them the same")
+        even = in_counts is None and out_counts is None
+
+        def bind(o: Operations, of: torch.Tensor, into: torch.Tensor) -> Call:
+            largest = torch.tensor([max(into.numel(), of.numel())])
+            if not even:  # the ranks' sizes may differ, but they must choose alike
+                o.all_reduce(largest, "max", "mpi", False)()
+            by_library = int(largest) * of.element_size() <= LARGEST_COUNT
+            return o.all_to_all(into, of, received, sent, by_library)
+
+        return self._run("all_to_all", bind, async_op, (of, into), (False, True), even)
+
+    def barrier(self, async_op: bool = False) -> Work | None:
+        """Return when every rank has come here."""
+        return self._run("barrier", lambda o: o.comm.Barrier, async_op, (), ())
+
+    # -- point to point ----------------------------------------------------------------------------------
+
+    def send(self, x: Any, dest: int, tag: int = 0) -> None:
+        """Send x to rank dest; may return before it is received."""
+        self._blocking(self.isend(x, dest, tag), f"send to {dest}", x)
+
+    def recv(self, x: Any, source: int, tag: int = 0) -> None:
+        """Receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
+        self._blocking(self.irecv(x, source, tag), f"recv from {source}", x)
+
+    def isend(self, x: Any, dest: int, tag: int = 0) -> Work:
+        """Begin to send x, which must not change until the work is done."""
+        self._check_rank(dest)
+        tensor = self._near(as_tensor(x, written=False))
+        requests = [self._messages.Isend(spec, dest, tag) for spec in _specs(tensor)]
+        return Messages(f"send to rank {dest} of {self.label}", requests, lambda statuses: _hold(tensor))
+
+    def irecv(self, x: Any, source: int, tag: int = 0) -> Work:
+        """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
+        if source != ANY_SOURCE:
+            self._check_rank(source)
+        tensor = as_tensor(x)
+        near = self._near(tensor, filled=False)
+        name = f"receive from rank {source} of {self.label}"
+        specs = _specs(near)
+
+        def complete(statuses: list[MPI.Status]) -> None:
+            for status, spec in zip(statuses, specs, strict=True):
+                if status.Get_count(MPI.BYTE) != spec[1]:
+                    raise CommunicationError(
+                        f"{name}: a message of {status.Get_count(MPI.BYTE)} bytes arrived where {spec[1]} were "
+                        "expected; send and receive tensors of one size and type"
+                    )
+            if near is not tensor:
+                tensor.copy_(near)
+
+        return Messages(name, [self._messages.Irecv(spec, source, tag) for spec in specs], complete)
+
+    def _blocking(self, work: Work, name: str, x: Any) -> None:
+        self._record.begin(name, len(x), getattr(x, "dtype", None))
+        try:
+            work.wait()
+        except MPI.Exception as error:
+            raise CommunicationError(f"{name} on {self.label} failed in MPI: {error}") from error
+        finally:
+            self._record.end()
+
+    # -- values ------------------------------------------------------------------------------------------
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The root's value, which must be what JSON can hold, on every rank."""
+        return objects.broadcast(self, value, root)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value (JSON), in order of rank."""
+        return objects.all_gather(self, value)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank has an error: the first such rank's."""
+        objects.agree(self, error)
+
+    def on_root(self, function: Callable[[], Any], root: int = 0) -> Any:
+        """Call a function on one rank; every rank returns its value (JSON) or raises its error."""
+        return objects.on_root(self, function, root)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        name: str,
+        bind: Callable[..., Call],
+        async_op: bool,
+        tensors: Sequence[torch.Tensor | None],
+        written: Sequence[bool],
+        alike: object = None,
+    ) -> Work | None:
+        """Perform an operation, now or in the background.
+
+        bind(operations, *tensors): makes the operation's call. tensors: the first has the operation's size.
+        written: which of them it changes. alike: what must be the same on all ranks, besides size and type.
+        """
+        if self._checks is not None:
+            self._checks.compare(name, tensors[0] if tensors else None, alike, self._record.sequence + 1)
+        if not async_op:
+            if self._worker is not None and self._background is None:
+                self._worker.drain()  # what waits to be run here comes first
+            self._perform(name, bind, self._operations, self._record, tensors, written)
+            return None
+        operations = self._background or self._operations
+        if self._worker is None:
+            self._worker = Worker(threaded=self._background is not None)
+        numel = tensors[0].numel() if tensors and tensors[0] is not None else 0
+        perform = partial(self._perform, name, bind, operations, self._background_record, tensors, written)
+        return self._worker.submit(f"{name} of {numel} elements on {self.label}", perform)
+
+    def _perform(
+        self,
+        name: str,
+        bind: Callable[..., Call],
+        operations: Operations,
+        record: Record,
+        tensors: Sequence[torch.Tensor | None],
+        written: Sequence[bool],
+    ) -> None:
+        first = tensors[0] if tensors else None
+        if first is None:
+            record.begin(name, 0, None)
+        else:
+            record.begin(name, first.numel(), first.dtype)
+        try:
+            if first is not None and first.is_cuda:
+                self._on_device(bind, operations, tensors, written)
+            else:
+                bind(operations, *tensors)()
+        except MPI.Exception as error:
+            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+        finally:
+            record.end()
+
+    def _on_device(
+        self,
+        bind: Callable[..., Call],
+        operations: Operations,
+        tensors: Sequence[torch.Tensor | None],
+        written: Sequence[bool],
+    ) -> None:
+        if self.process.cuda_aware:
+            call = bind(operations, *tensors)
+            for tensor in tensors:
+                if tensor is not None:
+                    synchronize(tensor)
+            call()
+        else:
+            through_host(partial(bind, operations), tensors, written)
+
+    def _near(self, tensor: torch.Tensor, *, filled: bool = True) -> torch.Tensor:
+        """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""
+        if not tensor.is_cuda:
+            return tensor
+        synchronize(tensor)
+        if self.process.cuda_aware:
+            return tensor
+        return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise InputError(f"there is no rank {rank} in {self.label}; ranks are 0 to {self.size - 1}")
+
+    def _blocks(
+        self, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, words: str
+    ) -> list[int]:
+        """Elements of each rank's block of `whole`, checked against this rank's part. words: "part whole" names."""
+        part_name, whole_name = words.split()
+        if part is not None and part.dtype != whole.dtype:
+            raise InputError(f"{name}: {part_name} is {part.dtype}, {whole_name} is {whole.dtype}; make them the same")
+        if counts is None:
+            each, rest = divmod(whole.numel(), self.size)
+            if rest:
+                raise InputError(
+                    f"{name}: {whole_name} has {whole.numel()} elements, not a multiple of {self.size} ranks; pad it "
+                    "or give counts"
+                )
+            blocks = [each] * self.size
+        else:
+            blocks = [int(n) for n in counts]
+            if len(blocks) != self.size or min(blocks) < 0 or sum(blocks) != whole.numel():
+                raise InputError(
+                    f"{name}: counts {blocks} must be {self.size} numbers that sum to {whole_name}'s {whole.numel()}"
+                )
+        if part is not None and part.numel() != blocks[self.rank]:
+            raise InputError(
+                f"{name}: {part_name} has {part.numel()} elements, rank {self.rank}'s block has {blocks[self.rank]}; "
+                f"{whole_name} is one block per rank"
+            )
+        return blocks
+
+
+def _intra(comm: MPI.Comm) -> MPI.Intracomm:
+    return MPI.Intracomm(comm)  # what Split gives is one, but mpi4py types it as any communicator
+
+
+def _specs(tensor: torch.Tensor) -> list[list[Any]]:
+    """The tensor's bytes as messages; an empty tensor is one empty message."""
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    starts = range(0, nbytes, LARGEST_COUNT) if nbytes else [0]
+    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in starts]
+
+
+def _hold(tensor: torch.Tensor) -> None:
+    """Nothing but a reference: the tensor lives until its message has left."""

@@ -1,0 +1,106 @@
+"""One way to fail: any rank's fatal error ends the whole job with one message, within seconds.
+
+A rank that fails tells the others, waits a moment, and speaks only if no other rank spoke first or failed at
+the same time with a lower number. Then it aborts the job. Errors that every rank raises alike (`agreed`) need
+no abort: rank 0 speaks and all leave.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+import numpy as np
+from mpi4py import MPI
+
+from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError
+
+_FAILED = 7  # message tag
+_GATHER = 0.3  # seconds in which ranks that fail together find each other
+
+
+class Faults:
+    """Ends the job. `comm`: a duplicate of the world for it alone."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._token = np.zeros(1, dtype=np.uint8)
+        self._previous = sys.excepthook
+        self.log_traceback = True
+
+    def install(self) -> None:
+        """Route exceptions that nobody catches through `fail`."""
+        sys.excepthook = self._hook
+
+    def uninstall(self) -> None:
+        sys.excepthook = self._previous
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.fail(error.with_traceback(trace))
+
+    def fail(self, error: BaseException) -> None:
+        """Report the error as this rank's and end the job; does not return."""
+        code = exit_code(error)
+        if isinstance(error, MpitrainError) and error.agreed:
+            if self._comm.rank == 0:
+                say(f"mpitrain: {error}")
+            leave(code)
+        self.end_job(self.describe(error), code)
+
+    def describe(self, error: BaseException) -> str:
+        """What stderr gets: one line for an error of ours, with the traceback for any other."""
+        where = f"rank {self._comm.rank}: " if self._comm.size > 1 else ""
+        if isinstance(error, MpitrainError):
+            return f"mpitrain: {where}{error}"
+        if isinstance(error, KeyboardInterrupt):
+            return f"mpitrain: {where}interrupted"
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return f"mpitrain: {where}{type(error).__name__}: {error}\n{trace}"
+
+    def end_job(self, text: str, code: int = EXIT_FAILED) -> None:
+        """Print the text, unless another rank speaks for the same end, and abort every rank."""
+        if self._is_first():
+            say(text)
+        else:
+            time.sleep(5)  # the rank that speaks is about to abort us
+        self._comm.Abort(code)
+
+    def _is_first(self) -> bool:
+        if self._comm.Iprobe(MPI.ANY_SOURCE, _FAILED):
+            return False
+        for other in range(self._comm.size):
+            if other != self._comm.rank:
+                self._comm.Isend(self._token, other, _FAILED).Free()
+        deadline = time.monotonic() + _GATHER
+        status = MPI.Status()
+        while time.monotonic() < deadline:
+            if self._comm.Iprobe(MPI.ANY_SOURCE, _FAILED, status):
+                self._comm.Recv(np.empty(1, dtype=np.uint8), status.source, _FAILED)
+                if status.source < self._comm.rank:
+                    return False
+            else:
+                time.sleep(0.01)
+        return True
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, MpitrainError):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+
+
+def say(text: str) -> None:
+    """One write to stderr, so that ranks' messages do not mix."""
+    sys.stdout.flush()
+    os.write(2, (text + "\n").encode(errors="replace"))
+
+
+def leave(code: int) -> None:
+    """End this process with an exit code after a proper MPI_Finalize; all ranks do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.Finalize()
+    os._exit(code)

@@ -1,0 +1,84 @@
+"""Small Python values between ranks, as JSON: nothing that arrives is ever executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpitrain.errors import InputError, MpitrainError
+
+if TYPE_CHECKING:
+    from mpitrain.comm.communicator import Communicator
+
+
+def _encode(value: Any) -> np.ndarray:
+    try:
+        text = json.dumps(value)
+    except TypeError as error:
+        raise InputError(f"{error}; only what JSON can hold travels between ranks: send arrays as arrays") from None
+    return np.frombuffer(text.encode(), dtype=np.uint8).copy()
+
+
+def broadcast(comm: Communicator, value: Any, root: int) -> Any:
+    """Every rank returns the root's value."""
+    data = _encode(value) if comm.rank == root else np.empty(0, dtype=np.uint8)
+    length = np.array([data.size], dtype=np.int64)
+    comm.broadcast(length, root)
+    if comm.rank != root:
+        data = np.empty(int(length[0]), dtype=np.uint8)
+    comm.broadcast(data, root)
+    return json.loads(data.tobytes())
+
+
+def all_gather(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank returns the list of all ranks' values."""
+    data = _encode(value)
+    lengths = np.empty(comm.size, dtype=np.int64)
+    comm.all_gather(lengths, np.array([data.size], dtype=np.int64))
+    everything = np.empty(int(lengths.sum()), dtype=np.uint8)
+    comm.all_gather(everything, data, counts=[int(n) for n in lengths])
+    ends = np.cumsum(lengths)
+    return [json.loads(everything[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
+
+
+def agree(comm: Communicator, error: BaseException | None) -> None:
+    """Raise on every rank if any rank has an error: the first such rank's, named. Collective.
+
+    This is how ranks that can fail alone (files, memory) stay together.
+    """
+    failed = np.array([comm.rank if error is not None else comm.size], dtype=np.int64)
+    comm.all_reduce(failed, "min")
+    first = int(failed[0])
+    if first == comm.size:
+        return
+    told = None
+    if comm.rank == first and error is not None:
+        where = f"rank {first}: " if comm.size > 1 and not getattr(error, "agreed", False) else ""
+        told = [type(error).__name__, where + (str(error) or type(error).__name__)]
+    kind, text = broadcast(comm, told, first)
+    known = {k.__name__: k for k in _all_errors(MpitrainError)}
+    if kind in known:
+        raise known[kind](text, agreed=True) from error
+    raise MpitrainError(f"{text} ({kind})" if kind not in text else text, agreed=True) from error
+
+
+def on_root(comm: Communicator, function: Callable[[], Any], root: int = 0) -> Any:
+    """Call the function on the root; every rank returns its (JSON) value or raises its error. Collective."""
+    value, error = None, None
+    if comm.rank == root:
+        try:
+            value = function()
+        except Exception as caught:  # told to all ranks by agree()
+            error = caught
+    agree(comm, error)
+    return broadcast(comm, value, root)
+
+
+def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:
+    found = [kind]
+    for child in kind.__subclasses__():
+        found += _all_errors(child)
+    return found

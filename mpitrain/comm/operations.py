@@ -1,0 +1,267 @@
+"""Every operation: which program it uses, and how the program's memory maps to the caller's tensors.
+
+Arguments were checked by `communicator.py`. Each method returns a call that performs the operation once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mpitrain.comm import library
+from mpitrain.comm.algorithms.direct import direct_all_to_all, direct_gather, direct_scatter
+from mpitrain.comm.algorithms.halving import doubling_all_gather, halving_reduce_scatter
+from mpitrain.comm.algorithms.pairwise import pairwise_reduce_scatter
+from mpitrain.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
+from mpitrain.comm.algorithms.shared import shared_all_gather, shared_broadcast, shared_reduce, shared_reduce_scatter
+from mpitrain.comm.algorithms.tree import tree_broadcast, tree_reduce
+from mpitrain.comm.binding import Binder, copying, offsets, scaling
+from mpitrain.comm.buffers import HALVES, LARGEST_COUNT, tensor_at
+from mpitrain.comm.executor import Compiled, Layout
+from mpitrain.comm.kernels import Reduction
+from mpitrain.comm.program import Program, chunk_bounds, even_bounds
+from mpitrain.comm.selection import (
+    RING_SEGMENT,
+    SHARED_CHUNK,
+    all_reduce_program,
+    reads_neighbours,
+    segments_of,
+    sends_partial_sums,
+)
+from mpitrain.errors import InputError
+
+_CACHE_LINE = 64  # bytes: slices of different ranks meet at multiples of it
+_ARENA_FROM = 8 << 10  # bytes from which the operations other than all_reduce use the arena they are in
+_NOTHING = Compiled(())
+
+
+class Operations(Binder):
+    # -- reductions
+
+    def all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
+        key = ("all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible)
+        return self.bound(key, lambda: self._all_reduce(x, op, algorithm, reproducible))
+
+    def _all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
+        reduction = Reduction.of(op, x.dtype, self.topology.size)
+        if self.topology.size == 1 or x.numel() == 0:
+            return _NOTHING
+        setting = self.setting(x, reproducible)
+        if algorithm == "auto":
+            algorithm = self.tuning.algorithm(setting.place, setting.size, setting.nbytes)
+        if algorithm == "mpi" and not reproducible:
+            if x.dtype in HALVES:
+                return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, False))
+            calls = library.all_reduce(self.comm, x.data_ptr(), x.numel(), reduction)
+            return Compiled([*calls, *scaling(x, reduction)])
+        program = all_reduce_program(algorithm, setting)
+        if x.dtype in HALVES and sends_partial_sums(program):
+            return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, reproducible))
+        if reads_neighbours(program) and not setting.in_arena:
+            if self.staging() is None:
+                return self._all_reduce(x, op, "ring", reproducible)
+            if algorithm == "two_level":
+                return self.through_staging(x, lambda piece: self._all_reduce(piece, op, algorithm, False))
+        bounds = even_bounds(x.numel(), program.blocks, max(1, _CACHE_LINE // x.element_size()))
+        layout = self.in_place(x, chunk_bounds(bounds, program.segments))
+        if program.inbox:
+            layout = replace(layout, inbox_bounds=self._cells(program, bounds))
+        return self.compile(program, layout, reduction, self.arena_of(x))
+
+    def reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
+        key = ("reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, root)
+        return self.bound(key, lambda: self._reduce(x, root, op, algorithm))
+
+    def _reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
+        reduction = Reduction.of(op, x.dtype, self.topology.size)
+        if self.topology.size == 1 or x.numel() == 0:
+            return _NOTHING
+        setting, at_root = self.setting(x), self.topology.rank == root
+        if algorithm == "auto":
+            algorithm = self._shared_or("mpi", x)
+        if x.dtype in HALVES and algorithm != "shared":
+            return self.widened(x, lambda wide: self._reduce(wide, root, op, algorithm), back=at_root)
+        if algorithm == "mpi":
+            calls = library.reduce(self.comm, x.data_ptr(), x.numel(), root, reduction)
+            return Compiled([*calls, *(scaling(x, reduction) if at_root else ())])
+        if algorithm == "shared":
+            arena = self.require_arena(x, "reduce")
+            program = shared_reduce(setting.size, root, _cache_chunks(setting.nbytes // setting.size))
+            bounds = even_bounds(x.numel(), program.blocks)
+            return self.compile(program, self.in_place(x, chunk_bounds(bounds, program.segments)), reduction, arena)
+        if algorithm != "tree":
+            raise _no_algorithm("reduce", algorithm, "mpi, shared or tree")
+        program = tree_reduce(setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes)
+        layout = self.in_place(x, chunk_bounds([0, x.numel()], program.segments))
+        if at_root:
+            return self.compile(program, layout, reduction)
+        sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums of other ranks than the root: their x stays
+        return self.compile(program, replace(layout, target=sums.data_ptr()), reduction, keeps=[sums])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], op: str, algorithm: str, reproducible: bool
+    ) -> Compiled:
+        key = ("reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), op, algorithm, reproducible)
+        return self.bound(key, lambda: self._reduce_scatter(out, x, counts, op, algorithm, reproducible))
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], op: str, algorithm: str, reproducible: bool
+    ) -> Compiled:
+        reduction = Reduction.of(op, x.dtype, self.topology.size)
+        setting, rank, bounds = self.setting(x, reproducible), self.topology.rank, offsets(counts)
+        size, largest = setting.size, max(counts) * x.element_size()
+        if x.numel() == 0:
+            return _NOTHING
+        if size == 1:
+            return Compiled([copying(out, x)])
+        if algorithm == "auto":  # 16-bit: summed in fp32 where they arrive, from 16-bit messages
+            apart = "pairwise" if x.dtype in HALVES else "ring" if x.numel() > LARGEST_COUNT else "mpi"
+            algorithm = self._shared_or(apart, x)
+        if algorithm == "shared":
+            arena = self.require_arena(x, "reduce_scatter")
+            program = shared_reduce_scatter(size, _cache_chunks(largest), tree=reproducible)
+        elif reproducible or algorithm == "pairwise":
+            arena, program = None, pairwise_reduce_scatter(size, setting.nodes)
+        elif x.dtype in HALVES:
+            wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
+            inner = self._reduce_scatter(sums, wide, counts, op, algorithm, False)
+            return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+        elif algorithm == "mpi":
+            result = torch.empty_like(out) if _overlap(out, x) else out
+            calls = library.reduce_scatter(self.comm, result.data_ptr(), x.data_ptr(), counts, reduction)
+            back = [] if result is out else [copying(out, result)]
+            return Compiled([*calls, *scaling(result, reduction), *back], [] if result is out else [result])
+        elif algorithm == "ring":
+            arena, program = None, ring_reduce_scatter(size, segments_of(largest, RING_SEGMENT), setting.nodes)
+        elif algorithm == "halving":
+            arena, program = None, halving_reduce_scatter(size, setting.nodes)
+        else:
+            raise _no_algorithm("reduce_scatter", algorithm, "mpi, ring, halving, pairwise or shared")
+        layout = Layout(
+            x.dtype,
+            chunk_bounds(bounds, program.segments),
+            source=x.data_ptr(),
+            target=out.data_ptr() - bounds[rank] * x.element_size(),  # where the own block is the only one written
+            peers=self.peers(x, arena) if arena is not None else None,
+            inbox_bounds=self._cells(program, bounds),
+        )
+        if not sends_partial_sums(program):
+            return self.compile(program, layout, reduction, arena)
+        partial = torch.empty(x.numel(), dtype=x.dtype)
+        inner = self.compile(program, replace(layout, target=partial.data_ptr()), reduction)
+        return Compiled([inner, copying(out, partial[bounds[rank] : bounds[rank + 1]])], [inner, partial])
+
+    # -- movements
+
+    def broadcast(self, x: torch.Tensor, root: int, algorithm: str) -> Compiled:
+        key = ("broadcast", x.data_ptr(), x.numel(), x.dtype, algorithm, root)
+        return self.bound(key, lambda: self._broadcast(x, root, algorithm))
+
+    def _broadcast(self, x: torch.Tensor, root: int, algorithm: str) -> Compiled:
+        if self.topology.size == 1 or x.numel() == 0:
+            return _NOTHING
+        setting = self.setting(x)
+        if algorithm == "auto":
+            algorithm = self._shared_or("mpi", x)
+        if algorithm == "mpi":
+            return Compiled(library.broadcast(self.comm, x.data_ptr(), setting.nbytes, root))
+        if algorithm == "shared":
+            arena = self.require_arena(x, "broadcast")
+            return self.compile(shared_broadcast(setting.size, root), self.in_place(x, [0, x.numel()]), None, arena)
+        if algorithm != "tree":
+            raise _no_algorithm("broadcast", algorithm, "mpi, shared or tree")
+        program = tree_broadcast(setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes)
+        return self.compile(program, self.in_place(x, chunk_bounds([0, x.numel()], program.segments)))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], algorithm: str) -> Compiled:
+        key = ("all_gather", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), algorithm)
+        return self.bound(key, lambda: self._all_gather(out, x, counts, algorithm))
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], algorithm: str) -> Compiled:
+        size, rank, item = self.topology.size, self.topology.rank, x.element_size()
+        bounds, largest = offsets(counts), max(counts) * item
+        if bounds[-1] == 0:
+            return _NOTHING
+        own = tensor_at(out.data_ptr() + bounds[rank] * item, counts[rank], x.dtype)
+        place = [] if own.data_ptr() == x.data_ptr() or not counts[rank] else [copying(own, x)]
+        if size == 1:
+            return Compiled(place)
+        if algorithm == "auto":
+            equal = min(counts) == max(counts)  # else a rank with nothing would not find its x in the arena
+            apart = "ring" if bounds[-1] * item > LARGEST_COUNT else "mpi"
+            algorithm = self._shared_or(apart, x if place else out, bounds[-1] * item) if equal else apart
+        if algorithm == "mpi":
+            return Compiled([*place, *library.all_gather(self.comm, out.data_ptr(), counts, item)])
+        layout = Layout(x.dtype, bounds, out.data_ptr(), out.data_ptr())
+        if algorithm == "shared":
+            if place:  # a neighbour's x is its block alone: its WORK begins as far before it as the block in out
+                arena = self.require_arena(x, "all_gather")
+                find = self.peers(x, arena)
+                layout = replace(layout, peers=lambda r: find(r) - bounds[r] * item)
+            else:
+                arena = self.require_arena(out, "all_gather")
+                layout = replace(layout, peers=self.peers(out, arena))
+            inner = self.compile(shared_all_gather(size), layout, None, arena)
+        elif algorithm == "ring":
+            program = ring_all_gather(size, segments_of(largest, RING_SEGMENT), self.topology.nodes)
+            inner = self.compile(program, replace(layout, bounds=chunk_bounds(bounds, program.segments)))
+        elif algorithm == "halving":
+            inner = self.compile(doubling_all_gather(size, self.topology.nodes), layout)
+        else:
+            raise _no_algorithm("all_gather", algorithm, "mpi, ring, halving or shared")
+        return Compiled([*place, inner], [inner])
+
+    def gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int) -> Compiled:
+        size, numel, item = self.topology.size, x.numel(), x.element_size()
+        into = out.data_ptr() if out is not None else 0
+        if numel * item * size <= LARGEST_COUNT:
+            return Compiled(library.gather(self.comm, into, x.data_ptr(), numel, item, root))
+        cells = [r * numel if out is not None else 0 for r in range(size + 1)]
+        layout = Layout(x.dtype, [0, numel], x.data_ptr(), x.data_ptr(), inbox=into, inbox_bounds=cells)
+        return self.compile(direct_gather(size, root), layout)
+
+    def scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int) -> Compiled:
+        size, numel, item = self.topology.size, out.numel(), out.element_size()
+        source = x.data_ptr() if x is not None else 0
+        if numel * item * size <= LARGEST_COUNT:
+            return Compiled(library.scatter(self.comm, out.data_ptr(), source, numel, item, root))
+        blocks = [r * numel for r in range(size + 1)]
+        layout = Layout(out.dtype, blocks, source, source, inbox=out.data_ptr(), inbox_bounds=[0, numel])
+        return self.compile(direct_scatter(size, root), layout)
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], by_library: bool
+    ) -> Compiled:
+        """by_library: the same on all ranks; False when some rank's data are too large for the library."""
+        if by_library:
+            item = x.element_size()
+            return Compiled(library.all_to_all(self.comm, out.data_ptr(), x.data_ptr(), received, sent, item))
+        source, into = x.data_ptr(), out.data_ptr()
+        layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))
+        return self.compile(direct_all_to_all(self.topology.size), layout)
+
+    def _cells(self, program: Program, bounds: Sequence[int]) -> list[int]:
+        """Bounds of an inbox of contributions to this rank's own block."""
+        own = bounds[self.topology.rank + 1] - bounds[self.topology.rank] if program.inbox else 0
+        return [i * own for i in range(program.inbox + 1)]
+
+    def _shared_or(self, otherwise: str, x: torch.Tensor, nbytes: int | None = None) -> str:
+        """`shared` where x lies in an arena of one node and is worth it."""
+        setting = self.setting(x)
+        worth = (setting.nbytes if nbytes is None else nbytes) >= _ARENA_FROM
+        return "shared" if worth and setting.in_arena and setting.one_node else otherwise
+
+
+def _cache_chunks(nbytes: int) -> int:
+    return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
+    return a.data_ptr() < b_end and b.data_ptr() < a_end
+
+
+def _no_algorithm(operation: str, algorithm: str, known: str) -> InputError:
+    return InputError(f"{operation} has no algorithm {algorithm!r}; use auto, {known}", agreed=True)

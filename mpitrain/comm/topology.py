@@ -1,0 +1,85 @@
+"""Who is where: the ranks of a communicator, their nodes, and the MPI communicators that connect them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Places of the ranks of one communicator.
+
+    nodes: the node number of each rank, in order of first appearance; world_ranks: each rank's number in the world.
+    """
+
+    rank: int
+    nodes: tuple[int, ...]
+    world_ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, itself included, in order."""
+        return tuple(r for r in range(self.size) if self.nodes[r] == self.nodes[self.rank])
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+    def of(self, ranks: Sequence[int], rank: int) -> Topology:
+        """The topology of a group of this communicator's ranks; rank: this rank's number in the group."""
+        numbers: dict[int, int] = {}
+        nodes = tuple(numbers.setdefault(self.nodes[r], len(numbers)) for r in ranks)
+        return Topology(rank, nodes, tuple(self.world_ranks[r] for r in ranks))
+
+
+def discover(comm: MPI.Comm) -> Topology:
+    """The topology of the world; collective. Ranks are on one node if they can share memory."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = np.array([comm.rank], dtype=np.int64)
+    node.Bcast(first)
+    node.Free()
+    firsts = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(first, firsts)
+    numbers: dict[int, int] = {}
+    nodes = tuple(numbers.setdefault(int(f), len(numbers)) for f in firsts)
+    return Topology(comm.rank, nodes, tuple(range(comm.size)))
+
+
+def host_names(comm: MPI.Comm) -> list[str]:
+    """The host name of every rank; collective."""
+    mine = np.zeros(64, dtype=np.uint8)
+    name = socket.gethostname().encode()[:64]
+    mine[: len(name)] = np.frombuffer(name, dtype=np.uint8)
+    everyone = np.empty((comm.size, 64), dtype=np.uint8)
+    comm.Allgather(mine, everyone)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
+
+
+def spare_cores(ranks_on_node: int) -> int:
+    """Cores of this process's node that no rank computes on: what a communication thread may use."""
+    allowed = len(os.sched_getaffinity(0))
+    bound = allowed < (os.cpu_count() or 1)  # a bound rank has its cores for itself
+    return allowed - 1 if bound else allowed - ranks_on_node
+
+
+def machine_key(library: str) -> str:
+    """A short name of this kind of machine and MPI, for tuning tables kept in a shared home."""
+    model = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        pass
+    text = f"{model}|{os.cpu_count()}|{library.splitlines()[0]}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,184 @@
+"""Handles of operations under way, and the thread that carries them out in order.
+
+A thread of its own makes progress while the caller computes, if a core is free for it. Where none is, the
+operations run when the caller waits for one of them: nothing would overlap, and a thread would only take
+turns with the computation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from mpi4py import MPI
+
+from mpitrain.errors import CommunicationError
+
+
+class Work:
+    """An operation that has begun. Keeps the tensors of its call alive until it is complete."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is complete. timeout: seconds.
+
+        Raises CommunicationError naming the operation when it is not complete in time, or what it raised.
+        """
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether the operation is complete; lets it make progress."""
+        raise NotImplementedError
+
+
+class Finished(Work):
+    """An operation that was complete when it was begun."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class Messages(Work):
+    """Messages that MPI carries by itself."""
+
+    def __init__(
+        self, name: str, requests: Sequence[MPI.Request], complete: Callable[[list[MPI.Status]], None]
+    ) -> None:
+        """complete: called once with the statuses; raises if what arrived is not what was expected."""
+        self._name = name
+        self._requests = list(requests)
+        self._complete: Callable[[list[MPI.Status]], None] | None = complete
+
+    def _finish(self, statuses: list[MPI.Status]) -> None:
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete(statuses)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._complete is None:
+            return
+        if timeout is None:
+            statuses = [MPI.Status() for _ in self._requests]
+            MPI.Request.Waitall(self._requests, statuses)
+            self._finish(statuses)
+            return
+        deadline = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() > deadline:
+                raise CommunicationError(f"{self._name} is not complete after {timeout:g} s; is the other rank there?")
+            time.sleep(1e-4)
+
+    def done(self) -> bool:
+        if self._complete is None:
+            return True
+        statuses = [MPI.Status() for _ in self._requests]
+        if not MPI.Request.Testall(self._requests, statuses):
+            return False
+        self._finish(statuses)
+        return True
+
+
+class Queued(Work):
+    """An operation of a `Worker`."""
+
+    def __init__(self, name: str, call: Callable[[], None], worker: Worker) -> None:
+        self.name = name
+        self.call: Callable[[], None] | None = call
+        self.error: BaseException | None = None
+        self.complete = threading.Event()
+        self._worker = worker
+
+    def run(self) -> None:
+        call, self.call = self.call, None
+        assert call is not None
+        try:
+            call()
+        except BaseException as error:  # surfaces in wait()
+            self.error = error
+        self.complete.set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is None:
+            self._worker.finish(self)
+        else:
+            self._worker.start()
+            if not self.complete.wait(timeout):
+                raise CommunicationError(
+                    f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
+                )
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        self._worker.start()
+        return self.complete.is_set()
+
+
+class Worker:
+    """Carries out operations one after the other, in the order they were submitted."""
+
+    def __init__(self, threaded: bool) -> None:
+        """threaded: make progress in a thread from the first operation on."""
+        self._threaded = threaded
+        self._queue: deque[Queued] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def submit(self, name: str, call: Callable[[], None]) -> Queued:
+        work = Queued(name, call, self)
+        with self._changed:
+            self._queue.append(work)
+            self._changed.notify()
+        if self._threaded:
+            self.start()
+        return work
+
+    def start(self) -> None:
+        """Make progress in a thread from now on."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mpitrain-comm", daemon=True)
+            self._thread.start()
+
+    def finish(self, work: Queued) -> None:
+        """Complete an operation, and those before it: in the thread if there is one, else here."""
+        if self._thread is not None:
+            work.complete.wait()
+            return
+        while not work.complete.is_set():
+            self._queue.popleft().run()
+
+    def drain(self) -> None:
+        """Complete everything submitted so far; errors stay with their handles."""
+        with self._changed:
+            last = self._queue[-1] if self._queue else None
+        if last is not None:
+            self.finish(last)
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue
+
+    def close(self) -> None:
+        self.drain()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._stopping:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                work = self._queue[0]
+            work.run()
+            with self._changed:
+                self._queue.popleft()

@@ -1,0 +1,108 @@
+"""The one piece of state a process has: its place in the MPI world, made by `init()`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+from mpitrain.comm import tuning
+from mpitrain.comm.arena import ArenaIndex
+from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.device import cuda_aware
+from mpitrain.comm.faults import Faults
+from mpitrain.comm.topology import discover, machine_key, spare_cores
+from mpitrain.comm.tuning import Tuning
+from mpitrain.comm.watchdog import Watchdog
+from mpitrain.errors import InputError
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Process:
+    """What all communicators of a process share."""
+
+    arenas: ArenaIndex
+    tuning: Tuning
+    watchdog: Watchdog
+    faults: Faults
+    spare_cores: int
+    cuda_aware: bool
+    debug: bool
+
+
+_world: Communicator | None = None
+
+
+def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug: bool | None = None) -> Communicator:
+    """The communicator over all ranks. Collective the first time; later calls return the same one.
+
+    timeout: seconds before an unfinished operation ends the job (`set_timeout` changes it).
+    abort_on_error: an exception that nobody catches ends the whole job with one message, instead of leaving
+    the other ranks to wait. debug: compare what the ranks are about to do before each collective
+    (default: MPITRAIN_DEBUG).
+    Without mpirun or srun it is a world of one rank. Raises InputError when a launcher started several
+    processes that do not see each other.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    comm = MPI.COMM_WORLD
+    if comm.size == 1:
+        _refuse_singletons(os.environ)
+    if debug is None:
+        debug = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0")
+    topology = discover(comm)
+    faults = Faults(comm.Dup())
+    watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
+    local = len(topology.neighbours)
+    table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
+    process = Process(ArenaIndex(), table, watchdog, faults, spare_cores(local), cuda_aware(), debug)
+    _world = Communicator(comm.Dup(), topology, process, "world")
+    if abort_on_error:
+        faults.install()
+    if comm.size > 1:
+        watchdog.start()
+    atexit.register(watchdog.stop)
+    return _world
+
+
+def set_timeout(seconds: float) -> None:
+    """Change how long an operation may take before the job is ended."""
+    if _world is not None:
+        _world.process.watchdog.timeout = seconds
+
+
+def _same_text(comm: MPI.Intracomm, text: str) -> str:
+    """Rank 0's text on all ranks: ranks that chose algorithms from different tables would hang."""
+    import numpy as np
+
+    data = np.frombuffer(text.encode(), dtype=np.uint8).copy()
+    length = np.array([data.size])
+    comm.Bcast(length)
+    if comm.rank:
+        data = np.empty(int(length[0]), dtype=np.uint8)
+    comm.Bcast(data)
+    return data.tobytes().decode()
+
+
+def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:
+    """Raise InputError if this world of one rank is one of several processes that were meant to be one job."""
+    if "OMPI_COMM_WORLD_SIZE" in environment or "PMI_SIZE" in environment:
+        launched = int(environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE") or 1)
+        if launched > 1:
+            library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+            raise InputError(
+                f"mpirun started {launched} processes, but each sees itself alone: mpi4py uses {library}, mpirun "
+                "belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)",
+            )
+        return
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
+    if tasks > 1:
+        raise InputError(
+            f"Slurm has {tasks} tasks, but this process sees itself alone: start it with srun --mpi=pmi2 (MPICH), "
+            "srun --mpi=pmix (Open MPI) or mpirun, whichever the MPI was built for; srun --mpi=list shows the kinds",
+        )

@@ -1,0 +1,21 @@
+"""Data sets: sharded HDF5 folders made from a user's own input, read at random in bounded memory.
+
+`format.py` says what lies in a folder, `prepare.py` makes one, `dataset.py` reads it, `order.py` and `loader.py`
+turn it into batches.
+"""
+
+from mpitrain.data.dataset import Dataset, Description, open_dataset
+from mpitrain.data.defaults import resolve
+from mpitrain.data.loader import Batch, Loader, evaluation_batches
+from mpitrain.data.order import SampleOrder
+
+__all__ = [
+    "Batch",
+    "Dataset",
+    "Description",
+    "Loader",
+    "SampleOrder",
+    "evaluation_batches",
+    "open_dataset",
+    "resolve",
+]

@@ -1,0 +1,138 @@
+"""`python -m mpitrain.data prepare | info`: makes a data set folder, describes one. Imports neither torch nor MPI."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.errors import EXIT_DONE, EXIT_INTERRUPTED, MpitrainError
+
+_SOURCES = """\
+sources (all of one kind):
+  text files, folders of text      bytes, or tokens with --tokenizer
+  x.npy y.npy, or one .npz         rows of arrays; also x_train y_train x_test y_test
+  a folder of image folders        one class per subfolder; --size where sizes differ
+  IDX files (MNIST), also .gz      images and labels; t10k is held out
+  .csv, .tsv                       numbers and a --label column
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "prepare":
+            _prepare(arguments)
+        else:
+            _info(arguments.dir, verify_all=arguments.verify)
+    except MpitrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mpitrain.data", description="make and describe data sets")
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser(
+        "prepare",
+        help="make a data set folder of HDF5 shards",
+        epilog=_SOURCES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    prepare.add_argument("sources", nargs="+", metavar="SOURCE", help="files or folders, all of one kind")
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to make")
+    prepare.add_argument("--held-out", type=float, default=0.05, metavar="F", help="fraction kept to evaluate [0.05]")
+    prepare.add_argument("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json")
+    prepare.add_argument("--size", type=_size, metavar="HxW", help="images: pixels, as 224 or 128x256")
+    prepare.add_argument("--label", metavar="COLUMN", help="CSV: name or number (from 1) of the label's column")
+    prepare.add_argument("--shard-mb", type=_positive, default=256, metavar="MB", help="MiB of data per shard [256]")
+    info = commands.add_parser("info", help="describe a data set folder")
+    info.add_argument("dir", type=Path, metavar="DIR")
+    info.add_argument("--verify", action="store_true", help="read everything and check every hash")
+    return parser
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 224 or 128x256 (height x width)")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    from mpitrain.data.info import describe
+    from mpitrain.data.prepare import Options, prepare
+
+    with _Progress() as progress:
+        manifest = prepare(
+            arguments.sources,
+            arguments.out,
+            held_out=arguments.held_out,
+            options=Options(arguments.tokenizer, arguments.size, arguments.label),
+            shard_bytes=max(1, round(arguments.shard_mb * 2**20)),
+            progress=progress if sys.stderr.isatty() else None,
+        )
+    print(*describe(arguments.out, manifest), sep="\n")
+    print(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}")
+
+
+def _info(folder: Path, *, verify_all: bool) -> None:
+    from mpitrain.data.dataset import verify
+    from mpitrain.data.format import read_manifest
+    from mpitrain.data.info import describe
+    from mpitrain.errors import InputError
+
+    manifest = read_manifest(folder)
+    print(*describe(folder, manifest), sep="\n")
+    if not verify_all:
+        print("hashes      not checked (--verify reads everything)")
+        return
+    damages = list(verify(folder, manifest))
+    if damages:
+        print(*damages, sep="\n")
+        raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
+    print("hashes      all right")
+
+
+class _Progress:
+    """One line on a terminal, rewritten twice a second and cleared at the end."""
+
+    def __init__(self) -> None:
+        self._start = self._shown = time.monotonic()
+        self._bytes: dict[str, int] = {}
+        self._width = 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
+
+    def __call__(self, split: str, rows: int, written: int) -> None:
+        self._bytes[split] = written
+        now = time.monotonic()
+        if now - self._shown >= 0.5:
+            self._shown = now
+            total = sum(self._bytes.values()) / 2**20
+            line = f"{total:,.0f} MiB, {total / (now - self._start):,.0f} MiB/s"
+            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
+            self._width = max(self._width, len(line))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""How a data set folder comes to be: whole, or not at all, however many processes try at once.
+
+    .NAME.lock                     one maker per node at a time (flock: the kernel frees it when a maker dies)
+    .NAME.tmp-HOST-PID-RANDOM/     being filled
+    NAME/                          after the rename: complete and durable
+
+Nothing ever fills a folder under its final name, and nobody waits for a process that is dead. Where the file
+system knows no locks, or makers sit on several nodes, two may fill folders side by side: the first rename wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpitrain.data.format import is_dataset
+from mpitrain.errors import InputError
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def make_dataset(target: Path, fill: Callable[[Path], None], *, once: bool) -> None:
+    """Makes the data set folder `target`: `fill` writes it into a temporary folder that is then renamed.
+
+    once: a finished data set under that name, also one that another process makes meanwhile, is what is wanted;
+    else it is an error. Raises InputError: the name is taken, no permission, disk full, and whatever `fill` raises.
+    """
+    with os_errors(f"data set {target} cannot be written"):
+        if once and is_dataset(target):  # asked without a lock: works on a read-only file system too
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target) as held:
+            if once and is_dataset(target):
+                return
+            if os.path.lexists(target):
+                raise InputError(f"output folder {target} exists already; give another --out, or remove it")
+            prefix = f".{target.name}.tmp-{os.uname().nodename}-"
+            if held:
+                _remove_leftovers(target.parent, prefix)
+            temporary = target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+            temporary.mkdir()
+            try:
+                fill(temporary)
+                sync(temporary)
+                _rename(temporary, target, once)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            sync(target.parent)
+
+
+@contextmanager
+def os_errors(what: str) -> Iterator[None]:
+    """Turns what the operating system refuses into an InputError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what}: {_reason(error)}") from error
+
+
+def sync(path: Path) -> None:
+    """Makes a file's or folder's content durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError) -> str:
+    mends = {
+        errno.ENOSPC: "the disk is full; free some space, or use another place",
+        errno.EDQUOT: "the disk quota is used up; free some space, or use another place",
+        errno.EFBIG: "a file grew over the allowed size (ulimit -f); use a smaller --shard-mb",
+        errno.EACCES: "no permission; ask its owner for access, or use another place",
+        errno.EPERM: "no permission; ask its owner for access, or use another place",
+        errno.EEXIST: "a file lies where a folder is needed; use another place",
+        errno.ENOTDIR: "a file lies where a folder is needed; use another place",
+        errno.EROFS: "the file system is read-only; use another place",
+    }
+    if error.errno in mends:
+        return mends[error.errno]
+    text = error.strerror or str(error).splitlines()[0]
+    return f"{text} ({error.filename})" if error.filename else text
+
+
+def _rename(temporary: Path, target: Path, once: bool) -> None:
+    try:
+        os.rename(temporary, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not is_dataset(target):
+            raise
+        if not once:
+            raise InputError(f"output folder {target} was made by another process meanwhile; use that one") from None
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Temporary folders of makers that died on this node: we hold the lock, so none of them is alive."""
+    for name in os.listdir(parent):
+        if name.startswith(prefix):
+            shutil.rmtree(parent / name, ignore_errors=True)
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[bool]:
+    """Holds the lock beside `target`; False where the file system has no locks. Leaves no lock file behind."""
+    path = target.parent / f".{target.name}.lock"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            held = _flock(descriptor)
+            # Whoever held it before us removed the file: then our lock is on a file that others cannot see.
+            if not held or _is_open_file(path, descriptor):
+                try:
+                    yield held
+                finally:
+                    if held:
+                        path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
+
+
+def _is_open_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

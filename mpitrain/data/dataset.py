@@ -1,0 +1,273 @@
+"""Reading a data set at any size: rows by number, a bounded number of open files, every extent checked once.
+
+    Dataset.read(ids)      samples: shapes, dtypes, neighbours read together     (TokenDataset, ArrayDataset)
+    RowReader.read_into    rows of a split, across the borders of shards
+    OpenShard.read_into    rows of one file, hashes checked                      (shards.py)
+
+Which file a shard is read from is decided in one place, RowReader._open.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.defaults import resolve
+from mpitrain.data.format import HELD_OUT, TRAIN, FieldSpec, Manifest, SplitSpec, read_manifest
+from mpitrain.data.shards import OpenShard
+from mpitrain.errors import InputError
+
+OPEN_FILES = 64
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a data set holds, as a model needs to know it.
+
+    kind: "tokens" or "arrays". samples: in this split. x_shape, y_shape: of one sample. x_dtype, y_dtype: as handed
+    over, int64 or float32. vocabulary: size, where x are tokens or codes. classes: names, where y are class numbers.
+    identity: changes when the content does, not with the place or time of its making.
+    """
+
+    kind: str
+    split: str
+    samples: int
+    x_shape: tuple[int, ...]
+    x_dtype: np.dtype[Any]
+    y_shape: tuple[int, ...]
+    y_dtype: np.dtype[Any]
+    vocabulary: int | None
+    classes: tuple[str, ...] | None
+    identity: str
+
+
+def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None) -> Dataset:
+    """Opens one split, "train" or "held_out", of a data set folder, or of what `resolve` makes of a word.
+
+    sequence: tokens per sample; needed for kind "tokens", without meaning for kind "arrays".
+    Raises InputError: nothing there, not a data set, damaged, no permission, no such split, too few tokens.
+    """
+    folder = path if isinstance(path, Path) else resolve(path)
+    manifest = read_manifest(folder)
+    if split not in manifest.splits:
+        raise InputError(
+            f"data set {folder} has no {split} samples (splits: {', '.join(manifest.splits)}); "
+            "prepare it again with a larger --held-out"
+        )
+    spec = manifest.splits[split]
+    _check_files(folder, spec)
+    reader = RowReader(folder, spec, manifest.fields, manifest.extent_bytes)
+    reader.shard(0)  # so that a first file that cannot be read is told at once
+    if manifest.kind == "tokens":
+        return TokenDataset(folder, split, manifest, reader, sequence)
+    return ArrayDataset(split, manifest, reader)
+
+
+def _check_files(folder: Path, spec: SplitSpec) -> None:
+    """One look at the folder finds missing shards at once; their content is checked when it is read."""
+    there = set(os.listdir(folder))
+    for shard in spec.shards:
+        if shard.file not in there:
+            raise InputError(
+                f"data set {folder}: shard {shard.file} is missing; restore that file or prepare the data set again"
+            )
+
+
+class Dataset(ABC):
+    """Samples 0 ... len-1 of one split. Any number of threads may read."""
+
+    def __init__(self, description: Description, reader: RowReader) -> None:
+        self.description = description
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return self.description.samples
+
+    @abstractmethod
+    def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """x [n, *x_shape] and y [n, *y_shape] of the samples ids (int64 [n]), in that order; n may be 0.
+
+        Raises InputError where stored bytes are damaged or cannot be read, IndexError for ids out of range.
+        """
+
+    def close(self) -> None:
+        """Closes files; a later read opens them again."""
+        self._reader.close()
+
+    def _checked(self, ids: Ids) -> Ids:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
+            raise IndexError(f"sample ids from {ids.min()} to {ids.max()} in a data set of {len(self)}")
+        return ids
+
+
+class TokenDataset(Dataset):
+    """Sample i is tokens[i*S : i*S + S + 1] of the stream: S inputs, and the same shifted by one as targets."""
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest, reader: RowReader, sequence: int | None) -> None:
+        if sequence is None or sequence < 1:
+            raise InputError(f"data set {folder} is a stream of tokens; say how many a sample has (model.sequence)")
+        tokens = manifest.splits[split].rows
+        samples = (tokens - 1) // sequence
+        if samples < 1:
+            raise InputError(
+                f"data set {folder} has {tokens} {split} tokens, one sample of model.sequence {sequence} takes "
+                f"{sequence + 1}; give more data or a shorter sequence"
+            )
+        integers = np.dtype(np.int64)
+        super().__init__(
+            Description(
+                kind=manifest.kind,
+                split=split,
+                samples=samples,
+                x_shape=(sequence,),
+                x_dtype=integers,
+                y_shape=(sequence,),
+                y_dtype=integers,
+                vocabulary=manifest.vocabulary,
+                classes=None,
+                identity=manifest.identity,
+            ),
+            reader,
+        )
+        self._sequence = sequence
+        self._stored = manifest.fields[0].stored
+
+    def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        length = self._sequence
+        tokens = np.empty((len(ids), length + 1), self._stored)
+        for places, first, count in _runs(self._checked(ids)):
+            if count == 1:
+                self._reader.read_into(0, first * length, tokens[places[0]])
+            else:
+                stretch = np.empty(count * length + 1, self._stored)
+                self._reader.read_into(0, first * length, stretch)
+                tokens[places] = np.lib.stride_tricks.sliding_window_view(stretch, length + 1)[::length]
+        return tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+
+
+class ArrayDataset(Dataset):
+    """Sample i is row i of the fields x and y."""
+
+    def __init__(self, split: str, manifest: Manifest, reader: RowReader) -> None:
+        x, y = manifest.fields
+        super().__init__(
+            Description(
+                kind=manifest.kind,
+                split=split,
+                samples=manifest.splits[split].rows,
+                x_shape=x.shape,
+                x_dtype=x.handed,
+                y_shape=y.shape,
+                y_dtype=y.handed,
+                vocabulary=manifest.vocabulary,
+                classes=manifest.classes,
+                identity=manifest.identity,
+            ),
+            reader,
+        )
+        self._fields = (x, y)
+
+    def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        rows = [np.empty((len(ids), *field.shape), field.stored) for field in self._fields]
+        for places, first, count in _runs(self._checked(ids)):
+            for number, field in enumerate(self._fields):
+                if count == 1:
+                    self._reader.read_into(number, first, rows[number][places[0] : places[0] + 1])
+                else:
+                    stretch = np.empty((count, *field.shape), field.stored)
+                    self._reader.read_into(number, first, stretch)
+                    rows[number][places] = stretch
+        x, y = (_handed(field, stored) for field, stored in zip(self._fields, rows, strict=True))
+        return x, y
+
+
+def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    values = stored.astype(field.handed, copy=False)
+    if field.given == "unit":
+        values *= np.float32(1 / 255)
+    return values
+
+
+def _runs(ids: Ids) -> Iterator[tuple[Ids, int, int]]:
+    """Neighbouring samples, to be read together: (their places in ids, the first sample, how many)."""
+    if not len(ids):
+        return
+    places = np.argsort(ids, kind="stable")
+    ordered = ids[places]
+    ends = [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ids)]
+    start = 0
+    for end in ends:
+        yield places[start:end], int(ordered[start]), end - start
+        start = end
+
+
+class RowReader:
+    """The rows of one split, over all of its shards, with at most OPEN_FILES of them open."""
+
+    def __init__(self, folder: Path, spec: SplitSpec, fields: tuple[FieldSpec, ...], extent_bytes: int) -> None:
+        self._folder, self._spec, self._fields, self._extent_bytes = folder, spec, fields, extent_bytes
+        self._starts = list(accumulate((shard.rows for shard in spec.shards), initial=0))
+        self._open_shards: OrderedDict[int, OpenShard] = OrderedDict()
+        self._trusted: dict[int, list[bytearray]] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
+        """Fills `out`, [k, *shape] of the stored dtype, with rows start ... start+k-1 of a field."""
+        done = 0
+        while done < len(out):
+            row = start + done
+            number = bisect_right(self._starts, row) - 1
+            here = min(len(out) - done, self._starts[number + 1] - row)
+            shard, trusted = self.shard(number)
+            shard.read_into(field, row - self._starts[number], out[done : done + here], trusted[field])
+            done += here
+
+    def shard(self, number: int) -> tuple[OpenShard, list[bytearray]]:
+        """An open shard and, per field, which of its extents were found right."""
+        with self._lock:
+            shard = self._open_shards.get(number)
+            if shard is None:
+                shard = self._open_shards[number] = self._open(number)
+                self._trusted.setdefault(number, [bytearray(shard.extents(i)) for i in range(len(self._fields))])
+                if len(self._open_shards) > OPEN_FILES:
+                    self._open_shards.popitem(last=False)  # a thread that still reads it holds it open
+            else:
+                self._open_shards.move_to_end(number)
+            return shard, self._trusted[number]
+
+    def close(self) -> None:
+        with self._lock:
+            self._open_shards.clear()
+
+    def _open(self, number: int) -> OpenShard:
+        return OpenShard(self._folder, self._spec.shards[number], self._fields, self._extent_bytes)
+
+
+def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Reads every byte of every shard; yields one line for each extent or file that is damaged."""
+    for split in (TRAIN, HELD_OUT):
+        for spec in manifest.splits[split].shards if split in manifest.splits else ():
+            try:
+                shard = OpenShard(folder, spec, manifest.fields, manifest.extent_bytes)
+            except InputError as error:
+                yield str(error)
+                continue
+            for field in range(len(manifest.fields)):
+                for extent in range(shard.extents(field)):
+                    try:
+                        shard.checked_extent(field, extent)
+                    except InputError as error:
+                        yield str(error)

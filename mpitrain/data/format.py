@@ -1,0 +1,201 @@
+"""What lies in a data set folder: the format, its manifest, and how a manifest is read and written.
+
+    DIR/
+      dataset.json         the manifest, written last: what is here, with the hash of everything else
+      train-00000.h5       shards of the split `train`, filled one after the other
+      train-00001.h5
+      held_out-00000.h5    shards of the split `held_out`, where there is one
+      tokenizer.json       a copy of the tokenizer file, for tokenized text only
+
+A shard is an HDF5 file (libver v110, so that its metadata are checksummed) with one contiguous, little-endian
+data set per field and one table of hashes per field:
+
+    /tokens  (rows,)                         kind "tokens": one stream per split, cut into shards
+    /x, /y   (rows, *shape)                  kind "arrays": one row per sample
+    /crc32/FIELD  (extents,) uint32          CRC-32 of the stored bytes of each extent of that field
+
+An extent is a whole number of rows, R = max(1, extent_bytes // bytes of a row); the last one may be short:
+
+    rows     0 ... R-1 | R ... 2R-1 | 2R ... rows-1
+    extent       0     |     1      |      2
+
+Trust is a chain: dataset.json ends with the CRC-32 of its own content; it holds the CRC-32 of every shard's
+hash tables; a table holds the CRC-32 of each extent. A reader checks just the links that it touches.
+
+A sample of kind "tokens" with sequence length S is tokens[i*S : i*S + S + 1] of the concatenated stream: inputs
+are its first S tokens, targets its last S. There are (rows - 1) // S samples.
+
+How a stored field is handed over (`given`): "integer" as int64, "float" as float32, "unit" as float32 of the
+stored value / 255 (images kept as uint8).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mpitrain.errors import InputError
+
+FORMAT = "mpitrain-dataset"
+VERSION = 1
+MANIFEST = "dataset.json"
+TOKENIZER = "tokenizer.json"
+TRAIN = "train"
+HELD_OUT = "held_out"
+EXTENT_BYTES = 64 * 1024  # small, because the first random read of a sample reads its whole extent
+HDF5_VERSIONS = ("v110", "v110")
+
+PREPARE = "python -m mpitrain.data prepare SOURCE... --out"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FieldSpec(_Part):
+    """One array of a row: its name, stored dtype (a NumPy name such as uint8), shape per row, and form when read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    given: Literal["integer", "float", "unit"]
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """The dtype of the bytes on disk: always little-endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def handed(self) -> np.dtype[Any]:
+        """The dtype a reader hands over: int64 or float32."""
+        return np.dtype(np.int64 if self.given == "integer" else np.float32)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.stored.itemsize * math.prod(self.shape)
+
+    def extent_rows(self, extent_bytes: int) -> int:
+        return max(1, extent_bytes // max(1, self.row_bytes))
+
+
+class ShardSpec(_Part):
+    """One shard: file name, rows, size of the file in bytes, and the CRC-32 of each field's hash table."""
+
+    file: str = Field(pattern=r"^[a-z_]+-[0-9]{5,}\.h5$")
+    rows: int = Field(ge=1)
+    bytes: int = Field(ge=1)
+    tables: dict[str, int]
+
+
+class SplitSpec(_Part):
+    rows: int = Field(ge=1)
+    shards: tuple[ShardSpec, ...]
+    class_counts: tuple[int, ...] | None = None
+
+
+class Origin(_Part):
+    """Where the data came from: what was given, how many files that was, and who made it when (UTC)."""
+
+    sources: tuple[str, ...]
+    files: int
+    prepared: str
+    notes: tuple[str, ...] = ()
+
+
+class Manifest(_Part):
+    """The content of dataset.json."""
+
+    format: Literal["mpitrain-dataset"]
+    version: Literal[1]
+    kind: Literal["tokens", "arrays"]
+    fields: tuple[FieldSpec, ...]
+    extent_bytes: int = Field(ge=1)
+    vocabulary: int | None
+    tokenizer_crc32: int | None
+    classes: tuple[str, ...] | None
+    splits: dict[str, SplitSpec]
+    origin: Origin
+
+    @property
+    def identity(self) -> str:
+        """Eight hexadecimal digits that change when any stored value does (not with time or place of the making)."""
+        splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
+        fields = [field.model_dump(mode="json") for field in self.fields]
+        return f"{zlib.crc32(_canonical([self.kind, fields, splits])):08x}"
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes dataset.json with its own CRC-32 as the last key, and makes it durable."""
+    content = manifest.model_dump(mode="json")
+    content["crc32"] = zlib.crc32(_canonical(content))
+    with open(folder / MANIFEST, "w", encoding="ascii") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a finished data set is there. A half-made one never carries its final name."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks dataset.json. Raises InputError: no such folder, not a data set, unreadable, damaged."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except NotADirectoryError:
+        raise InputError(
+            f"data set {folder} is a file, not a data set folder; make one of it with `{_prepare(folder)}`"
+        ) from None
+    except FileNotFoundError:
+        if not folder.exists():
+            raise InputError(f"data set {folder} does not exist; make it with `{PREPARE} {folder}`") from None
+        raise InputError(
+            f"data set {folder} has no {MANIFEST}, so it is not a data set; make one with `{PREPARE} DIR`"
+        ) from None
+    except PermissionError:
+        raise InputError(f"data set {folder}: no permission to read {MANIFEST}; ask its owner for access") from None
+    except OSError as error:
+        raise InputError(f"data set {folder}: {MANIFEST} cannot be read: {error.strerror}") from None
+    return _parse(text, folder)
+
+
+def _prepare(source: Path) -> str:
+    return f"python -m mpitrain.data prepare {source} --out DIR"
+
+
+def _parse(text: bytes, folder: Path) -> Manifest:
+    again = f"prepare the data set again, or restore {MANIFEST}"
+    try:
+        content = json.loads(text)
+    except ValueError:
+        raise InputError(f"data set {folder}: {MANIFEST} is damaged (not JSON); {again}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f"data set {folder}: {MANIFEST} is not a manifest of mpitrain; {again}")
+    if content.get("version") != VERSION:
+        raise InputError(
+            f"data set {folder} has format version {content.get('version')}, this mpitrain reads {VERSION}; "
+            "prepare the data set again"
+        )
+    stated = content.pop("crc32", None)
+    if stated != zlib.crc32(_canonical(content)):
+        raise InputError(f"data set {folder}: {MANIFEST} was changed or damaged (its hash does not match); {again}")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise InputError(f"data set {folder}: {MANIFEST}: {where}: {problem['msg'].lower()}; {again}") from None

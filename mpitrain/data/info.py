@@ -1,0 +1,76 @@
+"""What a person wants to know about a data set, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, FieldSpec, Manifest, SplitSpec
+
+_MOST_CLASSES = 12  # shown by name
+_TITLES = {TRAIN: "train", HELD_OUT: "held out"}
+_GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
+
+
+def describe(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Lines `label   value`, labels aligned."""
+    for label, value in _facts(folder, manifest):
+        yield f"{label:<12}{value}"
+
+
+def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    unit = "tokens" if manifest.kind == "tokens" else "samples"
+    yield "data set", str(folder)
+    yield "kind", _kind(manifest)
+    for name, split in manifest.splits.items():
+        yield _TITLES.get(name, name), _split(split, unit)
+    if manifest.kind == "arrays":
+        for field in manifest.fields:
+            yield field.name, _field(field)
+    if manifest.vocabulary is not None:
+        yield "vocabulary", f"{manifest.vocabulary:,}"
+    if manifest.classes is not None:
+        yield from _classes(manifest, manifest.classes)
+    for place, source in enumerate(manifest.origin.sources):
+        yield "source" if place == 0 else "", source
+    for note in manifest.origin.notes:
+        yield "", note
+    yield "files read", f"{manifest.origin.files:,}"
+    yield "prepared", manifest.origin.prepared.replace("T", " ").replace("+00:00", " UTC")
+    yield "identity", manifest.identity
+
+
+def _kind(manifest: Manifest) -> str:
+    if manifest.kind == "arrays":
+        return "arrays (one row per sample)"
+    return f"tokens (by {TOKENIZER}, a copy is in the folder)" if manifest.tokenizer_crc32 else "tokens (bytes)"
+
+
+def _split(split: SplitSpec, unit: str) -> str:
+    size = sum(shard.bytes for shard in split.shards)
+    shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
+    return f"{split.rows:,} {unit}, {_bytes(size)} in {shards}"
+
+
+def _field(field: FieldSpec) -> str:
+    shape = " x ".join(str(n) for n in field.shape) or "one number"
+    return f"{shape}, stored as {field.dtype}, read as {_GIVEN[field.given]}"
+
+
+def _classes(manifest: Manifest, classes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    counts = [split.class_counts or (0,) * len(classes) for split in manifest.splits.values()]
+    headings = ", ".join(_TITLES.get(name, name) for name in manifest.splits)
+    yield "classes", f"{len(classes):,}; samples of each ({headings}):"
+    for number, name in list(enumerate(classes))[:_MOST_CLASSES]:
+        yield "", f"{number:>3}  {name:<20} " + " ".join(f"{count[number]:>9,}" for count in counts)
+    if len(classes) > _MOST_CLASSES:
+        yield "", f"...  and {len(classes) - _MOST_CLASSES:,} more"
+
+
+def _bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

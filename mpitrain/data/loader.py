@@ -1,0 +1,122 @@
+"""From a data set and an order to the batches of one rank, read ahead by threads.
+
+    running position   p          p+B          p+2B                B: the global batch
+    this rank's share  [start, stop) of each, decided by `share`
+    reader threads     batch 1    batch 2  ... at most max(prefetch, workers) ahead, given out in order
+
+Threads, never processes: a fork after MPI has started corrupts it. The state of the stream is the position of
+the next batch; nothing else needs to be saved to go on, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpitrain.data.dataset import Dataset, Ids
+from mpitrain.data.order import SampleOrder
+
+if TYPE_CHECKING:
+    import torch
+
+Share = Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch, in host memory.
+
+    ids: int64 [n], the sample ids. x: [n, *x_shape]. y: [n, *y_shape]. position: running position of the global
+    batch's first sample; the next batch begins at position + the size of the global batch.
+    """
+
+    ids: Ids
+    x: torch.Tensor
+    y: torch.Tensor
+    position: int
+
+
+class Loader:
+    """Endless iterator over consecutive global batches from `position` on, giving this rank's share of each.
+
+    share: (start, stop) of this rank's samples within a global batch of the given size; start == stop gives empty
+    tensors. workers: reader threads; 0 reads in the caller. prefetch: batches kept ready ahead of the caller.
+    An error in a reader thread is raised by the `next` that asks for its batch. Close it, or use it in `with`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: SampleOrder,
+        *,
+        batch: int,
+        share: Share,
+        position: int = 0,
+        workers: int = 1,
+        prefetch: int = 2,
+    ) -> None:
+        self._dataset, self._order, self._batch = dataset, order, batch
+        self._start, self._stop = share(batch)
+        self._position = position
+        self._depth = max(prefetch, workers)
+        self._pending: deque[Future[Batch]] = deque()
+        self._threads = ThreadPoolExecutor(workers, "data-reader") if workers else None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._threads is None:
+            return self._read(self._advance())
+        while len(self._pending) <= self._depth:
+            self._pending.append(self._threads.submit(self._read, self._advance()))
+        return self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Stops the threads; waits for the reads they are in, not for those that have not begun."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _advance(self) -> int:
+        position = self._position
+        self._position += self._batch
+        return position
+
+    def _read(self, position: int) -> Batch:
+        ids = self._order.ids(position + self._start, self._stop - self._start)
+        return _batch(self._dataset, ids, position)
+
+
+def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Share) -> Iterator[Batch]:
+    """This rank's share of `samples` samples spread evenly over a split, in order, the last batch ragged.
+
+    All of the split where it has no more than that. Batch.position counts from 0 over the chosen samples. Every
+    rank gets the same number of batches; a share may be empty.
+    """
+    chosen = min(samples, len(dataset))
+    for position in range(0, chosen, batch):
+        start, stop = share(min(batch, chosen - position))
+        places = np.arange(position + start, position + stop, dtype=np.int64)
+        yield _batch(dataset, places * len(dataset) // chosen, position)
+
+
+def _batch(dataset: Dataset, ids: Ids, position: int) -> Batch:
+    import torch
+
+    x, y = dataset.read(ids)
+    return Batch(ids, torch.from_numpy(x), torch.from_numpy(y), position)

@@ -1,0 +1,88 @@
+"""The order of samples: a function of (seed, epoch) alone, computed where it is needed and never stored.
+
+    running position   0 1 2 ... n-1 | n ... 2n-1 | ...      n samples
+    epoch              0             | 1          | ...
+    sample             p0(0) ...     | p1(0) ...  | ...      pe: a permutation of 0 ... n-1 keyed by (seed, e)
+
+The position is the whole state of a data stream: one integer, the same on any number of ranks. Nothing here
+depends on batch, ranks, threads or time, and the order for given (samples, seed) must never change between
+versions, because checkpoints store only the position.
+
+Sources: the permutation is the generalised Feistel network with cycle walking of J. Black and P. Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (sections 3 and 5); the mixing function is the 64-bit
+finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators",
+OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A bijection on 64-bit words in which every input bit flips about half of the output bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The endless, shuffled sequence of the ids 0 ... samples-1, each once per epoch.
+
+    samples: in one epoch, 1 to 2^62. seed: 0 to 2^63-1.
+    """
+
+    samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= 2**62:
+            raise ValueError(f"samples is {self.samples}; it must be from 1 to 2^62")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63-1")
+
+    def epoch(self, position: int) -> int:
+        return position // self.samples
+
+    def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
+        """The sample ids at the running positions position ... position+count-1; int64 [count].
+
+        Crosses ends of epochs; costs time and memory for count ids only.
+        """
+        ids = np.empty(count, np.int64)
+        filled = 0
+        while filled < count:
+            epoch, first = divmod(position + filled, self.samples)
+            here = min(count - filled, self.samples - first)
+            ids[filled : filled + here] = self._permuted(epoch, np.arange(first, first + here, dtype=np.uint64))
+            filled += here
+        return ids
+
+    def _permuted(self, epoch: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        keys = self._round_keys(epoch)
+        radix = np.uint64(math.isqrt(self.samples - 1) + 1)  # the smallest with radix * radix >= samples
+        index = _feistel(index, radix, keys)
+        # The network permutes radix * radix values, a few more than there are samples: who lands outside walks on
+        # along its cycle until it is back inside, which keeps the map one-to-one.
+        while (outside := index >= np.uint64(self.samples)).any():
+            index[outside] = _feistel(index[outside], radix, keys)
+        return index
+
+    def _round_keys(self, epoch: int) -> npt.NDArray[np.uint64]:
+        key = mix64(mix64(np.array([self.seed], np.uint64) + _GOLDEN) + np.array([epoch], np.uint64))
+        return mix64(key + _GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
+
+
+def _feistel(index: npt.NDArray[np.uint64], radix: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    left, right = index // radix, index % radix
+    for key in keys:
+        left, right = right, (left + mix64(right + key) % radix) % radix
+    return left * radix + right

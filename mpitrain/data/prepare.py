@@ -1,0 +1,201 @@
+"""`prepare`: from paths a person gives to a finished data set folder.
+
+    paths -> files -> one kind of input (the table KINDS) -> a Source -> write_dataset -> rename (commit.py)
+
+A folder's kind is that of most of its files; the few others are skipped and counted, and more than a tenth of
+others is an error. Files and folders whose names begin with a dot are never looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mpitrain.data.commit import make_dataset, os_errors
+from mpitrain.data.format import Manifest, read_manifest
+from mpitrain.data.sources import images, table
+from mpitrain.data.sources.arrays import arrays_source
+from mpitrain.data.sources.idx import idx_source, is_idx
+from mpitrain.data.sources.images import images_source
+from mpitrain.data.sources.table import table_source
+from mpitrain.data.sources.text import text_source
+from mpitrain.data.writer import Progress, Source, write_dataset
+from mpitrain.errors import InputError
+
+_SNIFF_BYTES = 64 << 10
+_OTHERS = 0.1  # of a folder's files may be of another kind and are skipped
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
+_STORED = (".h5", ".hdf5", ".parquet", ".arrow", ".safetensors", ".pt", ".pth", ".pkl", ".pickle")
+_NEVER_TEXT = frozenset((*_PACKED, *_STORED, ".pdf", ".pyc"))
+_KNOWN = "text, .npy/.npz, images, IDX (MNIST) and .csv"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person may add, each for one kind of input. tokenizer: file; size: height, width; label: column."""
+
+    tokenizer: Path | None = None
+    size: tuple[int, int] | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file and the source it was found under."""
+
+    path: Path
+    root: Path
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of input: how its files are recognised, what makes a Source of them, and the option it takes."""
+
+    name: str
+    matches: Callable[[Path], bool]
+    source: Callable[[Sequence[Found], Options], Source]
+    option: str | None
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    held_out: float = 0.05,
+    options: Options | None = None,
+    shard_bytes: int = 256 << 20,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Makes the data set folder `out` of the sources.
+
+    held_out: fraction of rows kept for evaluation, 0 to 0.5; an input that brings its own test set keeps that.
+    Raises InputError: nothing there, empty, unknown or mixed kinds, `out` exists, no permission, disk full, ...
+    """
+    if not 0 <= held_out <= 0.5:
+        raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
+    if os.path.lexists(out):
+        raise InputError(f"output folder {out} exists already; give another --out, or remove it")
+    source = recognise(sources, options or Options())
+
+    def fill(folder: Path) -> None:
+        write_dataset(folder, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, progress=progress)
+
+    make_dataset(out, fill, once=False)
+    return read_manifest(out)
+
+
+def recognise(sources: Sequence[str], options: Options) -> Source:
+    """Finds the one kind that all sources are of."""
+    chosen: dict[str, list[Found]] = defaultdict(list)
+    kinds: dict[str, Kind] = {}
+    skipped: list[Path] = []
+    for name in sources:
+        kind, found, others = _look(Path(name))
+        kinds[kind.name] = kind
+        chosen[kind.name] += found
+        skipped += others
+    if len(chosen) > 1:
+        listed = " and ".join(f"{kind} ({found[0].path})" for kind, found in chosen.items())
+        raise InputError(f"sources of different kinds: {listed}; prepare each kind into a folder of its own")
+    (kind,) = kinds.values()
+    for option in ("tokenizer", "size", "label"):
+        if getattr(options, option) is not None and option != kind.option:
+            owner = next(other.name for other in KINDS if other.option == option)
+            raise InputError(f"--{option} is for {owner}, these sources are {kind.name}; leave it out")
+    source = kind.source(chosen[kind.name], options)
+    if not skipped:
+        return source
+    note = f"skipped {len(skipped)} files of other kinds, such as {skipped[0].name}"
+    return replace(source, notes=(*source.notes, note))
+
+
+def _look(path: Path) -> tuple[Kind, list[Found], list[Path]]:
+    """The kind of one source, its files of that kind in a fixed order, and its other files."""
+    with os_errors(f"source {path} cannot be read"):
+        if not os.path.lexists(path):
+            raise InputError(f"source {path} does not exist; give an existing file or folder")
+        if path.is_dir():
+            return _look_into(path)
+        if path.stat().st_size == 0:
+            raise InputError(f"source {path} is empty; give a file with data")
+        kind = _kind_of(path)
+    if kind is None:
+        raise InputError(f"source {path} is of no kind that prepare reads: {_KNOWN}; convert it to one of these")
+    return kind, [Found(path, path.parent)], []
+
+
+def _look_into(folder: Path) -> tuple[Kind, list[Found], list[Path]]:
+    by_kind: dict[str, list[Path]] = defaultdict(list)
+    kinds: dict[str, Kind] = {}
+    unknown: list[Path] = []
+    for path in _walk(folder):
+        if path.stat().st_size == 0:
+            continue
+        kind = _kind_of(path)
+        if kind is None:
+            unknown.append(path)
+        else:
+            kinds[kind.name] = kind
+            by_kind[kind.name].append(path)
+    if not by_kind:
+        reason = f"only files of kinds that prepare does not read, such as {unknown[0].name}" if unknown else "no data"
+        raise InputError(f"source {folder} holds {reason}; give {_KNOWN}")
+    most = max(by_kind, key=lambda name: len(by_kind[name]))
+    others = [path for name, paths in by_kind.items() if name != most for path in paths]
+    if len(others) > _OTHERS * (len(others) + len(by_kind[most])):
+        other = next(name for name in by_kind if name != most)
+        raise InputError(
+            f"source {folder} mixes {most} ({by_kind[most][0].name}) and {other} ({by_kind[other][0].name}); "
+            "name the files or subfolders of one kind"
+        )
+    return kinds[most], [Found(path, folder) for path in by_kind[most]], others + unknown
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Every file below, sorted, without hidden ones; folders are not followed through links."""
+    found = []
+    for top, folders, files in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(top, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in found if path.is_file())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _kind_of(path: Path) -> Kind | None:
+    return next((kind for kind in KINDS if kind.matches(path)), None)
+
+
+def _is_text(path: Path) -> bool:
+    if path.suffix.lower() in _NEVER_TEXT:
+        return False
+    with open(path, "rb") as file:
+        return b"\0" not in file.read(_SNIFF_BYTES)
+
+
+def _paths(found: Sequence[Found]) -> list[Path]:
+    return [one.path for one in found]
+
+
+KINDS = (
+    Kind("IDX files", is_idx, lambda found, _: idx_source(_paths(found)), None),
+    Kind("arrays", lambda p: p.suffix.lower() in (".npy", ".npz"), lambda found, _: arrays_source(_paths(found)), None),
+    Kind(
+        "images",
+        lambda p: p.suffix.lower() in images.SUFFIXES,
+        lambda found, options: images_source([(one.path, one.root) for one in found], options.size),
+        "size",
+    ),
+    Kind(
+        "CSV tables",
+        lambda p: p.suffix.lower() in table.SUFFIXES,
+        lambda found, options: table_source(_paths(found), options.label),
+        "label",
+    ),
+    Kind("text", _is_text, lambda found, options: text_source(_paths(found), options.tokenizer), "tokenizer"),
+)

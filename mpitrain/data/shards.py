@@ -1,0 +1,259 @@
+"""One shard file: written front to back in bounded memory, read at any rows with every extent checked once.
+
+HDF5 makes the structure of a shard and says where the bytes of each field lie (its data sets are contiguous, see
+format.py); the bytes themselves are written and read with positioned calls on the plain file:
+
+    create_structure   HDF5 creates the data sets, gives their offsets, closes the file: a few KiB of metadata
+    ShardWriter        pwrite of rows at the offsets, then of the tables of hashes, then fsync
+    OpenShard          pread; reader threads need no lock and so do not wait for each other as in the HDF5 library
+
+So a full or failing disk shows as an error at the call that met it: HDF5 2.0 may crash the process when it first
+meets one while closing a file, a memory map when it meets one at all.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.format import HDF5_VERSIONS, FieldSpec, ShardSpec
+from mpitrain.errors import InputError
+
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_METADATA_BYTES = 64 << 10  # more than HDF5 needs for the structure of a shard
+_COPY_BYTES = 8 << 20
+_TABLE = np.dtype("<u4")
+
+
+class ShardWriter:
+    """Writes one shard of at most `capacity` rows; `append` any number of times, then `finish` or `abandon`."""
+
+    def __init__(self, path: Path, fields: Sequence[FieldSpec], extent_bytes: int, capacity: int) -> None:
+        self._path, self._fields, self._extent_bytes, self._capacity = path, fields, extent_bytes, capacity
+        self._hashers = [_ExtentHasher(field.extent_rows(extent_bytes)) for field in fields]
+        self._places = create_structure(path, fields, extent_bytes, capacity)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.rows = 0
+
+    @property
+    def room(self) -> int:
+        """Rows that still fit."""
+        return self._capacity - self.rows
+
+    def append(self, columns: Sequence[npt.NDArray[Any]]) -> None:
+        """columns: one array [k, *shape] per field, contiguous, of the stored dtype; k <= room."""
+        for field, hasher, place, column in zip(self._fields, self._hashers, self._places, columns, strict=True):
+            hasher.update(column)
+            _pwrite(self._descriptor, column, place.rows + self.rows * field.row_bytes)
+        self.rows += len(columns[0])
+
+    def finish(self) -> ShardSpec:
+        """Closes the shard, durable, cut to the rows it got."""
+        if self.room:
+            self._shorten()
+        crcs = {}
+        for field, hasher, place in zip(self._fields, self._hashers, self._places, strict=True):
+            table = hasher.table()
+            _pwrite(self._descriptor, table, place.table)
+            crcs[field.name] = zlib.crc32(table.data)
+        os.fsync(self._descriptor)
+        size = os.fstat(self._descriptor).st_size
+        os.close(self._descriptor)
+        return ShardSpec(file=self._path.name, rows=self.rows, bytes=size, tables=crcs)
+
+    def abandon(self) -> None:
+        os.close(self._descriptor)
+
+    def _shorten(self) -> None:
+        """A contiguous data set cannot shrink: the last shard of a split is copied into one of its true size."""
+        long, places = self._descriptor, self._places
+        self._path.unlink()
+        self._places = create_structure(self._path, self._fields, self._extent_bytes, self.rows)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for field, old, new in zip(self._fields, places, self._places, strict=True):
+                size = self.rows * field.row_bytes
+                for start in range(0, size, _COPY_BYTES):
+                    piece = os.pread(long, min(_COPY_BYTES, size - start), old.rows + start)
+                    _pwrite(self._descriptor, np.frombuffer(piece, np.uint8), new.rows + start)
+        finally:
+            os.close(long)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a field lies in a shard file, in bytes from its start: its rows, and its table of hashes."""
+
+    rows: int
+    table: int
+
+
+def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int, rows: int) -> list[Place]:
+    """Makes a shard file whose data sets have their full size and no content yet."""
+    # A full disk or a file over the allowed size must be met here, not by HDF5: see above. The space goes back to
+    # HDF5 the moment it opens the file.
+    extents = {field: -(-rows // field.extent_rows(extent_bytes)) for field in fields}
+    with open(path, "wb") as file:
+        file.write(bytes(_METADATA_BYTES))
+        content = sum(rows * field.row_bytes + extents[field] * _TABLE.itemsize for field in fields)
+        file.truncate(_METADATA_BYTES + content)
+        os.fsync(file.fileno())
+    # locking=False: the file is ours alone, in a temporary folder, and locks fail on many network file systems
+    with h5py.File(path, "w", libver=HDF5_VERSIONS, locking=False) as shard:
+        shard.create_group("crc32")
+        return [
+            Place(
+                _create_data_set(shard, field.name, (rows, *field.shape), field.stored),
+                _create_data_set(shard, f"crc32/{field.name}", (extents[field],), _TABLE),
+            )
+            for field in fields
+        ]
+
+
+def _create_data_set(file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """A contiguous data set whose bytes HDF5 places now and never touches; their offset in the file."""
+    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    how.set_layout(h5py.h5d.CONTIGUOUS)
+    how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype)
+    return int(h5py.h5d.create(file.id, name.encode(), kind, space, how).get_offset())
+
+
+def _pwrite(descriptor: int, values: npt.NDArray[Any], offset: int) -> None:
+    """values: contiguous."""
+    done = os.pwrite(descriptor, values.data, offset)
+    while done < values.nbytes:  # a very large request is met in parts
+        done += os.pwrite(descriptor, values.reshape(-1).view(np.uint8)[done:].data, offset + done)
+
+
+class OpenShard:
+    """A shard open for reading; threads may share it. Its file closes when the last holder lets go.
+
+    trusted: per field one byte per extent, 1 where its hash was found right. It outlives this object, so that an
+    extent is checked once per process however often its file is opened.
+    """
+
+    def __init__(self, folder: Path, spec: ShardSpec, fields: Sequence[FieldSpec], extent_bytes: int) -> None:
+        self._label = f"data set {folder}: shard {spec.file}"
+        self._rows, self._fields = spec.rows, fields
+        self._row_bytes = [field.row_bytes for field in fields]
+        self._extent_rows = [field.extent_rows(extent_bytes) for field in fields]
+        path = folder / spec.file
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._error("is missing") from None
+        except PermissionError:
+            raise InputError(f"{self._label}: no permission to read it; ask its owner for access") from None
+        self._check_file(spec)
+        self._offsets, self._tables = self._read_structure(path, spec)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def extents(self, field: int) -> int:
+        return len(self._tables[field])
+
+    def read_into(self, field: int, start: int, out: npt.NDArray[Any], trusted: bytearray) -> None:
+        """Fills `out` with rows start ... start+len(out)-1 of a field; checks the extents not trusted yet.
+
+        out: contiguous [k, *shape] of the stored dtype. Raises InputError naming shard, field and extent.
+        """
+        size, stop = self._extent_rows[field], start + len(out)
+        first, last = start // size, (stop - 1) // size
+        if trusted.find(0, first, last + 1) < 0:
+            self._pread(field, start, out)
+            return
+        for extent in range(first, last + 1):
+            begin = extent * size
+            low, high = max(start, begin), min(stop, begin + size)
+            if trusted[extent]:
+                self._pread(field, low, out[low - start : high - start])
+            else:
+                rows = self.checked_extent(field, extent)
+                trusted[extent] = 1
+                out[low - start : high - start] = rows[low - begin : high - begin]
+
+    def checked_extent(self, field: int, extent: int) -> npt.NDArray[Any]:
+        """The rows of one extent, read from the file, or InputError where their hash is wrong."""
+        begin = extent * self._extent_rows[field]
+        end = min(begin + self._extent_rows[field], self._rows)
+        spec = self._fields[field]
+        rows = np.empty((end - begin, *spec.shape), spec.stored)
+        self._pread(field, begin, rows)
+        if zlib.crc32(rows.data) != self._tables[field][extent]:
+            raise self._error(f"field {spec.name}, extent {extent} (rows {begin} to {end - 1}) is damaged")
+        return rows
+
+    def _pread(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
+        offset = self._offsets[field] + start * self._row_bytes[field]
+        try:
+            done = os.preadv(self._descriptor, [out.data], offset)
+            while done != out.nbytes:  # a very large request comes in parts
+                read = os.preadv(self._descriptor, [out.reshape(-1).view(np.uint8)[done:].data], offset + done)
+                if not read:
+                    raise self._error("ends too early")
+                done += read
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror})") from error
+
+    def _check_file(self, spec: ShardSpec) -> None:
+        if os.pread(self._descriptor, len(_HDF5_SIGNATURE), 0) != _HDF5_SIGNATURE:
+            raise self._error("is not an HDF5 file")
+        size = os.fstat(self._descriptor).st_size
+        if size != spec.bytes:
+            raise self._error(f"has {size} bytes where the manifest says {spec.bytes}")
+
+    def _read_structure(self, path: Path, spec: ShardSpec) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
+        offsets, tables = [], []
+        try:
+            # locking=False: shards never change, and locks fail on many network file systems
+            with h5py.File(path, "r", locking=False) as file:
+                for field in self._fields:
+                    data = file[field.name]
+                    if data.shape != (spec.rows, *field.shape) or data.dtype != field.stored:
+                        raise self._error(f"field {field.name} has another shape or type than the manifest says")
+                    offsets.append(data.id.get_offset())
+                    tables.append(file[f"crc32/{field.name}"][...].astype(_TABLE))
+        except (OSError, KeyError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise self._error(f"cannot be read as HDF5 ({reason})") from None
+        for field, offset, table in zip(self._fields, offsets, tables, strict=True):
+            if offset is None or zlib.crc32(table.data) != spec.tables[field.name]:
+                raise self._error(f"field {field.name}: its table of hashes is damaged")
+        return offsets, tables
+
+    def _error(self, problem: str) -> InputError:
+        return InputError(f"{self._label} {problem}; restore that file or prepare the data set again")
+
+
+class _ExtentHasher:
+    """The CRC-32 of each extent of a field, from blocks of rows that need not end where extents do."""
+
+    def __init__(self, extent_rows: int) -> None:
+        self._extent_rows, self._filled, self._crc = extent_rows, 0, 0
+        self._done: list[int] = []
+
+    def update(self, rows: npt.NDArray[Any]) -> None:
+        taken = 0
+        while taken < len(rows):
+            piece = rows[taken : taken + self._extent_rows - self._filled]
+            self._crc = zlib.crc32(piece.data, self._crc)
+            self._filled += len(piece)
+            taken += len(piece)
+            if self._filled == self._extent_rows:
+                self._done.append(self._crc)
+                self._filled, self._crc = 0, 0
+
+    def table(self) -> npt.NDArray[np.uint32]:
+        return np.array(self._done + ([self._crc] if self._filled else []), _TABLE)

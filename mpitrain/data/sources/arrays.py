@@ -1,0 +1,158 @@
+"""NumPy files: x.npy and y.npy, or one .npz with x and y; also x_train, y_train, x_test, y_test.
+
+One row per sample along the first axis. How x is handed over follows from its dtype: floating point and bool as
+float32, uint8 as float32 of the value / 255 (images), other whole numbers as int64 codes. y: floating point as
+float32, whole numbers as int64. Nothing is unpickled, ever, and nothing is loaded whole: .npy files are memory
+mapped, the members of a .npz are read as streams.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.commit import os_errors
+from mpitrain.data.format import FieldSpec
+from mpitrain.data.sources.split import divide_rows, given_splits
+from mpitrain.data.writer import GATHER_BYTES, Block, Columns, Source
+from mpitrain.errors import InputError
+
+_NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array in a file: what to call it in messages, dtype, shape, and its rows in blocks of a given length."""
+
+    label: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    blocks: Callable[[int], Iterator[npt.NDArray[Any]]]
+
+
+def arrays_source(files: Sequence[Path]) -> Source:
+    archives = [path for path in files if path.suffix.lower() == ".npz"]
+    if len(archives) > 1 or (archives and len(files) > 1):
+        raise InputError(f"source {files[0]}: give one .npz file, or .npy files named {_NAMES}")
+    arrays = _members(archives[0]) if archives else {path.stem.lower(): _mapped(path) for path in files}
+    train, test = _pairs(arrays, str(files[0] if archives else files[0].parent))
+    x, y = (_field(name, array) for name, array in zip(("x", "y"), train, strict=True))
+    if test:
+        for mine, own in zip(train, test, strict=True):
+            if mine.dtype != own.dtype or mine.shape[1:] != own.shape[1:]:
+                raise InputError(
+                    f"{own.label} has rows of {own.dtype} {own.shape[1:]}, {mine.label} has {mine.dtype} "
+                    f"{mine.shape[1:]}; give both the same form"
+                )
+    step = max(1, GATHER_BYTES // max(1, x.row_bytes + y.row_bytes))
+
+    def rows(pair: tuple[_Array, _Array]) -> Iterator[Columns]:
+        yield from zip(pair[0].blocks(step), pair[1].blocks(step), strict=True)
+
+    def blocks(held_out: float) -> Iterator[Block]:
+        return given_splits(rows(train), rows(test)) if test else divide_rows(rows(train), held_out)
+
+    return Source("arrays", (x, y), blocks, files=len(files))
+
+
+def _pairs(arrays: dict[str, _Array], label: str) -> tuple[tuple[_Array, _Array], tuple[_Array, _Array] | None]:
+    def pair(x: str, y: str) -> tuple[_Array, _Array]:
+        if x not in arrays or y not in arrays:
+            missing = y if x in arrays else x
+            raise InputError(
+                f"source {label} holds {', '.join(arrays)}: {missing} is missing; name the arrays {_NAMES}"
+            )
+        xs, ys = arrays[x], arrays[y]
+        if not xs.shape or not ys.shape or xs.shape[0] != ys.shape[0]:
+            raise InputError(
+                f"{xs.label} has the shape {xs.shape}, {ys.label} has {ys.shape}; both need the same number of rows"
+            )
+        if 0 in xs.shape + ys.shape:
+            raise InputError(f"{xs.label} is empty (shape {xs.shape}, y {ys.shape}); give at least one row")
+        return xs, ys
+
+    train = pair("x_train", "y_train") if "x_train" in arrays else pair("x", "y")
+    return train, pair("x_test", "y_test") if "x_test" in arrays else None
+
+
+def _field(name: str, array: _Array) -> FieldSpec:
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    given: Literal["integer", "float", "unit"]
+    if kind == "b" or (kind == "f" and size <= 8):
+        given = "float"
+    elif kind in "iu" and (size < 8 or kind == "i"):
+        given = "unit" if name == "x" and array.dtype == np.uint8 else "integer"
+    elif kind == "O":
+        raise InputError(f"{array.label} holds Python objects, which are never loaded; save it as plain numbers")
+    else:
+        raise InputError(f"{array.label} has the dtype {array.dtype}; save it as floating point, int64 or smaller")
+    return FieldSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:], given=given)
+
+
+def _mapped(path: Path) -> _Array:
+    label = f"array {path}"
+    with os_errors(f"{label} cannot be read"):
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            if path.stat().st_size == 0:
+                raise InputError(f"{label} is empty; give a file with data") from None
+            raise InputError(f"{label} is not a plain .npy array ({str(error).splitlines()[0]})") from None
+
+    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
+        for start in range(0, len(array), step):
+            yield np.ascontiguousarray(array[start : start + step])
+
+    return _Array(label, array.dtype, array.shape, blocks)
+
+
+def _members(path: Path) -> dict[str, _Array]:
+    with os_errors(f"archive {path} cannot be read"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = [name for name in archive.namelist() if name.endswith(".npy")]
+                return {name[:-4].lower(): _streamed(path, archive, name) for name in names}
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise InputError(f"archive {path} is not a whole .npz file ({error})") from None
+
+
+def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> _Array:
+    label = f"array {name[:-4]} of {path}"
+    with archive.open(name) as member:
+        shape, fortran, dtype = _header(member, label)
+    if fortran and len(shape) > 1:
+        raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
+
+    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
+        row_bytes = dtype.itemsize * math.prod(shape[1:])
+        try:
+            with os_errors(f"{label} cannot be read"), zipfile.ZipFile(path) as own, own.open(name) as member:
+                _header(member, label)
+                for start in range(0, shape[0], step):
+                    rows = min(step, shape[0] - start)
+                    raw = member.read(rows * row_bytes)
+                    if len(raw) != rows * row_bytes:
+                        raise InputError(f"{label} ends too early; save it again")
+                    yield np.frombuffer(raw, dtype).reshape(rows, *shape[1:])
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            raise InputError(f"{label} is damaged ({error}); save it again") from None
+
+    return _Array(label, dtype, shape, blocks)
+
+
+def _header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    try:
+        version = np.lib.format.read_magic(member)
+        if version == (1, 0):
+            return np.lib.format.read_array_header_1_0(member)
+        return np.lib.format.read_array_header_2_0(member)
+    except ValueError as error:
+        raise InputError(f"{label} is not a plain array ({str(error).splitlines()[0]})") from None

@@ -1,0 +1,71 @@
+"""Which rows and files are held out: a function of their order alone, the same on every machine.
+
+Rows are taken one from each stretch of about 1/fraction rows, at a place inside the stretch that is drawn from
+the stretch's number. So the held-out rows are spread evenly (input sorted by class keeps its mix of classes) and
+yet in step with no period of the input (classes that come in turn are not held out one-sidedly):
+
+    rows       0 ....... 19 | 20 ....... 39 | 40 ...      fraction 0.05: stretches of 20 rows
+    held out   *            |      *        |
+
+The first stretch gives its first row (mix64(0) is 0), so that even a few rows have one held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.format import HELD_OUT, TRAIN
+from mpitrain.data.order import mix64
+from mpitrain.data.writer import Block, Columns
+
+_FINEST = 10**6  # fractions are rounded to this denominator at most, so that row numbers times it fit 64 bits
+
+
+def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """True for the held-out ones of the rows start ... start+count-1; bool [count]. fraction: 0 to 0.5."""
+    exact = Fraction(fraction).limit_denominator(_FINEST)
+    if not exact:
+        return np.zeros(count, np.bool_)
+    p, q = exact.numerator, exact.denominator
+    rows = np.arange(start, start + count, dtype=np.int64)
+    stretch = rows * p // q
+    first = -(-stretch * q // p)
+    length = -(-(stretch + 1) * q // p) - first
+    place = mix64(stretch.astype(np.uint64)) % length.astype(np.uint64)
+    held: npt.NDArray[np.bool_] = rows - first == place.astype(np.int64)
+    return held
+
+
+def divide_rows(rows: Iterator[Columns], fraction: float) -> Iterator[Block]:
+    """Sends each block's rows to the split they belong to."""
+    start = 0
+    for columns in rows:
+        count = len(columns[0])
+        held = held_out_mask(start, count, fraction)
+        start += count
+        if held.any():
+            yield HELD_OUT, tuple(column[held] for column in columns)
+            columns = tuple(column[~held] for column in columns)
+        if len(columns[0]):
+            yield TRAIN, columns
+
+
+def given_splits(train: Iterator[Columns], held_out: Iterator[Columns]) -> Iterator[Block]:
+    """For inputs that bring a test set of their own."""
+    yield from ((TRAIN, columns) for columns in train)
+    yield from ((HELD_OUT, columns) for columns in held_out)
+
+
+def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which of several files are held out whole, so that their bytes come nearest to the fraction all along."""
+    held, owed = [], 0.0
+    for size in sizes:
+        owed += size * fraction
+        held.append(owed >= size / 2 and fraction > 0)
+        if held[-1]:
+            owed -= size
+    return held

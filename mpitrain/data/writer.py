@@ -1,0 +1,254 @@
+"""Writes a data set from one source of blocks: rolls shards, counts classes and vocabulary, ends with the manifest.
+
+    source.blocks(held_out) -> (split, columns), (split, columns), ...
+          gathered to about 4 MiB per split -> ShardWriter -> next shard when full
+
+Memory in use: a few blocks of the source and of 4 MiB, whatever the size of the input.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.format import (
+    EXTENT_BYTES,
+    FORMAT,
+    HELD_OUT,
+    TOKENIZER,
+    TRAIN,
+    VERSION,
+    FieldSpec,
+    Manifest,
+    Origin,
+    ShardSpec,
+    SplitSpec,
+    write_manifest,
+)
+from mpitrain.data.shards import ShardWriter
+from mpitrain.errors import InputError
+
+Columns = tuple[npt.NDArray[Any], ...]
+Block = tuple[str, Columns]
+Progress = Callable[[str, int, int], None]  # split, rows and bytes written so far
+
+GATHER_BYTES = 4 << 20
+MOST_CLASSES = 65536
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input, described but not yet read.
+
+    blocks(held_out): yields (split, one array [k, *shape] per field), k >= 1, in an order that is always the same.
+    held_out is the fraction of rows to keep apart. classes: names of the classes 0, 1, ..., None where y's own
+    numbers are to be counted. vocabulary: None where x's own integers are to be counted. tokenizer: a file to keep.
+    """
+
+    kind: Literal["tokens", "arrays"]
+    fields: tuple[FieldSpec, ...]
+    blocks: Callable[[float], Iterator[Block]]
+    files: int
+    classes: tuple[str, ...] | None = None
+    vocabulary: int | None = None
+    tokenizer: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def write_dataset(
+    folder: Path,
+    source: Source,
+    *,
+    names: Sequence[str],
+    held_out: float,
+    shard_bytes: int,
+    progress: Progress | None = None,
+) -> None:
+    """Writes every file of a data set into the existing, empty `folder`, durable, the manifest last.
+
+    Raises InputError: the source is unreadable or has no rows, or too few for the held-out fraction; OSError:
+    the disk is full.
+    """
+    writers: dict[str, _SplitWriter] = {}
+    tally = _Tally(source)
+    try:
+        for split, columns in source.blocks(held_out):
+            if split not in writers:
+                writers[split] = _SplitWriter(folder, split, source.fields, shard_bytes)
+            tally.add(split, columns)
+            writers[split].append(columns)
+            if progress:
+                progress(split, writers[split].rows, writers[split].bytes)
+        splits = {split: writers[split].finish() for split in (TRAIN, HELD_OUT) if split in writers}
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+    _check_splits(splits, held_out, source.kind, names)
+    write_manifest(
+        folder,
+        Manifest(
+            format=FORMAT,
+            version=VERSION,
+            kind=source.kind,
+            fields=source.fields,
+            extent_bytes=EXTENT_BYTES,
+            vocabulary=tally.vocabulary(),
+            tokenizer_crc32=_keep_tokenizer(source.tokenizer, folder),
+            classes=tally.classes(),
+            splits={name: _with_counts(split, tally.counts(name)) for name, split in splits.items()},
+            origin=Origin(
+                sources=tuple(names),
+                files=source.files,
+                prepared=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                notes=source.notes,
+            ),
+        ),
+    )
+
+
+def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, names: Sequence[str]) -> None:
+    label = " ".join(names)
+    rows = sum(split.rows for split in splits.values())
+    if not rows:
+        raise InputError(f"source {label} holds no data; give one that does")
+    if TRAIN not in splits:
+        raise InputError(f"source {label} is too small: all of it is held out; give more data")
+    if held_out and HELD_OUT not in splits:
+        raise InputError(
+            f"source {label} has too few {'tokens' if kind == 'tokens' else 'rows'} ({rows}) to hold out {held_out:g} "
+            "of them; give more data, a larger --held-out, or --held-out 0"
+        )
+
+
+def _with_counts(split: SplitSpec, counts: tuple[int, ...] | None) -> SplitSpec:
+    return split.model_copy(update={"class_counts": counts})
+
+
+def _keep_tokenizer(tokenizer: Path | None, folder: Path) -> int | None:
+    if tokenizer is None:
+        return None
+    shutil.copyfile(tokenizer, folder / TOKENIZER)
+    return zlib.crc32((folder / TOKENIZER).read_bytes())
+
+
+class _SplitWriter:
+    """The shards of one split, one after the other."""
+
+    def __init__(self, folder: Path, split: str, fields: Sequence[FieldSpec], shard_bytes: int) -> None:
+        self._folder, self._split, self._fields = folder, split, fields
+        row_bytes = sum(field.row_bytes for field in fields)
+        self._capacity = max(1, shard_bytes // max(1, row_bytes))
+        self._row_bytes = row_bytes
+        self._waiting: list[Columns] = []
+        self._waiting_rows = 0
+        self._shard: ShardWriter | None = None
+        self._done: list[ShardSpec] = []
+        self.rows = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self._row_bytes
+
+    def append(self, columns: Columns) -> None:
+        self._waiting.append(columns)
+        self._waiting_rows += len(columns[0])
+        self.rows += len(columns[0])
+        if self._waiting_rows * self._row_bytes >= GATHER_BYTES:
+            self._flush()
+
+    def finish(self) -> SplitSpec:
+        self._flush()
+        self._close_shard()
+        return SplitSpec(rows=self.rows, shards=tuple(self._done))
+
+    def abandon(self) -> None:
+        if self._shard:
+            self._shard.abandon()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        columns = tuple(
+            np.concatenate([block[i] for block in self._waiting]).astype(field.stored, copy=False)
+            for i, field in enumerate(self._fields)
+        )
+        self._waiting, self._waiting_rows = [], 0
+        taken, rows = 0, len(columns[0])
+        while taken < rows:
+            shard = self._shard or self._next_shard()
+            stop = min(rows, taken + shard.room)
+            shard.append([column[taken:stop] for column in columns])
+            taken = stop
+            if not shard.room:
+                self._close_shard()
+
+    def _next_shard(self) -> ShardWriter:
+        path = self._folder / f"{self._split}-{len(self._done):05d}.h5"
+        self._shard = ShardWriter(path, self._fields, EXTENT_BYTES, self._capacity)
+        return self._shard
+
+    def _close_shard(self) -> None:
+        if self._shard:
+            self._done.append(self._shard.finish())
+            self._shard = None
+
+
+class _Tally:
+    """Which classes and how large a vocabulary the data hold, counted while they pass.
+
+    y of whole numbers, one per row, are classes counted from 0; integer x are codes of a vocabulary.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        by_name = {field.name: (i, field) for i, field in enumerate(source.fields)}
+        x, y = by_name.get("x"), by_name.get("y")
+        self._classes_at = y[0] if y and y[1].given == "integer" and not y[1].shape else None
+        self._codes_at = x[0] if x and x[1].given == "integer" else None
+        self._counts: dict[str, npt.NDArray[np.int64]] = {}
+        self._largest_code = -1
+
+    def add(self, split: str, columns: Columns) -> None:
+        if self._classes_at is not None:
+            found = columns[self._classes_at].astype(np.int64)
+            low, high = int(found.min()), int(found.max())
+            if low < 0 or high >= MOST_CLASSES:
+                raise InputError(
+                    f"source: y holds the class {low if low < 0 else high}; classes are numbered from 0 to at most "
+                    f"{MOST_CLASSES - 1}; renumber them, or give numbers to predict as floating point"
+                )
+            before = self._counts.get(split, np.zeros(0, np.int64))
+            now = np.bincount(found, minlength=len(before))
+            now[: len(before)] += before
+            self._counts[split] = now
+        if self._codes_at is not None:
+            codes = columns[self._codes_at]
+            if int(codes.min()) < 0:
+                raise InputError(
+                    "source: x holds negative whole numbers, which cannot be codes; give x as floating point"
+                )
+            self._largest_code = max(self._largest_code, int(codes.max()))
+
+    def vocabulary(self) -> int | None:
+        return self._source.vocabulary if self._codes_at is None else self._largest_code + 1
+
+    def classes(self) -> tuple[str, ...] | None:
+        if self._source.classes is not None or self._classes_at is None:
+            return self._source.classes
+        return tuple(str(i) for i in range(max(len(counts) for counts in self._counts.values())))
+
+    def counts(self, split: str) -> tuple[int, ...] | None:
+        classes = self.classes()
+        if classes is None:
+            return None
+        counts = self._counts[split]
+        return tuple(int(n) for n in counts) + (0,) * (len(classes) - len(counts))

@@ -1,0 +1,61 @@
+"""A multilayer perceptron over flattened samples, for classes or numbers.
+
+Weights come from torch's default generator: after the same `torch.manual_seed` they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    """x [batch, ...] of any real dtype, with `inputs` numbers a sample -> [batch, outputs].
+
+    layers: hidden layers of `width` features, each linear, ReLU, dropout. criterion(output, y): the loss.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        layers: int,
+        width: int,
+        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.flatten = Flatten()
+        self.hidden = nn.ModuleList(hidden_layer(width if index else inputs, width, dropout) for index in range(layers))
+        self.head = nn.Linear(width if layers else inputs, outputs)
+        self.criterion = criterion
+
+    def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) in order; feeding x through them equals `model(x)`."""
+        hidden = [(f"hidden.{index}", layer) for index, layer in enumerate(self.hidden)]
+        return [("flatten", self.flatten), *hidden, ("head", self.head)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _, block in self.pipeline_blocks():
+            x = block(x)
+        return x
+
+    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean over the samples of the batch."""
+        return self.criterion(output, y)
+
+
+def hidden_layer(inputs: int, width: int, dropout: float) -> nn.Sequential:
+    linear = nn.Linear(inputs, width)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(linear, nn.ReLU(), nn.Dropout(dropout))
+
+
+class Flatten(nn.Module):
+    """[batch, ...] of any real dtype -> [batch, numbers] in floating point."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if x.is_floating_point() else x.float()).flatten(1)

@@ -1,0 +1,169 @@
+"""Residual networks of 18, 34, 50 and 101 layers (He et al. 2015, "Deep Residual Learning for Image Recognition").
+
+As everybody trains them since: the stride of a bottleneck sits on its 3x3 convolution ("v1.5"), and the last
+BatchNorm of each block starts at zero, so that a new block is the identity (Goyal et al. 2017).
+
+    images -> stem -> stage 1 (w) -> stage 2 (2w, half size) -> stage 3 (4w) -> stage 4 (8w) -> mean -> head
+
+w is the stem's width: 64 is the paper's. Images up to 64 pixels get the stem the paper uses for CIFAR (3x3, no
+stride, no pooling); larger ones 7x7 of stride 2 and a 3x3 max-pool of stride 2.
+
+Weights come from torch's default generator: after the same `torch.manual_seed` they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+SMALL_IMAGE = 64  # pixels, of the longer side
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            convolution(inputs, width, 3, stride),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            convolution(width, width, 3),
+            nn.BatchNorm2d(width),
+        )
+        self.shortcut = shortcut(inputs, width, stride)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.residual(x) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1 down, 3x3, 1x1 up to four times the width, beside a shortcut."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            convolution(inputs, width, 1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            convolution(width, width, 3, stride),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            convolution(width, width * self.expansion, 1),
+            nn.BatchNorm2d(width * self.expansion),
+        )
+        self.shortcut = shortcut(inputs, width * self.expansion, stride)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.residual(x) + self.shortcut(x))
+
+
+STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+}
+
+
+class ResNet(nn.Module):
+    """images [batch, channels, height, width] of any real dtype -> [batch, outputs].
+
+    layers: 18, 34, 50 or 101. width: channels after the stem. small: the stem without strides.
+    channels_last: images come as [batch, height, width, channels]. criterion(output, y): the loss.
+    Images without a channel axis, [batch, height, width], count as one channel.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        channels: int,
+        outputs: int,
+        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        small: bool,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        kind, depths = STAGES[layers]
+        self.stem = Stem(channels, width, small, channels_last)
+        stages, inputs = [], width
+        for index, depth in enumerate(depths):
+            blocks = []
+            for position in range(depth):
+                stride = 2 if index > 0 and position == 0 else 1
+                blocks.append(kind(inputs, width * 2**index, stride))
+                inputs = width * 2**index * kind.expansion
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.ModuleList(stages)
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(inputs, outputs)
+        self.criterion = criterion
+        self._initialise()
+
+    def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) in order; feeding images through them equals `model(images)`."""
+        blocks = [
+            (f"stages.{index}.{name}", block)
+            for index, stage in enumerate(self.stages)
+            for name, block in stage.named_children()
+        ]
+        return [("stem", self.stem), *blocks, ("pool", self.pool), ("head", self.head)]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images
+        for _, block in self.pipeline_blocks():
+            x = block(x)
+        return x
+
+    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean over the samples of the batch."""
+        return self.criterion(output, y)
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, BasicBlock | Bottleneck):
+                nn.init.zeros_(module.residual[-1].weight)  # type: ignore[arg-type]
+
+
+class Stem(nn.Module):
+    """Images to features: [batch, width, H, W] when small, else a quarter of each side."""
+
+    def __init__(self, channels: int, width: int, small: bool, channels_last: bool) -> None:
+        super().__init__()
+        self.channels_last = channels_last
+        self.convolution = convolution(channels, width, 3) if small else convolution(channels, width, 7, 2)
+        self.norm = nn.BatchNorm2d(width)
+        self.activation = nn.ReLU(inplace=True)
+        self.pool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images.to(self.convolution.weight.dtype)
+        if x.dim() == 3:
+            x = x.unsqueeze(1)
+        elif self.channels_last:
+            x = x.movedim(-1, 1)
+        return self.pool(self.activation(self.norm(self.convolution(x))))
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """Same-size padding; no bias, as a BatchNorm follows."""
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """The identity, or a 1x1 projection where the shape changes (the paper's option B)."""
+    if inputs == outputs and stride == 1:
+        return nn.Identity()
+    return nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))

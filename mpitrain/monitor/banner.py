@@ -1,0 +1,100 @@
+"""The first and the last thing a run says. Plain aligned ASCII: the same in a log and on a terminal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpitrain.monitor.text import aligned, counted, duration, short
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the start banner tells. batch: global, in samples. tokens: per sample; 0 where samples are not tokens."""
+
+    version: str
+    ranks: int
+    nodes: int
+    threads: int  # per rank
+    device: str  # "CPU", or what each rank computes on
+    mpi: str  # library and version
+    model: str
+    parameters: int
+    data: str
+    samples: int
+    held_out_samples: int
+    tokens: int
+    batch: int
+    microbatch: int
+    steps: int
+    start_step: int
+    precision: str
+    run_dir: str
+    notes: tuple[tuple[str, str], ...] = ()  # further (label, text)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the closing lines tell. seconds and samples_done: of this start, not of the whole run.
+
+    loss: of the last step; held_out_loss: None where nothing was held out; NaN where there was no step.
+    commands: (what it does, command), to copy.
+    """
+
+    step: int
+    steps: int
+    start_step: int
+    loss: float
+    held_out_loss: float | None
+    seconds: float
+    samples_done: int
+    tokens: int  # per sample; 0 where samples are not tokens
+    peak_memory_bytes: int  # of the rank that held most
+    run_dir: str
+    commands: tuple[tuple[str, str], ...] = ()
+
+
+def banner(facts: RunFacts) -> str:
+    """Lines without a newline at the end."""
+    size = f" of {facts.tokens:,} tokens" if facts.tokens else ""
+    held_out = f", {facts.held_out_samples:,} held out" if facts.held_out_samples else ""
+    passes = (facts.steps * facts.batch) / facts.samples if facts.samples else 0.0
+    start = f", from step {facts.start_step:,}" if facts.start_step else ""
+    nodes, threads = counted(facts.nodes, "node"), counted(facts.threads, "thread")
+    rows = [
+        ("ranks", f"{facts.ranks:,} on {nodes}, {threads} each, {facts.device}"),
+        ("MPI", facts.mpi),
+        ("model", f"{facts.model}, {counted(facts.parameters, 'parameter')}"),
+        ("data", facts.data),
+        ("samples", f"{facts.samples:,}{size}{held_out}"),
+        ("batch", f"{counted(facts.batch, 'sample')}, at most {facts.microbatch:,} per rank and pass"),
+        ("steps", f"{facts.steps:,}{start} ({passes:.3g} passes over the data)"),
+        ("precision", facts.precision),
+        ("run folder", facts.run_dir),
+        *facts.notes,
+    ]
+    return f"mpitrain {facts.version}\n{aligned(rows)}"
+
+
+def closing(outcome: Outcome) -> str:
+    """Lines without a newline at the end."""
+    steps = outcome.step - outcome.start_step
+    done = "done" if outcome.step >= outcome.steps else "stopped"
+    since = f" ({steps:,} since the resume)" if outcome.start_step else ""
+    rows = [("loss", "none: no step was taken" if math.isnan(outcome.loss) and not steps else f"{outcome.loss:.4f}")]
+    if outcome.held_out_loss is not None:
+        rows.append(("held-out loss", f"{outcome.held_out_loss:.4f}"))
+    rows.append(("throughput", _throughput(outcome)))
+    rows.append(("time", f"{duration(outcome.seconds)} for {counted(steps, 'step')}"))
+    rows.append(("peak memory", f"{short(outcome.peak_memory_bytes)}B per rank at most"))
+    rows.append(("run folder", outcome.run_dir))
+    rows.extend(outcome.commands)
+    return f"{done} at step {outcome.step:,} of {outcome.steps:,}{since}\n{aligned(rows)}"
+
+
+def _throughput(outcome: Outcome) -> str:
+    if outcome.seconds <= 0:
+        return "none"
+    samples = outcome.samples_done / outcome.seconds
+    tokens = f" ({short(samples * outcome.tokens)} tokens/s)" if outcome.tokens else ""
+    return f"{short(samples)} samples/s{tokens}"

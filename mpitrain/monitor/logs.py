@@ -1,0 +1,58 @@
+"""One log file per rank: RUN/logs/rank-00003.log.
+
+    2026-01-31T23:59:59.123 rank 3 INFO checkpoint of step 100 written
+
+Files are appended to, so a resumed run continues its logs, and each line reaches the file at once. Rank 0's Python
+warnings stay on stderr for the person who looks; those of other ranks go to their log.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from mpitrain.errors import InputError
+
+NAME = "mpitrain"
+WARNINGS = "py.warnings"  # where logging.captureWarnings sends them
+
+
+def log_path(run_dir: str | Path, rank: int) -> Path:
+    return Path(run_dir) / "logs" / f"rank-{rank:05d}.log"
+
+
+def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> logging.Logger:
+    """The logger `mpitrain`, writing to this rank's file. `logging.getLogger("mpitrain")` is the same one.
+
+    Opened again, it leaves the earlier file. Raises InputError when the file cannot be opened.
+    """
+    path = log_path(run_dir, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, mode="a", encoding="utf-8")  # flushes after each record
+    except OSError as error:
+        raise InputError(
+            f"log {path} cannot be opened ({error.strerror}); choose a run.dir you may write to"
+        ) from error
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
+    close_rank_log()
+    logger = logging.getLogger(NAME)
+    logger.setLevel(level)
+    logger.propagate = False  # the root logger would write to stderr, on every rank
+    logger.addHandler(handler)
+    if rank:
+        logging.captureWarnings(True)
+        logging.getLogger(WARNINGS).addHandler(handler)
+    return logger
+
+
+def close_rank_log() -> None:
+    """Closes the file; without an open one, nothing."""
+    logger = logging.getLogger(NAME)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]:
+        logger.removeHandler(handler)
+        logging.getLogger(WARNINGS).removeHandler(handler)
+        handler.close()
+    logging.captureWarnings(False)

@@ -1,0 +1,55 @@
+"""Bytes of memory this process holds and held at most.
+
+Host figures count pages, so they include the pages of a node-shared window that this process has touched: the sum
+over the ranks of a node counts those several times.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+STATUS = Path("/proc/self/status")
+
+
+def peak_memory_bytes(device: torch.device | None = None) -> int:
+    """The most this process has held: on a CUDA `device` what its tensors took there, else resident host memory."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    # getrusage's figure survives exec: a small rank started by a large launcher would report the launcher's peak
+    if (kibibytes := _status("VmHWM")) is not None:
+        return kibibytes * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
+
+
+def memory_bytes(device: torch.device | None = None) -> int:
+    """What this process holds now: on a CUDA `device` its tensors, else resident host memory.
+
+    Where the system does not tell (no /proc), the peak.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    if (kibibytes := _status("VmRSS")) is not None:
+        return kibibytes * 1024
+    return peak_memory_bytes()
+
+
+def _status(name: str) -> int | None:
+    """A figure of /proc/self/status in KiB; None where there is none."""
+    if not os.path.exists(STATUS):
+        return None
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    return None

@@ -1,0 +1,187 @@
+"""RUN/metrics.jsonl: one JSON object a line, one line a step, steps rising.
+
+    {"step": 1, "loss": 5.53, "lr": 0.00015, "grad_norm": 2.1, ..., "world_size": 8}
+    {"step": 2, ...}
+
+Each line is one write, so a reader that follows the file sees whole lines, and a killed run tears at most its last
+one. A run resumed from step k first takes away what the killed one wrote after k: each step stands once. A figure
+that is not finite is null, as JSON knows no NaN.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import InputError
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+
+
+class MetricsWriter:
+    """Rank 0's writer.
+
+    resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to keep
+    the lines up to step k and go on after them. Raises InputError: run_dir is not writable, the disk is full,
+    tensorboard is asked for and not installed.
+    """
+
+    def __init__(self, run_dir: str | Path, resume_step: int | None = None, tensorboard: bool = False) -> None:
+        self.path = Path(run_dir) / METRICS
+        self._last_step = -1
+        self._board = _open_board(Path(run_dir), resume_step) if tensorboard else None
+        try:
+            if resume_step is None:
+                _set_aside(self.path)
+            elif self.path.exists():
+                self._last_step = _cut_after(self.path, resume_step)
+            self._file = io.FileIO(self.path, "a")  # unbuffered
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def write(
+        self,
+        *,
+        step: int,
+        loss: float,
+        lr: float,
+        grad_norm: float | None,
+        samples: int,
+        tokens: int,
+        step_s: float,
+        tokens_per_s: float,
+        memory_bytes: int,
+        world_size: int,
+        **extras: Any,
+    ) -> None:
+        """Appends the line of one step (later than all before it).
+
+        samples, tokens: of this step. step_s: seconds it took. memory_bytes: peak per rank. extras: anything
+        else JSON can hold, such as held_out_loss (nats) or ids (the samples' numbers).
+        """
+        if step <= self._last_step:
+            raise ValueError(f"metrics of step {step} after those of step {self._last_step}: each step stands once")
+        self._last_step = step
+        line = dict(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            samples=samples,
+            tokens=tokens,
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            memory_bytes=memory_bytes,
+            world_size=world_size,
+            **extras,
+        )
+        data = (json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n").encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError("only a part of a line was written; the disk may be full")
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        if self._board is not None:
+            for name, value in line.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run folder or of its metrics.jsonl, in order. A torn last line is left out.
+
+    Raises InputError: there is no such file, or a line inside it is damaged.
+    """
+    path = Path(path)
+    path = path / METRICS if path.is_dir() else path
+    lines: list[dict[str, Any]] = []
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                value = _parsed(line)
+                if value is not None:
+                    lines.append(value)
+                elif line.endswith(b"\n"):
+                    raise InputError(f"metrics {path}: line {number} is damaged; remove it")
+    except FileNotFoundError:
+        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
+    except OSError as error:
+        raise InputError(f"metrics {path} cannot be read ({error.strerror}); give a run folder you may read") from error
+    return lines
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object of a whole line; None for a torn or foreign one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+
+
+def _kept(path: Path, resume_step: int) -> Iterator[tuple[int, bytes]]:
+    """(step, line) of the whole lines up to resume_step, steps rising."""
+    last = -1
+    with open(path, "rb") as file:
+        for line in file:
+            value = _parsed(line)
+            if value is not None and last < value["step"] <= resume_step:
+                last = value["step"]
+                yield last, line
+
+
+def _cut_after(path: Path, resume_step: int) -> int:
+    """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
+    temporary = path.with_name(path.name + ".tmp")
+    last = -1
+    with open(temporary, "wb") as file:
+        for last, line in _kept(path, resume_step):  # noqa: B007
+            file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return last
+
+
+def _set_aside(path: Path) -> None:
+    """An earlier run's file, unless empty, gets the first free number."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _open_board(run_dir: Path, resume_step: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            f'monitor.tensorboard needs a package that is not there ({error}); pip install "mpitrain[monitor]", '
+            "or leave it out"
+        ) from error
+    purge = None if resume_step is None else resume_step + 1
+    return SummaryWriter(str(run_dir / TENSORBOARD), purge_step=purge)
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    reason = error.strerror or str(error)
+    return InputError(f"metrics {path} cannot be written ({reason}); make room, or choose another run.dir")

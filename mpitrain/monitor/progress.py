@@ -1,0 +1,163 @@
+"""How far the run is: one bar that redraws itself on a terminal, plain lines everywhere else.
+
+    step 120/300 ━━━━━╸━━━━━━ loss 2.3451  lr 1.50e-03  12.3k tokens/s  left 0:04:12
+
+    step 120/300  loss   2.3451  lr 1.50e-03   12.3k tokens/s  left  0:04:12
+
+The plain lines are for a log file: fixed columns, under 80 characters, no control characters, each flushed at once.
+The bar never hides the cursor, because a killed job could not bring it back, and draws from the training thread at
+most a few times a second, because a second thread would take time from a rank with one core.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+from mpitrain.monitor.terminal import terminal_behind, terminal_columns
+from mpitrain.monitor.text import duration, short
+
+REDRAW_S = 0.2
+NARROW = 60  # columns under which the bar leaves out what matters less
+
+
+class Progress:
+    """Rank 0's view of the run, closed by close() or as a context manager.
+
+    total_steps, start_step: of the whole run, and done before this start. every: steps between plain lines (the
+    first and the last step are always shown). stream: stderr unless given. unit: what the rate counts per second.
+    """
+
+    def __init__(
+        self, total_steps: int, start_step: int, every: int, stream: TextIO | None = None, unit: str = "tokens"
+    ) -> None:
+        self._total, self._start, self._every, self._unit = total_steps, start_step, every, unit
+        self._stream = sys.stderr if stream is None else stream
+        self._pace = Pace(total_steps)
+        self._bar = _open_bar(self._stream, total_steps, start_step)
+
+    def update(self, step: int, loss: float, lr: float, rate: float) -> None:
+        """After each step: its loss, learning rate, and tokens or samples per second."""
+        left = self._pace.seconds_left(step, time.monotonic())
+        if self._bar is not None:
+            self._bar.show(step, loss, lr, rate, self._unit, left)
+        elif step % self._every == 0 or step in (self._start + 1, self._total):
+            self.say(plain_line(step, self._total, loss, lr, rate, self._unit, left))
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.say(text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it last was. Twice is fine."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Pace:
+    """Time left, from the mean over all steps after the first one seen, which alone pays for warming up."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._first: tuple[int, float] | None = None
+
+    def seconds_left(self, step: int, now: float) -> float:
+        """now: seconds on any clock. NaN while it is not known."""
+        if self._first is None:
+            self._first = (step, now)
+        first_step, first_time = self._first
+        if step >= self._total:
+            return 0.0
+        if step == first_step:
+            return math.nan
+        return (self._total - step) * (now - first_time) / (step - first_step)
+
+
+def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:
+    """One line for a log; the columns stay where they are from step to step. left: seconds."""
+    return (
+        f"step {step:{len(str(total))}}/{total}  loss {_loss(loss):>8}  lr {lr:.2e}  "
+        f"{short(rate):>6} {unit}/s  left {duration(left):>8}"
+    )
+
+
+def bar_text(columns: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:
+    """What stands beside the bar; the loss always, the rest as the width allows."""
+    if columns < NARROW:
+        return f"loss {_loss(loss)} {duration(left)}"
+    middle = f"  lr {lr:.2e}" if columns >= 80 else ""
+    return f"loss {_loss(loss)}{middle}  {short(rate):>5} {unit}/s  left {duration(left)}"
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.2e}"  # nan takes the second and reads nan
+
+
+def _open_bar(stream: TextIO, total_steps: int, start_step: int) -> _Bar | None:
+    """None where a bar would be noise: not a terminal, or one that cannot move its cursor."""
+    try:
+        terminal = terminal_behind(stream.fileno())
+    except (OSError, ValueError, AttributeError):  # a stream without a file under it
+        return None
+    if terminal is None or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return None
+    # prints meanwhile go above the bar, unless they are meant for a file
+    return _Bar(stream, terminal, total_steps, start_step, redirect_stdout=terminal_behind(1) == terminal)
+
+
+class _Bar:
+    """rich's bar, drawn from update() alone."""
+
+    def __init__(self, stream: TextIO, terminal: str, total_steps: int, start_step: int, redirect_stdout: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._terminal, self._drawn = terminal, 0.0
+        self._console = Console(file=stream, force_terminal=True)
+        self._fit()
+        self._rich = RichProgress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=redirect_stdout,
+            expand=True,
+        )
+        self._task = self._rich.add_task("", total=total_steps, completed=start_step, text="before the first step")
+        self._rich.start()
+        self._console.show_cursor(True)
+
+    def show(self, step: int, loss: float, lr: float, rate: float, unit: str, left: float) -> None:
+        self._fit()
+        text = bar_text(self._console.width, loss, lr, rate, unit, left)
+        due = time.monotonic() - self._drawn >= REDRAW_S
+        self._rich.update(self._task, completed=step, text=text, refresh=due)
+        if due:
+            self._drawn = time.monotonic()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._rich.stop()
+
+    def _fit(self) -> None:
+        """The terminal may be resized, and under a launcher rich cannot ask it."""
+        self._console.width = terminal_columns(self._terminal)

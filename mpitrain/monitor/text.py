@@ -1,0 +1,33 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def short(number: float) -> str:
+    """At most 5 characters up to a thousand billions: 7.5, 950, 12.3k, 4.07M, 1.21G, 3.1T."""
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # from where rounding would give 1000 of the next smaller unit
+        if abs(number) >= factor * 0.9995:
+            return (
+                f"{number / factor:.3g}{letter}" if abs(number) < factor * 999.5 else f"{number / factor:.0f}{letter}"
+            )
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """hours:minutes:seconds, such as 0:04:12 or 117:00:03; -:--:-- when it is not known."""
+    if not 0 <= seconds < 1e9:  # also NaN
+        return "-:--:--"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 rank, 8 ranks, 1,234,567 samples."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def aligned(rows: list[tuple[str, str]]) -> str:
+    """Lines of `  label   text`, the texts under one another."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"  {label:{width}}   {text}".rstrip() for label, text in rows)

@@ -1,0 +1,231 @@
+"""Text and folders of text become one stream of bytes or tokens."""
+
+import h5py
+import numpy as np
+import pytest
+
+from mpitrain.data import open_dataset
+from mpitrain.data.format import read_manifest
+from mpitrain.data.sources.split import held_out_files
+
+
+def stream(folder, split="train"):
+    """All tokens of a split, read by h5py alone."""
+    parts = [h5py.File(path)["tokens"][...] for path in sorted(folder.glob(f"{split}-*.h5"))]
+    return np.concatenate(parts)
+
+
+def texts(folder, count, size=400):
+    """Files of random letters, all different; gives their bytes in the order of their names."""
+    folder.mkdir()
+    random = np.random.default_rng(count)
+    contents = [bytes(random.choice(list(b"abcdefg \n"), size).astype(np.uint8)) for _ in range(count)]
+    for number, content in enumerate(contents):
+        (folder / f"{number:03d}.txt").write_bytes(content)
+    return contents
+
+
+def test_one_file_holds_out_its_end_after_a_line(tmp_path, command):
+    lines = b"".join(b"line %04d\n" % i for i in range(1000))
+    (tmp_path / "a.txt").write_bytes(lines)
+    code, out, _ = command("prepare", tmp_path / "a.txt", "--out", tmp_path / "set")
+    assert code == 0
+    assert "tokens (bytes)" in out
+    train, held = stream(tmp_path / "set").tobytes(), stream(tmp_path / "set", "held_out").tobytes()
+    assert train + held == lines
+    assert train.endswith(b"\n")
+    assert abs(len(held) / len(lines) - 0.05) < 0.002
+
+
+def test_several_files_are_held_out_whole(tmp_path, command):
+    contents = texts(tmp_path / "texts", 60)
+    assert command("prepare", tmp_path / "texts", "--out", tmp_path / "set", "--held-out", 0.1)[0] == 0
+    held = stream(tmp_path / "set", "held_out").tobytes()
+    train = stream(tmp_path / "set").tobytes()
+    pieces = [held[i : i + 400] for i in range(0, len(held), 400)]
+    assert len(pieces) == 6
+    assert train == b"".join(content for content in contents if content not in pieces)
+    assert set(pieces) <= set(contents)
+
+
+def test_a_folder_is_read_recursively_in_order_without_hidden_and_binary_files(tmp_path, command):
+    folder = tmp_path / "texts"
+    texts(folder, 30)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "z.md").write_text("the end")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "secret").write_text("HIDDEN")
+    (folder / ".env").write_text("HIDDEN")
+    (folder / "empty.txt").touch()
+    (folder / "program").write_bytes(b"\x7fELF\0\0\0")
+    code, out, _ = command("prepare", folder, "--out", tmp_path / "set", "--held-out", 0)
+    assert code == 0
+    content = stream(tmp_path / "set").tobytes()
+    assert content.endswith(b"the end")
+    assert b"HIDDEN" not in content
+    assert b"ELF" not in content
+    assert len(content) == 30 * 400 + 7
+    assert "skipped 1 files of other kinds, such as program" in out
+    assert not (tmp_path / "set" / "held_out-00000.h5").exists()
+
+
+def test_the_same_input_gives_the_same_data_set(tmp_path, command):
+    texts(tmp_path / "texts", 20)
+    for name in ("one", "two"):
+        assert command("prepare", tmp_path / "texts", "--out", tmp_path / name)[0] == 0
+    one, two = (read_manifest(tmp_path / name) for name in ("one", "two"))
+    assert one.identity == two.identity
+    assert (tmp_path / "one" / "train-00000.h5").read_bytes() == (tmp_path / "two" / "train-00000.h5").read_bytes()
+
+
+def test_shards_are_cut_at_the_size_asked_for(tokens_set):
+    folder, content = tokens_set(10_000, shard=3000)
+    manifest = read_manifest(folder)
+    assert [shard.rows for shard in manifest.splits["train"].shards] == [3000, 3000, 3000, 1000]
+    assert np.array_equal(stream(folder), content)
+    assert [h5py.File(path)["tokens"].chunks for path in folder.glob("*.h5")] == [None] * 4
+
+
+def test_a_shard_takes_many_blocks(tokens_set):
+    folder, content = tokens_set(9_500_000, shard=1 << 30)  # gathered in blocks of 4 MiB
+    assert len(list(folder.glob("*.h5"))) == 1
+    assert np.array_equal(stream(folder), content)
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.05, 0.3])
+def test_whole_files_come_near_the_fraction(fraction):
+    sizes = np.random.default_rng(1).integers(1, 10_000, 500)
+    held = held_out_files(sizes.tolist(), fraction)
+    assert sizes[held].sum() / sizes.sum() == pytest.approx(fraction, rel=0.1)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A real byte-level BPE tokenizer file, with a truncation that must not cut our text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["the cat sat on the mat and the rat ran"] * 5, trainer)
+    bpe.enable_truncation(16)
+    bpe.enable_padding(length=16)
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_a_tokenizer_file_gives_tokens_that_decode_to_the_text(tmp_path, command, tokenizer):
+    from tokenizers import Tokenizer
+
+    text = "the cat sat ünïcödé 🐈\n" * 40_000 + "x" * 600_000 + "€" * 300_000  # several pieces, also without lines
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    code, out, _ = command(
+        "prepare", tmp_path / "a.txt", "--out", tmp_path / "set", "--tokenizer", tokenizer, "--held-out", 0
+    )
+    assert code == 0
+    assert "tokenizer.json" in out
+    ids = stream(tmp_path / "set")
+    assert ids.dtype == np.uint16
+    encoder = Tokenizer.from_file(str(tokenizer))
+    assert encoder.decode(ids.tolist(), skip_special_tokens=False) == text
+    assert (tmp_path / "set" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    description = open_dataset(tmp_path / "set", sequence=16).description
+    assert description.vocabulary == encoder.get_vocab_size() > ids.max()
+
+
+def test_a_large_vocabulary_is_kept_in_32_bits(tmp_path, command):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "cat": 70_000}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.txt").write_text("the cat dog\n" * 100)
+    code, _, _ = command(
+        "prepare", tmp_path / "a.txt", "--out", tmp_path / "set", "--tokenizer", tmp_path / "words.json"
+    )
+    assert code == 0
+    ids = stream(tmp_path / "set")
+    assert ids.dtype == np.uint32
+    assert ids[:4].tolist() == [1, 70_000, 0, 1]
+    description = open_dataset(tmp_path / "set", sequence=4).description
+    assert description.vocabulary == 70_001
+
+
+def test_a_cut_never_splits_a_character_for_the_tokenizer(tmp_path, command, tokenizer):
+    for size in range(37, 45):
+        (tmp_path / "a.txt").write_text("🐈" * size, encoding="utf-8")
+        out = tmp_path / f"set-{size}"
+        assert command("prepare", tmp_path / "a.txt", "--out", out, "--tokenizer", tokenizer)[0] == 0
+
+
+class TestRefused:
+    def test_nothing_there(self, refused):
+        assert "nowhere.txt does not exist; give an existing file" in refused("nowhere.txt")
+
+    def test_an_empty_file(self, tmp_path, refused):
+        (tmp_path / "a.txt").touch()
+        assert "a.txt is empty; give a file with data" in refused(tmp_path / "a.txt")
+
+    def test_an_empty_folder(self, tmp_path, refused):
+        (tmp_path / "nothing").mkdir()
+        assert "nothing holds no data" in refused(tmp_path / "nothing")
+
+    @pytest.mark.parametrize("name", ["model.pt", "a.h5", "a.parquet", "a.pkl", "a.zip", "noname"])
+    def test_a_kind_it_does_not_read(self, tmp_path, refused, name):
+        (tmp_path / name).write_bytes(b"PK\0\0binary")
+        message = refused(tmp_path / name)
+        assert f"{name} is of no kind that prepare reads: text, .npy/.npz" in message
+
+    def test_a_folder_of_nothing_it_reads(self, tmp_path, refused):
+        (tmp_path / "models").mkdir()
+        (tmp_path / "models" / "a.pt").write_bytes(b"PK\0")
+        assert "holds only files of kinds that prepare does not read, such as a.pt" in refused(tmp_path / "models")
+
+    def test_text_that_is_not_utf8_with_a_tokenizer(self, tmp_path, refused, tokenizer):
+        (tmp_path / "a.txt").write_bytes(b"abc\xff def\n" * 10)
+        message = refused(tmp_path / "a.txt", "--tokenizer", tokenizer)
+        assert "a.txt is not UTF-8 at byte 3" in message
+        assert "leave --tokenizer out" in message
+
+    def test_a_file_that_is_no_tokenizer(self, tmp_path, refused):
+        (tmp_path / "a.txt").write_text("abc")
+        (tmp_path / "t.json").write_text("{}")
+        assert "t.json is not one of Hugging Face tokenizers" in refused(
+            tmp_path / "a.txt", "--tokenizer", tmp_path / "t.json"
+        )
+        assert "none.json does not exist" in refused(tmp_path / "a.txt", "--tokenizer", tmp_path / "none.json")
+
+    def test_too_little_to_hold_out(self, tmp_path, refused):
+        (tmp_path / "a.txt").write_text("abc")
+        message = refused(tmp_path / "a.txt")
+        assert "too few tokens (3) to hold out 0.05" in message
+        assert "--held-out 0" in message
+
+    @pytest.mark.parametrize("fraction", ["0.6", "-0.1", "nan"])
+    def test_a_fraction_out_of_range(self, tmp_path, refused, fraction):
+        (tmp_path / "a.txt").write_text("abc")
+        assert "is not a fraction from 0 to 0.5" in refused(tmp_path / "a.txt", f"--held-out={fraction}")
+
+    def test_sources_of_two_kinds(self, tmp_path, refused):
+        (tmp_path / "a.txt").write_text("abc")
+        (tmp_path / "b.csv").write_text("1,2\n")
+        message = refused(tmp_path / "a.txt", tmp_path / "b.csv")
+        assert "sources of different kinds: text" in message
+        assert "CSV tables" in message
+
+    def test_a_folder_of_two_kinds(self, tmp_path, refused):
+        folder = tmp_path / "mixed"
+        texts(folder, 3)
+        (folder / "b.csv").write_text("1,2\n")
+        assert "mixes text (000.txt) and CSV tables (b.csv)" in refused(folder)
+
+    def test_options_of_another_kind(self, tmp_path, refused):
+        (tmp_path / "a.txt").write_text("abc")
+        assert "--label is for CSV tables, these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
+        assert "--size is for images" in refused(tmp_path / "a.txt", "--size", "8x8")

@@ -1,0 +1,70 @@
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from pseudo_terminal import ROOT
+
+from mpitrain.monitor import memory
+from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes
+
+MIB = 2**20
+
+
+def run(script: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [int(number) for number in done.stdout.split()]
+
+
+def test_the_peak_stays_and_the_present_falls_when_memory_is_freed():
+    before, peak, now = run("""
+        from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes
+        before = memory_bytes()
+        block = bytearray(b"x" * 1) * (200 * 2**20)
+        del block
+        print(before, peak_memory_bytes(), memory_bytes())
+    """)
+    assert 2 * MIB < before < 150 * MIB
+    assert 195 * MIB < peak - before < 260 * MIB
+    assert now - before < 50 * MIB
+
+
+def test_a_small_process_started_by_a_large_one_does_not_inherit_its_peak():
+    (peak,) = run("""
+        import os, sys
+        block = bytearray(b"x") * (300 * 2**20)
+        os.execv(sys.executable, [sys.executable, "-c",
+            "from mpitrain.monitor.memory import peak_memory_bytes; print(peak_memory_bytes())"])
+    """)
+    assert peak < 150 * MIB
+
+
+def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_path):
+    known = peak_memory_bytes()
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "missing")
+    # the process that started this one may have been larger, never smaller by a unit's factor
+    assert 0.8 * known < peak_memory_bytes() < 100 * known
+    assert memory_bytes() == peak_memory_bytes()
+
+
+def test_a_cpu_device_counts_host_memory():
+    assert peak_memory_bytes(torch.device("cpu")) >= memory_bytes(torch.device("cpu")) > 20 * MIB
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_counts_its_tensors():
+    device = torch.device("cuda")
+    before = memory_bytes(device)
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    assert memory_bytes(device) - before == 64 * MIB
+    del block
+    assert memory_bytes(device) == before and peak_memory_bytes(device) >= before + 64 * MIB
