@@ -64,7 +64,7 @@ class TrainSection(Section):
 
 class OptimSection(Section):
     name: str = Field("adamw", description="adamw, sgd or any class of torch.optim")
-    lr: float = Field(3e-3, gt=0.0, description="peak learning rate")
+    lr: float = Field(2e-3, gt=0.0, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="decay after the warm-up")
     warmup: int = Field(20, ge=0, description="steps of linear warm-up")
     weight_decay: float = Field(0.01, ge=0.0, description="weight decay of tensors of two or more dimensions")

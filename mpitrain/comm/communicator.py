@@ -24,7 +24,7 @@ from mpitrain.comm.checks import Checks
 from mpitrain.comm.device import synchronize, through_host
 from mpitrain.comm.operations import Operations
 from mpitrain.comm.schedule import Call
-from mpitrain.comm.topology import Topology
+from mpitrain.comm.topology import Topology, library_name
 from mpitrain.comm.watchdog import Record
 from mpitrain.comm.work import Messages, Work, Worker
 from mpitrain.errors import CommunicationError, InputError
@@ -93,6 +93,16 @@ class Communicator:
     def nodes(self) -> tuple[int, ...]:
         """The node number of each rank."""
         return self._topology.nodes
+
+    @property
+    def library(self) -> str:
+        """The MPI library and its version."""
+        return library_name()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether operations begun with async_op make progress while this rank computes."""
+        return self._background is not None
 
     def __repr__(self) -> str:
         return f"Communicator({self.label!r}, rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes})"
@@ -360,6 +370,10 @@ class Communicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value (JSON), in order of rank."""
         return objects.all_gather(self, value)
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any]:
+        """Every rank's value (JSON), in order of rank, on the root; an empty list elsewhere."""
+        return objects.gather(self, value, root)
 
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank has an error: the first such rank's."""

@@ -44,6 +44,21 @@ def all_gather(comm: Communicator, value: Any) -> list[Any]:
     return [json.loads(everything[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
 
+def gather(comm: Communicator, value: Any, root: int) -> list[Any]:
+    """The root returns the list of all ranks' values, the others an empty list."""
+    data = _encode(value)
+    lengths = np.empty(comm.size, dtype=np.int64)
+    comm.all_gather(lengths, np.array([data.size], dtype=np.int64))
+    width = int(lengths.max())
+    padded = np.zeros(width, dtype=np.uint8)
+    padded[: data.size] = data
+    everything = np.empty((comm.size, width), dtype=np.uint8) if comm.rank == root else None
+    comm.gather(everything, padded, root)
+    if everything is None:
+        return []
+    return [json.loads(row[:n].tobytes()) for row, n in zip(everything, lengths, strict=True)]
+
+
 def agree(comm: Communicator, error: BaseException | None) -> None:
     """Raise on every rank if any rank has an error: the first such rank's, named. Collective.
 

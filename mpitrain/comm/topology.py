@@ -73,6 +73,12 @@ def spare_cores(ranks_on_node: int) -> int:
     return allowed - 1 if bound else allowed - ranks_on_node
 
 
+def library_name() -> str:
+    """The MPI library and its version, in a few words."""
+    line = MPI.Get_library_version().splitlines()[0].replace("\0", "").replace("\t", " ")
+    return line.split(", package")[0].replace("Version:", "").strip()
+
+
 def machine_key(library: str) -> str:
     """A short name of this kind of machine and MPI, for tuning tables kept in a shared home."""
     model = ""

@@ -6,6 +6,7 @@ turn it into batches.
 
 from mpitrain.data.dataset import Dataset, Description, open_dataset
 from mpitrain.data.defaults import resolve
+from mpitrain.data.format import read_manifest
 from mpitrain.data.loader import Batch, Loader, evaluation_batches
 from mpitrain.data.order import SampleOrder
 
@@ -17,5 +18,6 @@ __all__ = [
     "SampleOrder",
     "evaluation_batches",
     "open_dataset",
+    "read_manifest",
     "resolve",
 ]

@@ -1,0 +1,162 @@
+"""manifest.json: what a checkpoint holds, where each element lies, and how to tell that it is whole.
+
+    checkpoints/step-00000100/
+      manifest.json      written last; {"crc32": of the payload's text, "payload": {...}}
+      rank-00000.h5      one file per rank: each tensor's piece a contiguous HDF5 data set
+      rank-00001.h5
+
+The payload lists the tensors (name, shape, dtype), the files (bytes), and for every piece its place: which
+elements of which tensor (`layout.Piece`), at which byte of which file, with a CRC-32 per `HASHED` bytes. The
+HDF5 structure is for people and tools; restoring uses the manifest alone. A folder is a checkpoint only if its
+manifest is whole and its files have the sizes it says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpitrain.errors import CheckpointError
+from mpitrain.layout import Box, Piece
+
+FORMAT = "mpitrain checkpoint 1"
+MANIFEST = "manifest.json"
+HASHED = 4 << 20  # bytes under one hash
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A logical tensor: its whole shape, whatever any rank holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of a tensor in a file. offset: its first byte. hashes: CRC-32 of each HASHED bytes of it."""
+
+    piece: Piece
+    file: str
+    offset: int
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """values: whatever else the job needs to go on (JSON)."""
+
+    step: int
+    tensors: dict[str, TensorSpec]
+    files: dict[str, int]
+    extents: tuple[Extent, ...]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def extents_of(self) -> dict[str, list[Extent]]:
+        """The extents of each tensor."""
+        found: dict[str, list[Extent]] = {}
+        for extent in self.extents:
+            found.setdefault(extent.piece.name, []).append(extent)
+        return found
+
+
+def encode_extent(extent: Extent) -> list[Any]:
+    box = extent.piece.box
+    place = [box.outer, box.dim, box.inner, box.start, box.stop, extent.piece.lo, extent.piece.hi]
+    return [extent.piece.name, place, extent.file, extent.offset, list(extent.hashes)]
+
+
+def decode_extent(values: list[Any]) -> Extent:
+    name, (outer, dim, inner, start, stop, lo, hi), file, offset, hashes = values
+    return Extent(Piece(name, Box(outer, dim, inner, start, stop), lo, hi), file, offset, tuple(hashes))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, durable."""
+    payload = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "tensors": [[t.name, list(t.shape), t.dtype] for t in manifest.tensors.values()],
+        "files": manifest.files,
+        "extents": [encode_extent(extent) for extent in manifest.extents],
+        "values": manifest.values,
+    }
+    text = json.dumps(payload)
+    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
+        file.write(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError naming the folder and what is wrong with it. Looks at file sizes, not at content."""
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from None
+    try:
+        head, _, body = text.rstrip("\n").partition(', "payload": ')
+        stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
+        if zlib.crc32(payload_text.encode()) != stored:
+            raise ValueError("its hash does not match")
+        payload = json.loads(payload_text)
+        if payload["format"] != FORMAT:
+            raise ValueError(f"its format is {payload['format']!r}, this version reads {FORMAT!r}")
+        manifest = Manifest(
+            payload["step"],
+            {name: TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in payload["tensors"]},
+            payload["files"],
+            tuple(decode_extent(values) for values in payload["extents"]),
+            payload["values"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
+    for problem in missing_files(folder, manifest.files.items()):
+        raise CheckpointError(problem)
+    return manifest
+
+
+def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterable[str]:
+    """A sentence for each file that is not there in its full size."""
+    for name, size in files:
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            yield f"{folder / name} is missing"
+            continue
+        if found != size:
+            yield f"{folder / name} has {found} bytes, its manifest says {size}"

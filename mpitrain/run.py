@@ -1,0 +1,287 @@
+"""A run as a person meets it: its folder, its logs, what is printed, how it is asked to stop.
+
+RUN/config.toml            resolved configuration
+RUN/metrics.jsonl          one line a step, from rank 0
+RUN/checkpoints/           see mpitrain.checkpoint
+RUN/logs/rank-00003.log    what each rank has to say
+RUN/lock                   held while a job works in the folder
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+import traceback
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.comm import Communicator
+from mpitrain.config import Config
+from mpitrain.data import Dataset, open_dataset, read_manifest, resolve
+from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
+from mpitrain.monitor import (
+    MetricsWriter,
+    Outcome,
+    Progress,
+    RunFacts,
+    banner,
+    closing,
+    open_rank_log,
+    peak_memory_bytes,
+)
+
+LOCK, CONFIG, CHECKPOINTS = "lock", "config.toml", "checkpoints"
+
+
+class Interrupted(MpitrainError):
+    """Somebody pressed Ctrl-C."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+def settled(config: Config) -> Config:
+    """The configuration with its run folder decided."""
+    if config.run.dir:
+        return config
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    name = f"job-{job}" if job else datetime.now().strftime("%Y%m%d-%H%M%S")
+    section = config.run.model_copy(update={"dir": str(Path("runs") / name)})
+    return config.model_copy(update={"run": section})
+
+
+class Run:
+    """One job's work in its run folder. Collective; use it in `with`."""
+
+    def __init__(self, config: Config, world: Communicator) -> None:
+        self.config, self.world = config, world
+        self.folder = Path(config.run.dir)
+        self.checkpoints = self.folder / CHECKPOINTS
+        self.resumed_step: int | None = None
+        self._lock: int | None = None
+        self._progress: Progress | None = None
+        self._metrics: MetricsWriter | None = None
+        self._stop = False
+        self._began = time.monotonic()
+        self._start_step = 0
+        self._step = 0
+        self._tokens = 0
+
+    def __enter__(self) -> Run:
+        self.world.on_root(self._occupy)
+        error: BaseException | None = None
+        try:
+            self.log = open_rank_log(self.folder, self.world.rank)
+        except InputError as caught:
+            error = caught
+        self.world.agree(error)
+        self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._ask_to_stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if isinstance(error, KeyboardInterrupt):
+            self.log.info("interrupted at step %d", self._step)
+            raise Interrupted(f"interrupted at step {self._step}; go on with: {self._resume_command()}") from None
+        if error is not None:
+            self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+
+    def _occupy(self) -> None:
+        """Make the folder and take its lock, which the kernel frees when this process ends."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"run folder {self.folder} is in use by another job; choose another run.dir") from None
+        except OSError as error:
+            raise InputError(
+                f"run folder {self.folder} cannot be used: {error.strerror}; choose another run.dir"
+            ) from None
+
+    def _ask_to_stop(self, number: int, frame: object) -> None:
+        self._stop = True  # nothing more in a handler: the ranks agree on it at the end of a step
+
+    @property
+    def stop_asked(self) -> bool:
+        return self._stop
+
+    def open_data(self) -> tuple[Dataset, Dataset | None]:
+        """The training and the held-out samples; what is not there yet is made once per node."""
+        path, sequence = self.config.data.path, self.config.model.sequence
+        error: BaseException | None = None
+        try:
+            if self.world.local_rank == 0:
+                resolve(path)
+        except InputError as caught:
+            error = caught
+        self.world.agree(error)
+        data, held_out = None, None
+        try:
+            folder = resolve(path)
+            data = open_dataset(folder, sequence=sequence)
+            if "held_out" in read_manifest(folder).splits:
+                held_out = open_dataset(folder, "held_out", sequence=sequence)
+            if len(data) < self.config.train.batch:
+                raise InputError(
+                    f"data set {folder} has {len(data)} samples, fewer than train.batch {self.config.train.batch}; "
+                    "give more data or a smaller train.batch"
+                )
+        except InputError as caught:
+            error = caught
+        self.world.agree(error)
+        assert data is not None
+        self._tokens = data.description.x_shape[0] if data.description.kind == "tokens" else 0
+        return data, held_out
+
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        self.log.info("%s", text)
+        if self.world.rank == 0:
+            if self._progress is not None:
+                self._progress.say(text)
+            else:
+                print(text, flush=True)
+
+    def begin(self, module: nn.Module, data: Dataset, held_out: Dataset | None, step: int) -> None:
+        """Print the banner and open what is written during training."""
+        self._start_step = self._step = step
+        if self.world.rank:
+            return
+        config = self.config
+        share = -(-config.train.batch // self.world.size)
+        facts = RunFacts(
+            version=_version(),
+            ranks=self.world.size,
+            nodes=self.world.num_nodes,
+            threads=torch.get_num_threads(),
+            device="CPU",
+            mpi=self.world.library,
+            model=config.model.factory or config.model.name,
+            parameters=sum(p.numel() for p in module.parameters()),
+            data=config.data.path or "Python's own source as bytes (data.path is not set)",
+            samples=len(data),
+            held_out_samples=len(held_out) if held_out is not None else 0,
+            tokens=self._tokens,
+            batch=config.train.batch,
+            microbatch=min(config.train.microbatch or share, share),
+            steps=config.train.steps,
+            start_step=step,
+            precision=config.train.precision,
+            run_dir=str(self.folder),
+        )
+        print(banner(facts), flush=True)
+        (self.folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+        self._metrics = MetricsWriter(self.folder, self.resumed_step, config.monitor.tensorboard)
+        unit = "tokens" if self._tokens else "samples"
+        self._progress = Progress(config.train.steps, step, config.monitor.every, unit=unit)
+
+    def report(
+        self, step: int, loss: float, held_out_loss: float | None, lr: float, norm: float, seconds: float, ids: Any
+    ) -> None:
+        """Record a finished step. ids: of all samples in it, in order, or None."""
+        self._step = step
+        if self._metrics is None or self._progress is None:
+            return
+        batch = self.config.train.batch
+        rate = batch * (self._tokens or 1) / seconds
+        extras: dict[str, Any] = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+        if ids is not None:
+            extras["ids"] = ids
+        self._metrics.write(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            samples=batch,
+            tokens=batch * self._tokens,
+            step_s=seconds,
+            tokens_per_s=batch * self._tokens / seconds,
+            memory_bytes=peak_memory_bytes(),
+            world_size=self.world.size,
+            **extras,
+        )
+        self._progress.update(step, loss, lr, rate)
+        if held_out_loss is not None:
+            self.say(f"step {step}: held-out loss {held_out_loss:.4f}")
+
+    def end(self, step: int, loss: float, held_out_loss: float | None) -> None:
+        """Print how it ended. Collective."""
+        memory = torch.tensor([peak_memory_bytes()])
+        self.world.all_reduce(memory, "max")
+        self.log.info("ended at step %d", step)
+        if self.world.rank:
+            return
+        if self._progress is not None:
+            self._progress.close()
+        commands = [("resume" if step < self.config.train.steps else "go on", self._resume_command())]
+        commands.append(("inspect", f"python -m mpitrain.report {self.folder}"))
+        outcome = Outcome(
+            step=step,
+            steps=self.config.train.steps,
+            start_step=self._start_step,
+            loss=loss,
+            held_out_loss=held_out_loss,
+            seconds=time.monotonic() - self._began,
+            samples_done=(step - self._start_step) * self.config.train.batch,
+            tokens=self._tokens,
+            peak_memory_bytes=int(memory),
+            run_dir=str(self.folder),
+            commands=tuple(commands),
+        )
+        print(closing(outcome), flush=True)
+
+    def _resume_command(self) -> str:
+        under_slurm = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
+        launcher = "srun" if under_slurm else f"mpirun -n {self.world.size}"
+        more = "" if self._step < self.config.train.steps else f" --train.steps {2 * self.config.train.steps}"
+        return f"{launcher} python -m mpitrain.train {self.folder / CONFIG}{more}"
+
+
+def set_threads(world: Communicator, reproducible: bool) -> None:
+    """One share of the node's cores per rank, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(1 if reproducible else max(1, cores // world.local_size))
+
+
+def refuse_what_is_not_there_yet(config: Config) -> None:
+    """Raise InputError for keys whose rooms are still being built."""
+    wanted = {
+        "run.reproducible": config.run.reproducible,
+        "parallel.pipeline": config.parallel.pipeline > 1,
+        "parallel.tensor": config.parallel.tensor > 1,
+        "parallel.zero": config.parallel.zero > 0,
+        "parallel.offload": bool(config.parallel.offload),
+        "comm.compression": config.comm.compression != "none",
+        "checkpoint.background": config.checkpoint.background,
+        "elastic.mode": config.elastic.mode != "off",
+        "monitor.timeline": config.monitor.timeline,
+        "train.precision = fp16": config.train.precision == "fp16",
+        "train.recompute": config.train.recompute,
+    }
+    asked = [key for key, value in wanted.items() if value]
+    if asked:
+        raise InputError(f"{', '.join(asked)}: not available in this version; leave it at its default", agreed=True)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mpitrain")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,92 @@
+"""The optimizer a configuration names, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from mpitrain.config import OptimSection
+from mpitrain.errors import InputError
+
+_NEED_A_CLOSURE = ("LBFGS",)
+_SPARSE_ONLY = ("SparseAdam",)
+
+
+def make_optimizer(section: OptimSection, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer of `section` over the parameters, weight decay on those of two or more dimensions only.
+
+    Fused where torch has it for the class. Raises InputError for a name or an option torch.optim does not have.
+    """
+    _spare_the_compiler()
+    kind = _class_of(section.name)
+    trained = [p for _, p in named if p.requires_grad]
+    accepted = inspect.signature(kind).parameters
+    options = dict(section.options)
+    if "fused" in accepted and not ({"foreach", "differentiable", "fused"} & set(options)):
+        options["fused"] = True
+    groups: list[dict[str, object]] = [{"params": trained}]
+    if "weight_decay" in accepted:
+        groups = [
+            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    groups = [group for group in groups if group["params"]]
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        known = ", ".join(name for name in accepted if name not in ("params", "lr", "weight_decay"))
+        raise InputError(f"optim.options: {kind.__name__} has no {', '.join(unknown)}; it has {known}", agreed=True)
+    try:
+        return kind(groups, **{"lr": section.lr, **options})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"optim: {kind.__name__} refuses its options: {error}", agreed=True) from None
+
+
+def learning_rate(section: OptimSection, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, linear or half-cosine decay to 0."""
+    if step < section.warmup:
+        return section.lr * (step + 1) / section.warmup
+    progress = (step - section.warmup) / max(1, steps - section.warmup)
+    if section.schedule == "linear":
+        return section.lr * (1 - progress)
+    if section.schedule == "cosine":
+        return section.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return section.lr
+
+
+def _class_of(name: str) -> type[torch.optim.Optimizer]:
+    kinds = {
+        kind.__name__.lower(): kind
+        for kind in vars(torch.optim).values()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    kind = kinds.get(name.lower())
+    if kind is None:
+        near = difflib.get_close_matches(name.lower(), kinds, n=1, cutoff=0.0)[0]
+        raise InputError(
+            f"optim.name {name!r} is not a class of torch.optim; did you mean {kinds[near].__name__!r}?", agreed=True
+        )
+    if kind.__name__ in _NEED_A_CLOSURE:
+        raise InputError(f"optim.name {name!r} calls the model itself, which is not supported; use adamw", agreed=True)
+    if kind.__name__ in _SPARSE_ONLY:
+        raise InputError(f"optim.name {name!r} takes sparse gradients only, ours are dense; use adam", agreed=True)
+    return kind
+
+
+def _spare_the_compiler() -> None:
+    """Let optimizers work without importing torch._dynamo.
+
+    Torch wraps their methods so as to keep the compiler out of them, and imports the compiler to do so: 1.5 s of
+    CPU on every rank. Where it is not loaded there is nothing to keep out.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        if inspect.isfunction(method) and method.__code__.co_filename.endswith("_compile.py"):
+            wrapped = inspect.unwrap(method)
+            wrapped.__dynamo_disable = wrapped
