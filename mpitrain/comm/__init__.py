@@ -3,6 +3,11 @@
 The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Work`.
 """
 
+import os
+
+# Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
+os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+
 from mpitrain.comm.arena import Arena
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator
 from mpitrain.comm.work import Work

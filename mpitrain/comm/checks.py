@@ -25,12 +25,14 @@ class Checks:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def compare(self, name: str, tensor: torch.Tensor | None, alike: object, sequence: int) -> None:
+    def compare(
+        self, name: str, typed: torch.Tensor | None, alike: object, sized: torch.Tensor | None, sequence: int
+    ) -> None:
         """Raise CommunicationError on every rank unless all are about to do the same. Collective.
 
-        alike: what must be the same on all ranks besides the name and the tensor's size and type.
+        typed, sized: tensors whose type and whose size must be the same on all ranks; alike: what else must.
         """
-        what = f"{name}" if tensor is None else f"{name} of {tensor.numel()} {str(tensor.dtype)[6:]}"
+        what = name if typed is None else f"{name} of {sized.numel() if sized is not None else '?'} {_name(typed)}"
         texts = self._exchange(what if alike is None else f"{what} {alike}")
         if len(set(texts)) == 1:
             return
@@ -48,3 +50,7 @@ class Checks:
         everyone = np.empty((self._comm.size, _BYTES), dtype=np.uint8)
         self._comm.Allgather(mine, everyone)
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

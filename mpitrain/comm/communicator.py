@@ -308,7 +308,7 @@ class Communicator:
             by_library = int(largest) * of.element_size() <= LARGEST_COUNT
             return o.all_to_all(into, of, received, sent, by_library)
 
-        return self._run("all_to_all", bind, async_op, (of, into), (False, True), even)
+        return self._run("all_to_all", bind, async_op, (of, into), (False, True), even, uneven=not even)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Return when every rank has come here."""
@@ -393,14 +393,17 @@ class Communicator:
         tensors: Sequence[torch.Tensor | None],
         written: Sequence[bool],
         alike: object = None,
+        uneven: bool = False,
     ) -> Work | None:
         """Perform an operation, now or in the background.
 
         bind(operations, *tensors): makes the operation's call. tensors: the first has the operation's size.
-        written: which of them it changes. alike: what must be the same on all ranks, besides size and type.
+        written: which of them it changes. alike: what must be the same on all ranks besides the type, and, unless
+        uneven, the size.
         """
         if self._checks is not None:
-            self._checks.compare(name, tensors[0] if tensors else None, alike, self._record.sequence + 1)
+            first = tensors[0] if tensors else None
+            self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence + 1)
         if not async_op:
             if self._worker is not None and self._background is None:
                 self._worker.drain()  # what waits to be run here comes first

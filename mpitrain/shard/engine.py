@@ -19,6 +19,7 @@ from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.shard.batchnorm import SyncBatchNorm
 from mpitrain.shard.ddp import broadcast_state
+from mpitrain.shard.optim import update
 from mpitrain.shard.reducer import Reducer
 from mpitrain.shard.state import (
     empty_optimizer_state,
@@ -92,7 +93,7 @@ class Engine:
                 group.arena.tensor.mul_(self.clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
-        self.optimizer.step()
+        update(self.optimizer)
         return norm
 
     def gradient_norm(self) -> float:

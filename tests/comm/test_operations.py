@@ -1,0 +1,300 @@
+"""Every operation on every type, size and place of the data, against one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reference import DTYPES, assert_equal, meaningful, reduced, values
+
+import mpitrain
+from mpitrain.comm.kernels import OPERATIONS
+from mpitrain.errors import InputError
+
+ALL = pytest.mark.ranks(1, 2, 3, 4, 8)
+MANY = pytest.mark.ranks(2, 3, 4)
+NUMELS = (0, 1, 3, 1001)
+
+
+def _algorithms(world, *names):
+    shared = ("shared",) if world.num_nodes == 1 else ()
+    return ("auto", "mpi", *names, *shared)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_all_reduce_of_every_type_and_operation(world, dtype):
+    for numel in NUMELS:
+        for op in OPERATIONS:
+            if not meaningful(op, dtype):
+                continue
+            wanted = reduced(op, [values(numel, dtype, r) for r in range(world.size)])
+            x = values(numel, dtype, world.rank)
+            world.all_reduce(x, op)
+            assert_equal(x, wanted, world.size)
+
+
+@ALL
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in arena"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=lambda d: str(d)[6:])
+def test_all_reduce_by_every_algorithm(world, dtype, inside):
+    arena = world.arena(300_001, dtype)
+    for numel in (1, 7, 1001, 300_001):
+        for op in ("sum", "max", "avg"):
+            if not meaningful(op, dtype):
+                continue
+            wanted = reduced(op, [values(numel, dtype, r) for r in range(world.size)])
+            for algorithm in _algorithms(world, "ring", "tree", "halving", "two_level"):
+                x = values(numel, dtype, world.rank)
+                x = arena.view(0, (numel,)).copy_(x) if inside else x
+                world.all_reduce(x, op, algorithm)
+                assert_equal(x, wanted, world.size)
+    arena.free()
+
+
+@MANY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_reproducible_sums_have_the_same_bits_by_every_algorithm(world, dtype):
+    arena = world.arena(70_001, dtype)
+    for op in ("sum", "avg"):
+        seen = []
+        for algorithm in _algorithms(world, "ring", "tree", "halving", "two_level"):
+            for inside in (False, True):
+                x = values(70_001, dtype, world.rank)
+                x = arena.view(0, (70_001,)).copy_(x) if inside else x
+                world.all_reduce(x, op, algorithm, reproducible=True)
+                seen.append(x.clone())
+        assert all(torch.equal(seen[0], other) for other in seen)
+        whole = torch.cat([seen[0], seen[0].new_zeros(-70_001 % world.size)])
+        block = torch.empty(whole.numel() // world.size, dtype=dtype)
+        own = torch.cat([values(70_001, dtype, world.rank), seen[0].new_zeros(-70_001 % world.size)])
+        world.reduce_scatter(block, own, op, reproducible=True)
+        assert torch.equal(block, whole.chunk(world.size)[world.rank])
+    arena.free()
+
+
+@pytest.mark.ranks(4, 8)
+def test_reproducible_sums_continue_the_tree_of_sums_within_a_rank(world):
+    leaves = [values(5000, torch.float32, leaf) for leaf in range(8)]
+    level = leaves
+    while len(level) > 1:
+        level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+    each = 8 // world.size
+    own = leaves[world.rank * each : (world.rank + 1) * each]
+    while len(own) > 1:
+        own = [a + b for a, b in zip(own[::2], own[1::2], strict=True)]
+    x = own[0].clone()
+    world.all_reduce(x, reproducible=True)
+    assert torch.equal(x, level[0])
+
+
+@ALL
+def test_reduce_gives_the_root_the_result_and_leaves_the_others_alone(world):
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
+        arena = world.arena(5000, dtype)
+        for numel in (1, 5000):
+            for root in {0, world.size - 1}:
+                for algorithm in ("auto", "mpi", "tree", "shared"):
+                    x = arena.view(0, (numel,)).copy_(values(numel, dtype, world.rank))
+                    if algorithm == "shared" and (world.size == 1 or world.num_nodes > 1):
+                        continue
+                    world.reduce(x, root, "sum", algorithm)
+                    everyone = [values(numel, dtype, r) for r in range(world.size)]
+                    wanted = reduced("sum", everyone) if world.rank == root else everyone[world.rank]
+                    assert_equal(x, wanted, world.size)
+        arena.free()
+
+
+@ALL
+def test_broadcast_by_every_algorithm(world):
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+        arena = world.arena(5000, dtype)
+        for numel in (0, 1, 5000):
+            for root in {0, world.size // 2, world.size - 1}:
+                for algorithm in ("auto", "mpi", "tree", "shared"):
+                    if algorithm == "shared" and (world.size == 1 or world.num_nodes > 1):
+                        continue
+                    x = arena.view(0, (numel,)).copy_(values(numel, dtype, world.rank))
+                    world.broadcast(x, root, algorithm)
+                    assert_equal(x, values(numel, dtype, root))
+        arena.free()
+
+
+@ALL
+def test_all_gather_and_reduce_scatter_by_every_algorithm(world):
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        arena = world.arena(4001 * world.size, dtype)
+        for each in (0, 1, 4001):
+            for algorithm in _algorithms(world, "ring", "halving"):
+                if algorithm == "shared" and (world.size == 1 or each == 0):
+                    continue
+                everyone = torch.cat([values(each, dtype, r) for r in range(world.size)])
+                x = arena.view(0, (each,)).copy_(values(each, dtype, world.rank))
+                out = torch.empty(each * world.size, dtype=dtype)
+                world.all_gather(out, x, algorithm)
+                assert_equal(out, everyone)
+
+                whole = arena.view(0, (each * world.size,)).zero_()  # in place: x is a part of out
+                own = whole[each * world.rank : each * (world.rank + 1)].copy_(values(each, dtype, world.rank))
+                world.all_gather(whole, own, algorithm)
+                assert_equal(whole, everyone)
+
+                contributions = [values(each * world.size, dtype, r) for r in range(world.size)]
+                wanted = reduced("sum", contributions)[each * world.rank : each * (world.rank + 1)]
+                x = arena.view(0, (each * world.size,)).copy_(contributions[world.rank])
+                out = torch.empty(each, dtype=dtype)
+                world.reduce_scatter(out, x, "sum", algorithm)
+                assert_equal(out, wanted, world.size)
+                assert_equal(x, contributions[world.rank])  # untouched
+                own = x[each * world.rank : each * (world.rank + 1)]
+                world.reduce_scatter(own, x, "sum", algorithm)
+                assert_equal(own, wanted, world.size)
+        arena.free()
+
+
+@ALL
+def test_uneven_blocks(world):
+    counts = [(7 * r + 3) % 5 for r in range(world.size)]  # some ranks have none
+    first = sum(counts[: world.rank])
+    for algorithm in ("auto", "mpi", "ring", "halving"):
+        out = torch.empty(sum(counts))
+        world.all_gather(out, values(counts[world.rank], torch.float32, world.rank), algorithm, counts=counts)
+        assert_equal(out, torch.cat([values(n, torch.float32, r) for r, n in enumerate(counts)]))
+        contributions = [values(sum(counts), torch.float32, r) for r in range(world.size)]
+        out = torch.empty(counts[world.rank])
+        world.reduce_scatter(out, contributions[world.rank], "sum", algorithm, counts=counts)
+        assert_equal(out, reduced("sum", contributions)[first : first + counts[world.rank]], world.size)
+
+    table = [[(3 * a + 5 * b) % 4 for b in range(world.size)] for a in range(world.size)]  # a sends b so many
+    sent, received = table[world.rank], [row[world.rank] for row in table]
+    x, out = values(sum(sent), torch.int64, world.rank), torch.empty(sum(received), dtype=torch.int64)
+    world.all_to_all(out, x, in_counts=sent, out_counts=received)
+    blocks = [values(sum(row), torch.int64, r).split(row)[world.rank] for r, row in enumerate(table)]
+    assert_equal(out, torch.cat(blocks))
+
+
+@ALL
+def test_gather_scatter_and_all_to_all(world):
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        for each in (0, 1, 501):
+            whole = torch.cat([values(each, dtype, r) for r in range(world.size)])
+            for root in {0, world.size - 1}:
+                at_root = world.rank == root
+                out = torch.empty(each * world.size, dtype=dtype) if at_root else None
+                world.gather(out, values(each, dtype, world.rank), root)
+                if out is not None:
+                    assert_equal(out, whole)
+                own = torch.empty(each, dtype=dtype)
+                world.scatter(own, whole if at_root else None, root)
+                assert_equal(own, values(each, dtype, world.rank))
+            x = values(each * world.size, dtype, world.rank)
+            out = torch.empty_like(x)
+            world.all_to_all(out, x)
+            blocks = [values(each * world.size, dtype, r).chunk(world.size)[world.rank] for r in range(world.size)]
+            assert_equal(out, torch.cat(blocks) if each else out)
+
+
+@MANY
+def test_messages_arrive_where_they_are_sent(world):
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    x, y, empty = torch.arange(10.0) + world.rank, torch.empty(10), torch.empty(0)
+    works = [
+        world.isend(x, right, tag=5),
+        world.irecv(y, left, tag=5),
+        world.isend(empty, right),
+        world.irecv(empty, left),
+    ]
+    for work in works:
+        work.wait(timeout=30)
+        assert work.done()
+    assert_equal(y, torch.arange(10.0) + left)
+    if world.rank == 0:
+        for _ in range(world.size - 1):
+            got = np.zeros(1, dtype=np.int64)
+            world.recv(got, mpitrain.ANY_SOURCE)
+            assert 0 < got[0] < world.size
+    else:
+        world.send(np.array([world.rank]), 0)
+
+
+@MANY
+def test_asynchronous_operations_complete_in_the_order_of_submission(world):
+    tensors = [torch.full((1000 * (i + 1),), float(world.rank + i)) for i in range(6)]
+    works = [world.all_reduce(t, async_op=True) for t in tensors]
+    works.append(world.barrier(async_op=True))
+    world.all_reduce(torch.ones(3))  # a blocking one in between
+    works[-1].wait()
+    for i, (work, t) in enumerate(zip(works, tensors, strict=False)):
+        work.wait(timeout=30)
+        assert work.done() and t.eq(sum(r + i for r in range(world.size))).all()
+
+
+@MANY
+def test_groups_reduce_among_themselves(world):
+    half = world.split(world.rank % 2, key=-world.rank)
+    x = torch.tensor([float(world.rank)])
+    half.all_reduce(x)
+    members = [r for r in range(world.size) if r % 2 == world.rank % 2]
+    assert x.item() == sum(members) and half.world_ranks == tuple(reversed(members))
+    half.free()
+
+    outer = world.subgroup([world.size - 1, 0])
+    assert (outer is None) == (world.rank not in (0, world.size - 1))
+    if outer is not None:
+        x = torch.tensor([float(world.rank)])
+        outer.broadcast(x, 0)
+        assert x.item() == world.size - 1
+        outer.free()
+    assert (world.split(None if world.rank == 0 else 7) is None) == (world.rank == 0)
+
+
+@MANY
+def test_a_group_sums_in_an_arena_of_the_whole_world(world):
+    arena = world.arena(50_000)
+    pair = world.split(world.rank // 2)
+    arena.tensor.fill_(world.rank + 1.0)
+    pair.all_reduce(arena.tensor, algorithm="shared")
+    assert arena.tensor.eq(sum(r + 1 for r in pair.world_ranks)).all()
+    pair.free()
+    arena.free()
+
+
+@ALL
+def test_numpy_arrays_and_read_only_inputs(world):
+    x = np.arange(5, dtype=np.float64) + world.rank
+    world.all_reduce(x, "max")
+    assert (x == np.arange(5) + world.size - 1).all()
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    out = np.empty(3 * world.size, dtype=frozen.dtype)
+    world.all_gather(out, frozen)
+    assert (out == np.tile(np.arange(3), world.size)).all()
+    with pytest.raises(InputError, match="read-only"):
+        world.all_reduce(frozen)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: w.all_reduce(torch.ones(4, 4).t()), "not contiguous; pass x.contiguous"),
+        (lambda w: w.all_reduce(np.ones((4, 4))[:, 1]), "not contiguous; pass numpy.ascontiguousarray"),
+        (lambda w: w.all_reduce(torch.ones(3, dtype=torch.complex64).conj()), "resolve_conj"),
+        (lambda w: w.all_reduce(torch.ones(3).to_sparse()), "call .to_dense"),
+        (lambda w: w.all_reduce(torch.ones(3, device="meta")), "move it to the CPU"),
+        (lambda w: w.all_reduce([1.0]), "a list cannot be communicated"),
+        (lambda w: w.all_reduce(np.array(["a"])), "dtype <U1 cannot be communicated"),
+        (lambda w: w.all_reduce(torch.ones(3), "mean"), "there is no reduction 'mean'"),
+        (lambda w: w.all_reduce(torch.ones(3, dtype=torch.int32), "avg"), "convert to float32 or use op sum"),
+        (lambda w: w.all_reduce(torch.ones(3, dtype=torch.complex64), "max"), "no order"),
+        (lambda w: w.broadcast(torch.ones(3), 9), "there is no rank 9"),
+        (lambda w: w.all_gather(torch.ones(3), torch.ones(3).double()), "make them the same"),
+        (lambda w: w.all_gather(torch.ones(2 * w.size), torch.ones(3)), "rank 0's block has 2|rank 1's block has 2"),
+        (lambda w: w.all_gather(torch.ones(3), torch.ones(3), counts=[9] * w.size), "sum to out's 3"),
+        (lambda w: w.subgroup([0, 0]), "ranks must be different"),
+        (lambda w: w.arena(-1), "give 0 or more"),
+    ],
+)
+def test_what_cannot_be_communicated_is_refused_by_name(world, call, message):
+    with pytest.raises(InputError, match=message):
+        call(world)

@@ -1,0 +1,193 @@
+"""Every algorithm, proved without MPI at every size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.comm.algorithms.direct import direct_all_to_all, direct_gather, direct_scatter
+from mpitrain.comm.algorithms.halving import (
+    doubling_all_gather,
+    doubling_all_reduce,
+    halving_all_reduce,
+    halving_reduce_scatter,
+)
+from mpitrain.comm.algorithms.pairwise import pairwise_all_reduce, pairwise_reduce_scatter
+from mpitrain.comm.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from mpitrain.comm.algorithms.shared import (
+    shared_all_gather,
+    shared_all_reduce,
+    shared_broadcast,
+    shared_reduce,
+    shared_reduce_scatter,
+    staged_all_reduce,
+)
+from mpitrain.comm.algorithms.tree import tree_all_reduce, tree_broadcast, tree_reduce
+from mpitrain.comm.algorithms.two_level import two_level_all_reduce
+from mpitrain.comm.program import Combine, Exchange, Fence, Program, chunk_bounds, count, even_bounds, tree_order
+from mpitrain.comm.simulate import Machine, simulate
+from mpitrain.comm.verify import ProgramError, verify
+
+SIZES = range(1, 34)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize(
+    "make", [ring_all_reduce, ring_reduce_scatter, ring_all_gather, tree_all_reduce, halving_all_reduce]
+)
+def test_segmented_algorithms_are_right_at_every_size(make, segments):
+    for size in SIZES:
+        verify(make(size, segments))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        doubling_all_reduce,
+        doubling_all_gather,
+        halving_reduce_scatter,
+        pairwise_all_reduce,
+        pairwise_reduce_scatter,
+        shared_all_gather,
+        direct_all_to_all,
+    ],
+)
+def test_plain_algorithms_are_right_at_every_size(make):
+    for size in SIZES:
+        verify(make(size))
+
+
+@pytest.mark.parametrize(
+    "make", [tree_reduce, tree_broadcast, shared_reduce, shared_broadcast, direct_gather, direct_scatter]
+)
+def test_rooted_algorithms_are_right_for_every_kind_of_root(make):
+    for size in SIZES:
+        for root in {0, size // 2, size - 1}:
+            verify(make(size, root))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_shared_memory_algorithms_neither_race_nor_miss_anything(tree):
+    for size in (*range(1, 10), 16, 33):
+        for pieces in (1, 2, 5):
+            verify(shared_all_reduce(size, pieces, tree=tree))
+            verify(shared_reduce_scatter(size, pieces, tree=tree))
+            verify(staged_all_reduce(size, pieces, tree=tree))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 3), st.booleans(), st.randoms())
+def test_two_level_is_right_for_any_number_of_ranks_on_each_node(per_node, segments, tree, random):
+    nodes = [node for node, ranks in enumerate(per_node) for _ in range(ranks)]
+    if random.random() < 0.3:
+        random.shuffle(nodes)  # ranks placed round robin or worse
+    verify(two_level_all_reduce(tuple(nodes), segments, tree=tree))
+
+
+def _without_a_step(program: Program, rank: int, number: int) -> Program:
+    def steps(r):
+        return iter([s for i, s in enumerate(program.steps(r)) if (r, i) != (rank, number)])
+
+    return replace(program, steps=steps)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [ring_all_reduce(4), halving_all_reduce(5), tree_all_reduce(6), shared_all_reduce(3), staged_all_reduce(3, 3)],
+    ids=lambda p: p.name,
+)
+def test_verify_refuses_a_program_that_lacks_any_step_that_does_something(program):
+    for rank in range(program.size):
+        for number, step in enumerate(program.steps(rank)):
+            idle = isinstance(step, Exchange) and int(step.to) < 0 and int(step.source) < 0
+            empty = hasattr(step, "span") and int(step.span.lo) == int(step.span.hi)
+            if not idle and not empty:
+                with pytest.raises(ProgramError):
+                    verify(_without_a_step(program, rank, number))
+
+
+def test_verify_refuses_a_fence_left_out_on_all_ranks():
+    program = shared_all_reduce(3)
+    bare = replace(program, steps=lambda r: iter([s for s in program.steps(r) if not isinstance(s, Fence)]))
+    with pytest.raises(ProgramError, match=r"no fence|after the last fence"):
+        verify(bare)
+
+
+def test_verify_refuses_a_contribution_added_twice():
+    program = shared_all_reduce(2)
+
+    def steps(rank):
+        for step in program.steps(rank):
+            yield replace(step, parts=(*step.parts, step.parts[0])) if isinstance(step, Combine) else step
+
+    with pytest.raises(ProgramError, match="twice"):
+        verify(replace(program, steps=steps))
+
+
+def test_verify_finds_the_deadlock_of_everybody_sending_first():
+    program = ring_all_gather(3)
+
+    def steps(rank):
+        for step in program.steps(rank):
+            yield replace(step, source=-1)
+            yield replace(step, to=-1)
+
+    with pytest.raises(ProgramError, match="deadlock"):
+        verify(replace(program, steps=steps))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 33])
+def test_ring_all_reduce_sends_what_theory_says(size):
+    each = 4096
+    traffic = count(ring_all_reduce(size), 0, [each] * size)
+    assert traffic.bytes_sent == 2 * (size - 1) * each  # 2(N-1)/N of N * each
+    assert traffic.rounds == traffic.messages == 2 * (size - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 33), st.integers(0, 5000), st.integers(1, 4))
+def test_uneven_chunks_send_every_byte_as_often_as_even_ones(size, numel, segments):
+    program = ring_all_reduce(size, segments)
+    bounds = chunk_bounds(even_bounds(numel, size), segments)
+    sizes = np.diff(bounds)
+    assert bounds[-1] == numel and len(sizes) == program.chunks and (sizes >= 0).all()
+    sent = sum(count(program, rank, list(sizes)).bytes_sent for rank in range(size))
+    assert sent == 2 * (size - 1) * numel
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 32))
+def test_even_bounds_cover_everything_once_and_nearly_evenly(numel, blocks, multiple):
+    bounds = even_bounds(numel, blocks, multiple)
+    assert bounds[0] == 0 and bounds[-1] == numel and bounds == sorted(bounds)
+    assert all(b % multiple == 0 for b in bounds[:-1])
+    sizes = np.diff(bounds)
+    assert sizes.max() - sizes.min() < 2 * multiple
+
+
+def test_tree_order_joins_runs_of_powers_of_two_first():
+    text = tree_order([str(i) for i in range(7)], lambda a, b: f"({a}+{b})")
+    assert text == "(((0+1)+(2+3))+((4+5)+6))"
+
+
+def test_simulation_of_4096_ranks_ranks_the_algorithms_as_experience_does():
+    nodes = tuple(rank // 64 for rank in range(4096))
+
+    def seconds(program, nbytes):
+        return simulate(program, [nbytes / program.chunks] * program.chunks, Machine())
+
+    small, large = 1024, 64 << 20
+    assert seconds(tree_all_reduce(4096, 1, nodes), small) < seconds(ring_all_reduce(4096, 1, nodes), small)
+    assert seconds(halving_all_reduce(4096, 1, nodes), large) < seconds(tree_all_reduce(4096, 1, nodes), large)
+
+
+def test_simulated_time_of_a_ring_is_the_textbook_formula():
+    size, nbytes = 8, 8 << 20
+    machine = Machine(step=0.0, cores=64, memory_rate=1e15)
+    block = nbytes / size
+    each = machine.local_latency + block / machine.local_bandwidth
+    formula = 2 * (size - 1) * each + (size - 1) * block / machine.reduce_rate
+    assert simulate(ring_all_reduce(size), [block] * size, machine) == pytest.approx(formula, rel=1e-9)

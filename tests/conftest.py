@@ -1,0 +1,112 @@
+"""How the suite runs under mpirun: which tests at which size, and one outcome for all ranks.
+
+A test marked `ranks(1, 2, 3)` runs at those world sizes only, on every rank at once. After each of its phases the
+ranks agree on the outcome, so a failure on one rank is a failure on all and nobody is left waiting. Unmarked tests
+run once, in one process. Rank 0 writes the counts that tests/run.sh adds up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = int(os.environ.get("MPITRAIN_TEST_RANKS", "0"))  # 0: serial
+LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
+FOLDER = Path(os.environ.get("MPITRAIN_TESTS", ".tests"))
+OPERATION_TIMEOUT = 60.0  # seconds
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign", action="store_true", help="run the long tests (kills, clusters)")
+    parser.addoption("--full", action="store_true", help="run the long tests at full length")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("ranks") is not None:
+        item.add_marker(pytest.mark.mpi)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = config.getoption("--campaign") or config.getoption("--full")
+    chosen, dropped = [], []
+    for item in items:
+        sizes = item.get_closest_marker("ranks")
+        if RANKS:
+            wanted = sizes is not None and RANKS in sizes.args
+        else:
+            wanted = sizes is None and (item.get_closest_marker("campaign") is not None) == bool(long)
+        (chosen if wanted else dropped).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture(scope="session")
+def world():
+    """The communicator over all ranks, in debug mode: ranks that diverge get an error, not a hang."""
+    import mpitrain
+
+    return mpitrain.init(timeout=OPERATION_TIMEOUT, debug=True)
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if RANKS > 1:
+        _agree(report)
+    return report
+
+
+def _agree(report: pytest.TestReport) -> None:
+    """Fail on every rank what failed on any."""
+    import mpitrain
+    from mpitrain.errors import CommunicationError
+
+    world = mpitrain.init(timeout=OPERATION_TIMEOUT, debug=True)
+    mine = str(report.longrepr)[-2000:] if report.failed else None
+    for _ in range(50):  # while another rank is still inside the test, its operations do not match ours
+        try:
+            told = world.all_gather_object([report.outcome, mine])
+            break
+        except CommunicationError:
+            continue
+    else:
+        pytest.exit("the ranks do not find together after a failed test", returncode=1)
+    failures = [(rank, text) for rank, (outcome, text) in enumerate(told) if outcome == "failed"]
+    if failures and not report.failed:
+        rank, text = failures[0]
+        report.outcome = "failed"
+        report.longrepr = f"failed on rank {rank}:\n{text}"
+
+
+class _Counts:
+    """Tests passed, failed and skipped."""
+
+    def __init__(self) -> None:
+        self.passed = self.failed = self.skipped = 0
+
+
+_counts = _Counts()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _counts.passed += report.when == "call" and report.passed
+    _counts.failed += report.failed
+    _counts.skipped += report.skipped
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+    if rank == 0 and LABEL:
+        FOLDER.mkdir(exist_ok=True)
+        broken = 1 if exitstatus not in (0, 1, 5) else 0  # collection errors and the like
+        text = f"{_counts.passed} {_counts.failed + broken} {_counts.skipped}\n"
+        (FOLDER / f"{LABEL}-{RANKS}.counts").write_text(text)
+    sys.stdout.flush()

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Runs the whole suite: lint and types, the tests of ranks under mpirun at 1, 2, 3, 4 and 8 of them (and at 2 under
+# the other MPI), then the serial tests, which start mpirun themselves.
+#   tests/run.sh [--campaign | --full] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
+#   --campaign     only the long tests: kills, clusters (about 25 minutes)
+#   --full         the long tests at full length, for people
+#   tests/run.sh --sizes 3 --no-serial tests/comm/test_operations.py      one file at 3 ranks
+set -uo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+long= sizes="1 2 3 4 8" serial=yes
+while [ $# -gt 0 ]; do
+    case $1 in
+    --campaign | --full) long=${1#--} sizes= ;;
+    --sizes) sizes=$2 && shift ;;
+    --no-serial) serial= ;;
+    *) break ;;
+    esac
+    shift
+done
+targets=("$@")
+[ ${#targets[@]} -gt 0 ] || targets=(tests)
+
+mpi=${MPI:-openmpi}
+jobs/setup.sh "$mpi" test || exit 1
+. jobs/mpirun.sh
+export OMP_NUM_THREADS=1 MPITRAIN_TESTS=$root/.tests
+rm -rf "$MPITRAIN_TESTS" && mkdir -p "$MPITRAIN_TESTS"
+failed=0
+
+at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, started by COMMAND
+    local size=$1 label=$2
+    shift 2
+    echo "== $size rank(s), $label"
+    MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 600 "$@" -n "$size" \
+        tests/rank.sh python -m pytest -q --color=no --only-mpi "${targets[@]}"
+    local code=$?
+    if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
+        [ -e "$MPITRAIN_TESTS/$label-$size.counts" ] || echo 0 1 0 >"$MPITRAIN_TESTS/$label-$size.counts"
+        failed=1
+        tail -n 40 "$MPITRAIN_TESTS/$label-$size"-rank-*.log 2>/dev/null
+    fi
+}
+
+if [ -z "$long" ] && [ ${#targets[@]} -eq 1 ] && [ "${targets[0]}" = tests ]; then
+    ruff check . && ruff format --check . && mypy || failed=1
+fi
+for size in $sizes; do
+    at_ranks "$size" "$mpi" "${MPIRUN[@]}"
+done
+if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ] && tests/second_mpi.sh mpich; then
+    # the other MPI, from an environment that borrows everything else from .venv
+    (PATH=$root/.venv-mpich/bin:$PATH && at_ranks 2 mpich mpiexec && exit $failed) || failed=1
+fi
+if [ -n "$serial" ] || [ -n "$long" ]; then
+    echo "== serial ${long:+($long)}"
+    MPITRAIN_TEST_LABEL=serial python -m pytest -q ${long:+--$long} "${targets[@]}"
+    code=$?
+    [ $code -eq 0 ] || [ $code -eq 5 ] || failed=1
+fi
+cat "$MPITRAIN_TESTS"/*.counts 2>/dev/null |
+    awk -v bad=$failed '{ p += $1; f += $2; s += $3 } END { if (bad && !f) f = 1; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped" }'
+exit $failed

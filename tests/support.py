@@ -1,0 +1,46 @@
+"""Starting jobs from tests: real mpirun, real ranks, always with a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts `ranks` ranks of this environment's MPI on this machine."""
+    prefix = Path(sys.prefix) / "bin"
+    if (prefix / "ompi_info").exists():
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        return [str(prefix / "mpirun"), "--oversubscribe", *root, "-n", str(ranks)]
+    return [str(prefix / "mpiexec") if (prefix / "mpiexec").exists() else "mpiexec", "-n", str(ranks)]
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """The environment without what a launcher or a batch system left in it."""
+    prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PBS_", "MPITRAIN_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return kept | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def train_command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "mpitrain.train", *map(str, arguments)]
+
+
+def job(
+    ranks: int, command: Sequence[str], *, timeout: float = 90, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on `ranks` ranks (0: plainly, without a launcher) and capture what it says."""
+    return subprocess.run(
+        [*(launcher(ranks) if ranks else []), *command],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        cwd=cwd,
+        env=clean_environment(**environment),
+    )
