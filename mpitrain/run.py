@@ -83,8 +83,7 @@ class Run:
             error = caught
         self.world.agree(error)
         self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, self._ask_to_stop)
+        self._handlers = {n: signal.signal(n, self._ask_to_stop) for n in (signal.SIGUSR1, signal.SIGTERM)}
         return self
 
     def __exit__(
@@ -94,6 +93,10 @@ class Run:
             self._progress.close()
         if self._metrics is not None:
             self._metrics.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._lock is not None:
+            os.close(self._lock)
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self._step)
             raise Interrupted(f"interrupted at step {self._step}; go on with: {self._resume_command()}") from None

@@ -109,7 +109,7 @@ class Store:
                 tensors = [[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in parts]
                 told = [file.stat().st_size, tensors, [encode_extent(e) for e in extents]]
             except OSError as caught:
-                error = CheckpointError(f"{final.name} could not be saved: {caught.strerror or caught} ({file.parent})")
+                error = unwritable(final, caught)
             self.comm.agree(error)
             everyone = self.comm.gather_objects(told)
             self.comm.on_root(lambda: _commit(temporary, final, step, everyone, values))
@@ -176,7 +176,11 @@ def _commit(temporary: Path, final: Path, step: int, everyone: Sequence[Any], va
         pointer.write_text(final.name + "\n", encoding="utf-8")
         os.replace(pointer, final.parent / LATEST)
     except OSError as error:
-        raise CheckpointError(f"{final.name} could not be saved: {error.strerror or error}") from None
+        raise unwritable(final, error) from None
+
+
+def unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(f"{folder} could not be saved: {error.strerror or error}; make room, or choose another run.dir")
 
 
 def _sync(folder: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
@@ -29,7 +30,7 @@ class Faults:
         self._comm = comm
         self._token = np.zeros(1, dtype=np.uint8)
         self._previous = sys.excepthook
-        self.log_traceback = True
+        self.before_leaving: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Route exceptions that nobody catches through `fail`."""
@@ -44,15 +45,19 @@ class Faults:
     def fail(self, error: BaseException) -> None:
         """Report the error as this rank's and end the job; does not return."""
         code = exit_code(error)
-        if isinstance(error, MpitrainError) and error.agreed:
+        if self._comm.size == 1 or (isinstance(error, MpitrainError) and error.agreed):
             if self._comm.rank == 0:
-                say(f"mpitrain: {error}")
+                say(self.describe(error, alone=True))
+            self.before_leaving()
             leave(code)
         self.end_job(self.describe(error), code)
 
-    def describe(self, error: BaseException) -> str:
-        """What stderr gets: one line for an error of ours, with the traceback for any other."""
-        where = f"rank {self._comm.rank}: " if self._comm.size > 1 else ""
+    def describe(self, error: BaseException, *, alone: bool = False) -> str:
+        """What stderr gets: one line for an error of ours, with the traceback for any other.
+
+        alone: no rank need be named.
+        """
+        where = "" if alone else f"rank {self._comm.rank}: "
         if isinstance(error, MpitrainError):
             return f"mpitrain: {where}{error}"
         if isinstance(error, KeyboardInterrupt):

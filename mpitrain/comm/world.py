@@ -51,19 +51,20 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
     if _world is not None:
         return _world
     comm = MPI.COMM_WORLD
+    faults = Faults(comm.Dup())
+    if abort_on_error:
+        faults.install()
     if comm.size == 1:
         _refuse_singletons(os.environ)
     if debug is None:
         debug = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0")
     topology = discover(comm)
-    faults = Faults(comm.Dup())
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
+    faults.before_leaving = watchdog.stop
     local = len(topology.neighbours)
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
     process = Process(ArenaIndex(), table, watchdog, faults, spare_cores(local), cuda_aware(), debug)
     _world = Communicator(comm.Dup(), topology, process, "world")
-    if abort_on_error:
-        faults.install()
     if comm.size > 1:
         watchdog.start()
     atexit.register(watchdog.stop)

@@ -125,7 +125,7 @@ class Reducer:
         else:
             for group in self.groups:
                 self.comm.all_reduce(group.arena.tensor, self.op, self.algorithm)
-        if unused and self.unused_allowed:
+        if self.unused_allowed:
             self._forget_unused()
 
     def _forget_unused(self) -> None:

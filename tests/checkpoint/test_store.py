@@ -1,0 +1,181 @@
+"""Checkpoints: whole or not at all, readable by any layout, and never wrong in silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from mpitrain.checkpoint import Part, Store, TensorSpec
+from mpitrain.errors import CheckpointError
+from mpitrain.layout import Box, Piece, shares, split
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)
+
+
+@pytest.fixture
+def folder(world, mpi_tmp_path):
+    return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
+def _tensors():
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(), (1,), (5, 7), (0, 3), (300, 41), (1_100_000,)]  # the last: more than one hash
+    made = {}
+    for number, shape in enumerate(shapes):
+        dtype = DTYPES[number % len(DTYPES)]
+        made[f"t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
+    made["last"] = torch.arange(2_500_000, dtype=torch.float32)
+    return made
+
+
+def _spec(name, tensor):
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype)[6:])
+
+
+def _shared_out(tensors, comm):
+    """Each rank its share of the elements, as a replicated model is written."""
+    names = list(tensors)
+    parts = []
+    for number, lo, hi in shares([tensors[n].numel() for n in names], comm.size, comm.rank):
+        tensor = tensors[names[number]]
+        piece = Piece(names[number], Box.whole(tensor.numel()), lo, hi)
+        parts.append(Part(_spec(names[number], tensor), piece, tensor.reshape(-1)[lo:hi].clone()))
+    empties = [n for n in names if not tensors[n].numel()]
+    if comm.rank == 0:
+        parts += [Part(_spec(n, tensors[n]), Piece.whole(n, 0), tensors[n].reshape(-1)) for n in empties]
+    return parts
+
+
+def _wholes(tensors):
+    return [
+        Part(_spec(n, t), Piece.whole(n, t.numel()), torch.empty(t.numel(), dtype=t.dtype)) for n, t in tensors.items()
+    ]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_what_is_saved_is_loaded_whole_and_in_columns(world, folder):
+    tensors = _tensors()
+    store = Store(folder / "c", world, keep=2)
+    store.prepare(set_aside=False)
+    path = store.save(7, _shared_out(tensors, world), {"position": 3})
+    wholes = _wholes(tensors)
+    assert store.load(path, lambda manifest: wholes).values == {"position": 3}
+    for part in wholes:
+        assert torch.equal(part.data.view(part.spec.shape), tensors[part.spec.name])
+    matrix = tensors["t4.weight"]  # each rank its columns, as a tensor-parallel rank would
+    lo, hi = split(41, world.size)[world.rank : world.rank + 2]
+    box = Box.along((300, 41), 1, lo, hi)
+    mine = Part(
+        _spec("t4.weight", matrix), Piece("t4.weight", box, 0, box.numel), torch.empty(box.numel, dtype=matrix.dtype)
+    )
+    store.load(path, lambda manifest: [mine])
+    assert torch.equal(mine.data.view(300, hi - lo), matrix[:, lo:hi])
+
+
+@pytest.mark.ranks(2)
+def test_files_are_hdf5_with_every_tensor_under_its_name(world, folder):
+    tensors = _tensors()
+    store = Store(folder / "c", world, keep=2)
+    store.prepare(set_aside=False)
+    path = store.save(1, _shared_out(tensors, world), {})
+    found = {}
+    for rank in range(2):
+        with h5py.File(path / f"rank-{rank:05d}.h5") as file:
+            for name in file:
+                lo, _ = file[name].attrs["elements"]
+                assert tuple(file[name].attrs["shape"]) == tuple(tensors[name].shape)
+                found.setdefault(name, []).append(
+                    (lo, file[name][...] if tensors[name].dtype != torch.bfloat16 else None)
+                )
+    assert set(found) == set(tensors)
+    pieces = [torch.from_numpy(data) for _, data in sorted(found["last"], key=lambda item: item[0])]
+    assert torch.equal(torch.cat(pieces), tensors["last"])
+
+
+@pytest.mark.ranks(1, 3)
+def test_only_the_newest_are_kept_and_leftovers_of_killed_saves_removed(world, folder):
+    store = Store(folder / "c", world, keep=2)
+    store.prepare(set_aside=False)
+    tensor = torch.arange(10.0)
+    for step in (1, 2, 3, 10):
+        store.save(step, _shared_out({"x": tensor + step}, world), {})
+    assert [p.name for p in store.newest_first()] == ["step-00000010", "step-00000003"]
+    assert (folder / "c/latest").read_text() == "step-00000010\n"
+    if world.rank == 0:
+        (folder / "c/step-00000011.tmp-abc").mkdir()
+    world.barrier()
+    store.prepare(set_aside=False)
+    assert sorted(os.listdir(folder / "c")) == ["latest", "step-00000003", "step-00000010"]
+    world.barrier()
+    store.prepare(set_aside=True)  # a run from the start keeps the old ones out of its way
+    assert not store.newest_first() and len(list((folder / "c.1").glob("step-*"))) == 2
+
+
+def _flip(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("damage", ["flip data", "flip manifest", "cut", "remove", "swap", "no manifest"])
+def test_damage_is_found_by_all_ranks_and_named(world, folder, damage):
+    tensors = _tensors()
+    store = Store(folder / "c", world, keep=5)
+    store.prepare(set_aside=False)
+    path = store.save(1, _shared_out(tensors, world), {})
+    other = store.save(2, _shared_out({k: t if k == "last" else t + t for k, t in tensors.items()}, world), {})
+    file = path / f"rank-{world.size - 1:05d}.h5"
+    if world.rank == 0:
+        if damage == "flip data":
+            _flip(file, file.stat().st_size - 1000)
+        elif damage == "flip manifest":
+            _flip(path / "manifest.json", 200)
+        elif damage == "cut":
+            os.truncate(file, file.stat().st_size - 1)
+        elif damage == "remove":
+            file.unlink()
+        elif damage == "swap":
+            os.replace(other / "rank-00000.h5", path / "rank-00000.h5")
+        else:
+            (path / "manifest.json").unlink()
+    world.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        store.load(path, lambda manifest: _wholes(tensors))
+    text = str(caught.value)
+    named = "manifest.json" if "manifest" in damage else "rank-00000.h5" if damage == "swap" else file.name
+    assert named in text and str(path) in text and "\n" not in text
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_tensor_of_another_shape_or_name_is_refused(world, folder):
+    store = Store(folder / "c", world, keep=5)
+    store.prepare(set_aside=False)
+    path = store.save(1, _shared_out({"w": torch.ones(4, 3)}, world), {})
+    with pytest.raises(CheckpointError, match=r"w is float32 \[4, 3\] there and float32 \[3, 4\] here"):
+        store.load(path, lambda manifest: _wholes({"w": torch.ones(3, 4)}))
+    with pytest.raises(CheckpointError, match="holds no v"):
+        store.load(path, lambda manifest: _wholes({"v": torch.ones(3, 4)}))
+
+
+@pytest.mark.ranks(2)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(world, folder, monkeypatch):
+    store = Store(folder / "c", world, keep=1)
+    store.prepare(set_aside=False)
+    store.save(1, _shared_out({"x": torch.arange(9.0)}, world), {})
+    if world.rank == 1:
+
+        def full(*args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("mpitrain.checkpoint.store.write_file", full)
+    with pytest.raises(Exception, match="step-00000002 could not be saved: No space left on device"):
+        store.save(2, _shared_out({"x": torch.arange(9.0)}, world), {})
+    world.barrier()
+    assert sorted(os.listdir(folder / "c")) == ["latest", "step-00000001"]

@@ -1,0 +1,272 @@
+"""The main job as a person runs it: commands, exit codes, messages, kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import clean_environment, job, launcher, train_command
+
+from mpitrain.data.prepare import prepare
+
+SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    source = folder / "a.txt"
+    source.write_text("All happy families are alike; each unhappy family is unhappy in its own way.\n" * 400)
+    prepare([str(source)], folder / "text")
+    return folder / "text"
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_job_resumes_with_the_bits_of_one_never_killed(tmp_path, text):
+    arguments = (
+        "--data.path",
+        text,
+        *SMALL,
+        "--train.steps",
+        60,
+        "--checkpoint.every",
+        10,
+        "--data.record_ids",
+        "true",
+    )
+    whole = job(2, train_command("--run.dir", tmp_path / "whole", *arguments))
+    assert whole.returncode == 0, whole.stderr
+
+    killed = tmp_path / "killed"
+    command = [*launcher(2), *train_command("--run.dir", killed, *arguments)]
+    process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(lambda: (killed / "checkpoints/step-00000010/manifest.json").exists(), 60, process)
+        victim = _process_of_rank(killed, 1)
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+    resumed = job(2, train_command("--run.dir", killed, *arguments))
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stdout
+    same = ("step", "loss", "lr", "grad_norm", "ids", "held_out_loss")
+    assert [[m.get(k) for k in same] for m in lines(killed)] == [
+        [m.get(k) for k in same] for m in lines(tmp_path / "whole")
+    ]
+    assert _content(killed / "checkpoints/step-00000060") == _content(tmp_path / "whole/checkpoints/step-00000060")
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    import h5py
+
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("rank-*.h5")):
+        with h5py.File(path) as file:
+            file.visititems(
+                lambda name, item, path=path: (
+                    found.update({f"{path.name}/{name}": item[...].tobytes()}) if hasattr(item, "dtype") else None
+                )
+            )
+    assert found
+    return found
+
+
+def _process_of_rank(folder: Path, rank: int) -> int:
+    first = (folder / f"logs/rank-{rank:05d}.log").read_text().splitlines()[0]
+    return int(first.rpartition("process ")[2])
+
+
+def _wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the job ended too early"
+        assert time.monotonic() < deadline, "the job did not get there in time"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=["USR1", "Ctrl-C"])
+def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, text, number):
+    arguments = (
+        "--data.path",
+        text,
+        *SMALL,
+        "--train.steps",
+        100000,
+        "--checkpoint.every",
+        0,
+        "--run.dir",
+        tmp_path / "r",
+    )
+    process = subprocess.Popen(
+        [*launcher(2), *train_command(*arguments)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _wait_for(lambda: (tmp_path / "r/metrics.jsonl").exists() and len(lines(tmp_path / "r")) > 3, 60, process)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    if number == signal.SIGUSR1:
+        assert process.returncode == 75, err
+        assert "stopped at step" in out and (tmp_path / "r/checkpoints/latest").exists()
+    else:
+        assert process.returncode != 0 and "Traceback" not in err
+
+
+FACTORY = """
+import torch
+def broken(description, **options):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(256, 256))
+            self.calls = 0
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 3 and options["rank"] == RANK:
+                raise ValueError("the model is unwell")
+            return self.w[x]
+        def loss(self, output, y):
+            return torch.nn.functional.cross_entropy(output.flatten(0, 1), y.flatten())
+    import os
+    RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+    return Model()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_exception_on_any_rank_ends_the_job_with_that_ranks_message_once(tmp_path, text, rank):
+    (tmp_path / "models_of_mine.py").write_text(FACTORY)
+    began = time.monotonic()
+    done = job(
+        3,
+        train_command(
+            "--data.path", text, *SMALL, "--run.dir", "r", "--model.factory", "models_of_mine:broken",
+            "--model.options", f"{{rank = {rank}}}",
+        ),
+        cwd=tmp_path,
+        PYTHONPATH=str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", ""),
+    )  # fmt: skip
+    assert time.monotonic() - began < 30  # of which the start takes most
+    assert done.returncode not in (0, 2, 75)
+    assert done.stderr.count("ValueError: the model is unwell\nTraceback") == 1
+    assert f"mpitrain: rank {rank}: ValueError: the model is unwell" in done.stderr
+    assert "the model is unwell" in (tmp_path / f"r/logs/rank-{rank:05d}.log").read_text()
+
+
+BAD = {
+    "typo": (["--train.stpes", "5"], "unknown key 'train.stpes'; did you mean 'train.steps'?"),
+    "no such config": (["nothing.toml"], "config file nothing.toml does not exist"),
+    "no such data": (["--data.path", "nowhere"], "nowhere"),
+    "too few samples": (["--train.batch", "100000"], "fewer than train.batch 100000"),
+    "no such checkpoint": (["--checkpoint.resume", "nowhere"], "is no checkpoint and no run folder"),
+    "no such factory": (["--model.factory", "nowhere:model"], "nowhere"),
+    "wrong model": (["--model.name", "mlp"], "takes arrays, but the data are tokens"),
+    "no such optimizer": (["--optim.name", "adamv"], "did you mean 'Adam'"),
+    "option it lacks": (["--optim.options", "{nu = 1}"], "AdamW has no nu"),
+    "folder is a file": (["--run.dir", "file.txt"], "run folder file.txt cannot be used"),
+    "folder cannot be made": (["--run.dir", "/proc/run"], "run folder /proc/run cannot be used"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_clear_line_and_exit_code_2(tmp_path, text, name):
+    arguments, message = BAD[name]
+    (tmp_path / "file.txt").write_text("not a folder")
+    base = ("--data.path", text, *SMALL, "--train.steps", 2, "--run.dir", "r")
+    arguments = [*base, *arguments] if not arguments[0].endswith(".toml") else [*arguments, *base]
+    done = job(0, train_command(*arguments), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert done.stderr.startswith("mpitrain: ")
+
+
+@pytest.mark.parametrize("kind", ["empty", "not hdf5"])
+def test_damaged_data_get_one_clear_line(tmp_path, text, kind):
+    import shutil
+
+    shutil.copytree(text, tmp_path / "data")
+    shard = tmp_path / "data/train-00000.h5"
+    size = shard.stat().st_size
+    shard.write_bytes(b"" if kind == "empty" else b"x" * size)
+    done = job(0, train_command("--data.path", "data", *SMALL, "--run.dir", "r"), cwd=tmp_path)
+    assert done.returncode == 2 and "train-00000.h5" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_bad_input_under_mpirun_is_told_once_by_rank_0(tmp_path, text):
+    done = job(3, train_command("--data.path", text, *SMALL, "--train.stpes", 3), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("did you mean 'train.steps'?") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_gets_one_clear_line(tmp_path, text):
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], check=True)
+    try:
+        done = job(2, train_command("--data.path", text, *SMALL, "--train.steps", 3, "--run.dir", small / "r"))
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert done.returncode == 2, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(ours) == 1 and ("space" in ours[0] or "full" in ours[0])
+
+
+def test_a_second_job_in_one_run_folder_is_refused(tmp_path, text):
+    import fcntl
+
+    (tmp_path / "r").mkdir()
+    with open(tmp_path / "r/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = job(0, train_command("--data.path", text, *SMALL, "--run.dir", "r"), cwd=tmp_path)
+    assert done.returncode == 2 and "in use by another job" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_NTASKS": "4"}, "Slurm has 4 tasks"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, "srun --mpi="),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "mpirun belongs to another MPI"),
+    ],
+)
+def test_processes_that_were_to_be_one_job_but_do_not_see_each_other_are_refused(tmp_path, environment, message):
+    done = job(0, train_command("--train.steps", 1), cwd=tmp_path, **environment)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_lists_the_keys(tmp_path):
+    done = job(0, train_command("--help"), cwd=tmp_path)
+    assert done.returncode == 0 and "--train.steps" in done.stdout
+
+
+def test_digits_train_a_classifier_end_to_end(tmp_path):
+    done = job(
+        2,
+        train_command("--data.path", "digits", "--model.name", "mlp", "--model.width", 64, "--train.steps", 150,
+                      "--train.batch", 64, "--optim.lr", "0.01", "--run.dir", "r"),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert lines(tmp_path / "r")[-1]["held_out_loss"] < 0.35
+    assert np.isfinite([m["loss"] for m in lines(tmp_path / "r")]).all()

@@ -1,0 +1,172 @@
+"""The main job inside one process group: the same training on any number of ranks, and after a restart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpitrain.config import Config
+from mpitrain.data.prepare import prepare
+from mpitrain.monitor import read_metrics
+from mpitrain.run import Run
+from mpitrain.train import train
+
+MANY = pytest.mark.ranks(2, 3, 4, 8)
+
+
+@pytest.fixture
+def folder(world, mpi_tmp_path):
+    return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
+def run(comm, folder, **sections):
+    """Train with a configuration; returns the lines of metrics.jsonl."""
+    config = Config.from_dict({"run": {"dir": str(folder)}, **sections})
+    comm.barrier()
+    with Run(config, comm) as job:
+        assert train(config, comm, job) == 0
+    comm.barrier()
+    return read_metrics(folder)
+
+
+@pytest.fixture
+def text(world, folder):
+    """A small text data set."""
+    path = folder / "text"
+    if world.rank == 0:
+        source = Path(torch.__file__).with_name("functional.py")
+        prepare([str(source)], path)
+    world.barrier()
+    return str(path)
+
+
+GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 32}
+
+
+@MANY
+@pytest.mark.parametrize("microbatch", [0, 2])
+def test_losses_of_twenty_steps_are_those_of_one_rank(world, folder, text, microbatch):
+    alone = world.subgroup([world.rank])
+    sections = {
+        "data": {"path": text, "record_ids": True},
+        "model": GPT,
+        "train": {"steps": 20, "batch": 10, "microbatch": microbatch, "evaluate_every": 10, "evaluate_samples": 13},
+        "checkpoint": {"every": 0},
+    }
+    got = run(world, folder / "many", **sections)
+    wanted = run(alone, folder / f"alone-{world.rank}", **sections)
+    assert len(got) == 20
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert mine["ids"] == theirs["ids"] and len(mine["ids"]) == 10
+    assert got[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=1e-5)
+    assert got[-1]["loss"] < got[0]["loss"] - 0.3
+    alone.free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "model",
+    [{"name": "mlp", "layers": 2, "width": 32}, {"name": "resnet", "layers": 18, "width": 4}],
+    ids=lambda m: m["name"],
+)
+def test_classifiers_train_alike_with_batch_statistics_of_all_ranks(world, folder, model):
+    if world.rank == 0:
+        generator = np.random.default_rng(0)
+        y = np.arange(90) % 3
+        source = folder / "source"
+        source.mkdir()
+        np.save(source / "x.npy", (generator.random((90, 12, 12)) + y[:, None, None] / 3).astype(np.float32))
+        np.save(source / "y.npy", y)
+        prepare([str(source)], folder / "images")
+    world.barrier()
+    alone = world.subgroup([world.rank])
+    sections = {
+        "data": {"path": str(folder / "images")},
+        "model": model,
+        "train": {"steps": 10, "batch": 12},
+        "optim": {"name": "sgd", "lr": 0.05, "warmup": 0},
+        "checkpoint": {"every": 0},
+    }
+    got = run(world, folder / "many", **sections)
+    wanted = run(alone, folder / f"alone-{world.rank}", **sections)
+    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in wanted], rel=2e-5)
+    assert min(m["loss"] for m in got) < got[0]["loss"]
+    alone.free()
+
+
+@pytest.mark.ranks(3)
+def test_a_batch_smaller_than_the_ranks_leaves_some_idle(world, folder, text):
+    sections = {"data": {"path": text}, "model": GPT, "checkpoint": {"every": 0}}
+    got = run(world, folder / "many", train={"steps": 5, "batch": 2}, **sections)
+    alone = world.subgroup([world.rank])
+    wanted = run(alone, folder / f"alone-{world.rank}", train={"steps": 5, "batch": 2}, **sections)
+    assert [m["loss"] for m in got] == pytest.approx([m["loss"] for m in wanted], rel=1e-5)
+    alone.free()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "adamw"}, {"name": "sgd", "options": {"momentum": 0.9}}, {"name": "Adagrad"}]
+)
+def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, folder, text, optimizer):
+    sections = {
+        "data": {"path": text, "record_ids": True},
+        "model": {**GPT, "dropout": 0.1},
+        "train": {"steps": 9, "batch": 7, "microbatch": 2},
+        "optim": optimizer,
+        "checkpoint": {"every": 4, "keep": 5},
+    }
+    whole = run(world, folder / "whole", **sections)
+    if world.rank == 0:
+        shutil.copytree(folder / "whole", folder / "resumed")
+        shutil.rmtree(folder / "resumed/checkpoints/step-00000009")
+        shutil.rmtree(folder / "resumed/checkpoints/step-00000008")
+        (folder / "resumed/checkpoints/step-00000008.tmp-dead").mkdir()  # as a killed save leaves it
+    world.barrier()
+    resumed = run(world, folder / "resumed", **sections)
+    drop = ("step_s", "tokens_per_s", "memory_bytes")
+    assert [{k: v for k, v in m.items() if k not in drop} for m in resumed] == [
+        {k: v for k, v in m.items() if k not in drop} for m in whole
+    ]
+    for path in sorted((folder / "whole/checkpoints/step-00000009").glob("rank-*.h5")):
+        other = folder / "resumed/checkpoints/step-00000009" / path.name
+        assert _content(path) == _content(other)
+    assert not list((folder / "resumed/checkpoints").glob("*.tmp-*"))
+
+
+def _content(path):
+    import h5py
+
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: found.update({name: item[...].tobytes()}) if hasattr(item, "dtype") else None
+        )
+    assert found
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_a_run_resumes_on_another_number_of_ranks(world, folder, text):
+    sections = {
+        "data": {"path": text, "record_ids": True},
+        "model": GPT,
+        "checkpoint": {"every": 5},
+        "optim": {"schedule": "constant"},
+    }
+    alone = world.subgroup([world.rank])
+    whole = run(alone, folder / f"alone-{world.rank}", train={"steps": 12, "batch": 6}, **sections)
+    run(world, folder / "part", train={"steps": 5, "batch": 6}, **sections)
+    mine = folder / f"go-on-{world.rank}"
+    sections["checkpoint"] = {"resume": str(folder / "part"), "every": 0}
+    rest = run(alone, mine, train={"steps": 12, "batch": 6}, **sections)
+    assert [m["step"] for m in rest] == list(range(6, 13))
+    assert [m["ids"] for m in rest] == [m["ids"] for m in whole[5:]]
+    assert [m["loss"] for m in rest] == pytest.approx([m["loss"] for m in whole[5:]], rel=1e-5)
+    alone.free()
