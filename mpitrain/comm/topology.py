@@ -76,7 +76,7 @@ def spare_cores(ranks_on_node: int) -> int:
 def library_name() -> str:
     """The MPI library and its version, in a few words."""
     line = MPI.Get_library_version().splitlines()[0].replace("\0", "").replace("\t", " ")
-    return line.split(", package")[0].replace("Version:", "").strip()
+    return " ".join(line.split(", package")[0].replace("Version:", "").split())
 
 
 def machine_key(library: str) -> str:

@@ -1,0 +1,159 @@
+"""`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
+
+Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections import Counter
+from importlib import metadata
+
+import torch
+
+from mpitrain.comm import Communicator, init
+from mpitrain.comm.arena import SHARED_MEMORY
+from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED
+from mpitrain.monitor.text import counted
+
+OK, WARN, BAD = "ok", "warn", "BAD"
+MIB = 1 << 20
+Line = tuple[str, str, str]  # verdict, subject, finding
+
+
+def main() -> int:
+    world = init(timeout=60)
+    lines = [*software(world), *placement(world), *memory(world), *speed(world)]
+    if world.rank == 0:
+        for verdict, subject, finding in lines:
+            print(f"{verdict:4}  {subject:16} {finding}", flush=True)
+        bad = sum(verdict == BAD for verdict, _, _ in lines)
+        print(f"{bad} wrong, {sum(v == WARN for v, _, _ in lines)} to look at")
+    return EXIT_FAILED if any(verdict == BAD for verdict, _, _ in lines) else EXIT_DONE
+
+
+def software(world: Communicator) -> list[Line]:
+    """Libraries, the same on every rank. Collective."""
+    facts = mpi_facts(world)
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
+    seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
+    lines: list[Line] = [
+        (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
+        _threads_verdict(facts.thread_level),
+        (OK, "mpi4py", facts.mpi4py),
+        (OK, "python", f"{platform.python_version()}, mpitrain {_version('mpitrain')}, {versions}"),
+        (OK, "CUDA", _cuda(facts.cuda_aware)),
+        (OK, "fault tolerance", "ULFM is on" if facts.fault_tolerant else "ULFM is off (mpirun --with-ft ulfm)"),
+    ]
+    different = [rank for rank, values in enumerate(seen) if values != seen[0]]
+    if different:
+        lines.append(
+            (BAD, "same everywhere", f"ranks {different[:8]} have other versions than rank 0: {seen[different[0]]}")
+        )
+    else:
+        lines.append((OK, "same everywhere", f"{world.size} ranks have the same versions"))
+    return lines
+
+
+def placement(world: Communicator) -> list[Line]:
+    """Ranks, nodes, cores and threads. Collective."""
+    names = hosts(world)
+    per_host = Counter(names)
+    cores = sorted(os.sched_getaffinity(0))
+    everyone = world.all_gather_object([world.node, cores, torch.get_num_threads(), os.cpu_count()])
+    lines: list[Line] = [(OK, "ranks", f"{world.size} on {counted(world.num_nodes, 'node')}: {_short(per_host)}")]
+    if len(per_host) > world.num_nodes:
+        lines.append((WARN, "nodes", f"{len(per_host)} host names but {world.num_nodes} groups that share memory"))
+    crowded: list[str] = []
+    binding: set[int] = set()
+    for node in range(world.num_nodes):
+        here = [values for values in everyone if values[0] == node]
+        available = len(set().union(*(set(values[1]) for values in here)))
+        wanted = sum(values[2] for values in here)
+        binding |= {len(values[1]) for values in here}
+        if wanted > available:
+            crowded.append(f"node {node}: {wanted} threads on {available} cores")
+    bound, threads = _range(binding), {values[2] for values in everyone}
+    lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}; threads a rank: {_range(threads)}"))
+    if crowded:
+        text = "; ".join(crowded[:4])
+        lines.append((WARN, "threads", f"{text}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"))
+    else:
+        lines.append((OK, "threads", "no node has more threads than cores"))
+    return lines
+
+
+def memory(world: Communicator) -> list[Line]:
+    """/dev/shm and RAM of each node. Collective."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        shared = [usage.total, usage.free]
+    except OSError:
+        shared = [0, 0]
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    everyone = world.all_gather_object([shared, ram])
+    free = min(values[0][1] for values in everyone)
+    total = min(values[0][0] for values in everyone)
+    text = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node"
+    if free < 256 * MIB:
+        mend = "arenas will be private and slower; mount -o remount,size=50% /dev/shm, containers: --shm-size"
+        lines: list[Line] = [(WARN, SHARED_MEMORY, f"{text}: {mend}")]
+    else:
+        lines = [(OK, SHARED_MEMORY, text)]
+    lines.append((OK, "memory", f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"))
+    return lines
+
+
+def speed(world: Communicator) -> list[Line]:
+    """About a second of messages and all-reduces. Collective."""
+    if world.size == 1:
+        return [(OK, "bandwidth", "one rank, nothing to measure")]
+    lines: list[Line] = []
+    near = next((r for r in range(1, world.size) if world.nodes[r] == world.nodes[0]), None)
+    far = next((r for r in range(1, world.size) if world.nodes[r] != world.nodes[0]), None)
+    for name, other in (("inside a node", near), ("between nodes", far)):
+        if other is not None:
+            rate = bandwidth(world, other, 0.4)
+            lines.append((OK, "bandwidth", f"{rate / 1e9:.2f} GB/s {name} (rank 0 to {other}, 4 MiB messages)"))
+    library = all_reduce_seconds(world, 4 * MIB, "mpi")
+    ours = all_reduce_seconds(world, 4 * MIB, "auto")
+    verdict = OK if ours < 1.5 * library else WARN
+    lines.append((verdict, "all_reduce", f"4 MiB: {ours * 1e3:.2f} ms, the MPI library's own {library * 1e3:.2f} ms"))
+    return lines
+
+
+def _threads_verdict(level: str) -> Line:
+    if level == "MULTIPLE":
+        return OK, "thread level", level
+    return BAD, "thread level", f"{level}: operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
+
+
+def _cuda(aware: bool) -> str:
+    if not torch.cuda.is_available():
+        return "no device"
+    how = "MPI reads device memory" if aware else "MPI does not read device memory: tensors go through the host"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}; {how}"
+
+
+def _short(per_host: Counter[str]) -> str:
+    shown = [f"{name} x {count}" for name, count in list(per_host.items())[:4]]
+    return ", ".join(shown) + (f" and {len(per_host) - 4} more" if len(per_host) > 4 else "")
+
+
+def _range(values: set[int]) -> str:
+    return f"{min(values)} to {max(values)}" if len(values) > 1 else f"{max(values)}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

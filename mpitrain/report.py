@@ -1,0 +1,67 @@
+"""`python -m mpitrain.report RUN`: what a run did, from its folder. Needs neither MPI nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from mpitrain.monitor.metrics import read_metrics
+from mpitrain.monitor.text import aligned, duration, short
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mpitrain.report", description="What a run did.")
+    parser.add_argument("run", type=Path, help="run folder")
+    arguments = parser.parse_args(argv)
+    try:
+        print(summary(arguments.run))
+    except InputError as error:
+        print(f"mpitrain: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return EXIT_DONE
+
+
+def summary(folder: Path) -> str:
+    """A few lines: steps, losses, speed, checkpoints."""
+    lines = read_metrics(folder)
+    if not lines:
+        raise InputError(f"run folder {folder} has no finished step; give the folder of a run that took one")
+    first, last = lines[0], lines[-1]
+    held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
+    checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)
+    rows = [
+        ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
+        ("loss", f"{_number(first['loss'])} -> {_number(last['loss'])}"),
+        ("held-out loss", " -> ".join(f"{_number(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
+        ("speed", _speed(lines)),
+        ("step time", f"median {_median(lines, 'step_s') * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}"),
+        ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
+        ("checkpoints", ", ".join(checkpoints) or "none"),
+    ]
+    return f"run {folder}\n{aligned([row for row in rows if row[1]])}"
+
+
+def _speed(lines: list[dict[str, Any]]) -> str:
+    samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
+    tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
+    return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+
+
+def _all(lines: list[dict[str, Any]], key: str) -> list[float]:
+    return [m[key] for m in lines]
+
+
+def _median(lines: list[dict[str, Any]], key: str) -> float:
+    values = sorted(_all(lines, key))
+    return values[len(values) // 2]
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
