@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, init
+    from mpitrain.shard.ddp import DistributedDataParallel
 
 _HOMES = {
     "ANY_SOURCE": "mpitrain.comm",
     "Arena": "mpitrain.comm",
     "Communicator": "mpitrain.comm",
+    "DistributedDataParallel": "mpitrain.shard.ddp",
     "Work": "mpitrain.comm",
     "init": "mpitrain.comm",
 }
-__all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "init"]
+__all__ = ["ANY_SOURCE", "Arena", "Communicator", "DistributedDataParallel", "Work", "init"]
 
 
 def __getattr__(name: str) -> Any:

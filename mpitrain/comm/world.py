@@ -16,7 +16,7 @@ from mpitrain.comm.faults import Faults
 from mpitrain.comm.topology import discover, machine_key, spare_cores
 from mpitrain.comm.tuning import Tuning
 from mpitrain.comm.watchdog import Watchdog
-from mpitrain.errors import InputError
+from mpitrain.errors import EXIT_BAD_INPUT, InputError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 
@@ -91,19 +91,31 @@ def _same_text(comm: MPI.Intracomm, text: str) -> str:
 
 
 def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:
-    """Raise InputError if this world of one rank is one of several processes that were meant to be one job."""
+    """Raise InputError if this world of one rank is one of several processes that were meant to be one job.
+
+    Each of them finds that out alone; the first one says it, the others just leave.
+    """
+    number = next(
+        (environment[n] for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if n in environment), "0"
+    )
+
+    def refuse(message: str) -> None:
+        if number != "0":
+            raise SystemExit(EXIT_BAD_INPUT)
+        raise InputError(message)
+
     if "OMPI_COMM_WORLD_SIZE" in environment or "PMI_SIZE" in environment:
         launched = int(environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE") or 1)
         if launched > 1:
             library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
-            raise InputError(
+            refuse(
                 f"mpirun started {launched} processes, but each sees itself alone: mpi4py uses {library}, mpirun "
-                "belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)",
+                "belongs to another MPI; use the mpirun of the same installation (python -m mpitrain.doctor)"
             )
         return
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
     if tasks > 1:
-        raise InputError(
+        refuse(
             f"Slurm has {tasks} tasks, but this process sees itself alone: start it with srun --mpi=pmi2 (MPICH), "
-            "srun --mpi=pmix (Open MPI) or mpirun, whichever the MPI was built for; srun --mpi=list shows the kinds",
+            "srun --mpi=pmix (Open MPI) or mpirun, whichever the MPI was built for; srun --mpi=list shows the kinds"
         )
