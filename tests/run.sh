@@ -33,7 +33,7 @@ at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, 
     shift 2
     echo "== $size rank(s), $label"
     MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 600 "$@" -n "$size" \
-        tests/rank.sh python -m pytest -q --color=no --only-mpi "${targets[@]}"
+        tests/rank.sh python -m pytest -q --color=no --capture=sys --only-mpi "${targets[@]}"
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
         [ -e "$MPITRAIN_TESTS/$label-$size.counts" ] || echo 0 1 0 >"$MPITRAIN_TESTS/$label-$size.counts"

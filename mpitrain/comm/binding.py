@@ -6,24 +6,27 @@ length and type of the caller's tensors, so a training loop compiles each of its
 
 from __future__ import annotations
 
+import platform
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from mpi4py import MPI
 
+from mpitrain.comm import kernels
 from mpitrain.comm.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.buffers import tensor_at
 from mpitrain.comm.executor import Compiled, Layout, compile_program
 from mpitrain.comm.kernels import Reduction
 from mpitrain.comm.program import Program
+from mpitrain.comm.remote import Neighbours, probe
 from mpitrain.comm.schedule import Call
 from mpitrain.comm.selection import Setting
 from mpitrain.comm.topology import Topology
 from mpitrain.comm.tuning import Tuning
-from mpitrain.errors import InputError
 
 _KEPT = 512  # bound programs
+_ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
 WINDOW = 8 << 20  # bytes of staging memory per rank
 
 
@@ -36,13 +39,16 @@ class Binder:
         self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
         self._staging: Arena | None = None
+        self._board: Arena | None = None  # where ranks of a node tell each other their addresses
+        self._neighbours: Neighbours | None = None
 
     def free(self) -> None:
         """Release what was bound, and the staging memory. Collective over the communicator."""
         self._drop_bound()
-        if self._staging is not None:
-            self._staging.free()
-            self._staging = None
+        for arena in (self._staging, self._board):
+            if arena is not None:
+                arena.free()
+        self._staging = self._board = None
 
     def bound(self, key: Hashable, bind: Callable[[], Compiled]) -> Compiled:
         """What was bound under the key, or else is now; the oldest is dropped when there are too many."""
@@ -73,21 +79,29 @@ class Binder:
         return arena if reachable else None
 
     def setting(self, x: torch.Tensor, reproducible: bool = False) -> Setting:
-        in_arena = self.arena_of(x) is not None
-        return Setting(x.numel() * x.element_size(), x.numel(), self.topology.nodes, in_arena, reproducible)
+        memory = "arena" if self.arena_of(x) is not None else "private"
+        return Setting(x.numel() * x.element_size(), x.numel(), self.topology.nodes, memory, reproducible)
 
-    def require_arena(self, x: torch.Tensor, operation: str) -> Arena:
+    def reach(self, x: torch.Tensor) -> tuple[Arena | None, Neighbours | None]:
+        """How neighbours get at each other's x: in an arena, else by the system, else (None, None) not at all."""
         arena = self.arena_of(x)
-        if arena is None or self.topology.num_nodes > 1:
-            raise InputError(
-                f"algorithm shared of {operation} needs the tensor in an arena of one node; use auto", agreed=True
-            )
-        return arena
+        return arena, None if arena is not None else self.neighbours()
 
     def peers(self, x: torch.Tensor, arena: Arena) -> Callable[[int], int]:
         """Where a neighbour's tensor lies that has x's place in the arena."""
         offset, world = x.data_ptr() - arena.start, self.topology.world_ranks
         return lambda rank: arena.segments[world[rank]] + offset
+
+    def neighbours(self) -> Neighbours | None:
+        """The processes of the node whose private memory can be reached; None where the system forbids it.
+
+        Collective the first time, which is in the same operation on all ranks.
+        """
+        if self._board is None:
+            self._board = self._shared_memory(self.node.size, torch.int64)
+            if self._board.kind == "shared":
+                self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._board)
+        return self._neighbours
 
     def staging(self) -> Arena | None:
         """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
@@ -95,14 +109,16 @@ class Binder:
         Collective the first time, which is in the same operation on all ranks.
         """
         if self._staging is None:
-            world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
-            cpu = torch.device("cpu")
-            self._staging = allocate(self.comm, self.node, world, WINDOW, torch.uint8, cpu, self.arenas)
+            self._staging = self._shared_memory(WINDOW, torch.uint8)
         return self._staging if self._staging.kind == "shared" else None
+
+    def _shared_memory(self, numel: int, dtype: torch.dtype) -> Arena:
+        world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
+        return allocate(self.comm, self.node, world, numel, dtype, torch.device("cpu"), self.arenas)
 
     # -- binding
 
-    def in_place(self, x: torch.Tensor, bounds: Sequence[int]) -> Layout:
+    def in_place(self, x: torch.Tensor, bounds: Sequence[int], neighbours: Neighbours | None = None) -> Layout:
         arena, staging = self.arena_of(x), self._staging
         world = self.topology.world_ranks
         return Layout(
@@ -111,6 +127,8 @@ class Binder:
             x.data_ptr(),
             x.data_ptr(),
             peers=self.peers(x, arena) if arena is not None else None,
+            neighbours=neighbours,
+            seen=x.data_ptr(),
             slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
         )
 
@@ -122,10 +140,10 @@ class Binder:
         arena: Arena | None = None,
         keeps: Sequence[object] = (),
     ) -> Compiled:
-        """arena: the one whose memory neighbours touch, if it is not the staging memory."""
-        owner = arena or self._staging
-        fence: list[Call] = []
-        if owner is not None and owner.window is not None:  # MPI-4.1 section 12.7: sync, meet, sync
+        """arena: the one whose memory neighbours touch, where it is not memory of this instance."""
+        owner = arena or self._board or self._staging
+        fence: list[Call] = [self.node.Barrier]
+        if owner is not None and owner.window is not None and not _ORDERED:  # MPI-4.1 section 12.7: sync, meet, sync
             fence = [owner.window.Sync, self.node.Barrier, owner.window.Sync]
         compiled = compile_program(program, self.comm, layout, reduction, fence=fence)
         return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
@@ -159,20 +177,19 @@ class Binder:
         return Compiled(calls, inners)
 
 
+def at_address(x: torch.Tensor) -> torch.Tensor:
+    """The flat tensor over x's memory, which it does not keep alive: bound programs outlive their arguments."""
+    return tensor_at(x.data_ptr(), x.numel(), x.dtype, x.device)
+
+
 def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
-    """A call that copies, converting the type where they differ. Neither tensor is kept alive: by address."""
-    to = tensor_at(into.data_ptr(), into.numel(), into.dtype)
-    source = tensor_at(of.data_ptr(), of.numel(), of.dtype)
-    return lambda: to.copy_(source)
+    """A call that copies, converting the type where they differ, by address."""
+    return kernels.copying(at_address(into), at_address(of))
 
 
 def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
-    """The division of an average, after the library has summed."""
-    scale = reduction.scale
-    if scale is None:
-        return []
-    tensor = tensor_at(x.data_ptr(), x.numel(), x.dtype)
-    return [lambda: tensor.mul_(scale)]
+    """The division of an average, after the library has summed, by address."""
+    return kernels.scaling(at_address(x), reduction.scale)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpitrain.comm.buffers import LARGEST_COUNT, bytes_at, tensor_at
-from mpitrain.comm.kernels import Reduction
+from mpitrain.comm.kernels import Reduction, copying, scaling
 from mpitrain.comm.program import (
     INBOX,
     NONE,
@@ -32,6 +33,7 @@ from mpitrain.comm.program import (
     Program,
     Span,
 )
+from mpitrain.comm.remote import Neighbours, Table
 from mpitrain.comm.schedule import IN_FLIGHT, Call, Region, Schedule
 
 _LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
@@ -43,7 +45,8 @@ class Layout:
 
     bounds: offsets of the chunks in WORK, chunks + 1 of them.
     source, target: WORK as the caller gave it and as the caller gets it (the same for operations in place).
-    peers(rank): WORK of another rank of this node. slots(rank): its staging slots, a chunk's largest size each.
+    peers(rank): WORK of another rank of this node, where it is mapped; else neighbours reach it by its address,
+    and `seen` is the one this rank shows them. slots(rank): its staging slots, a chunk's largest size each.
     inbox, inbox_bounds: address and cell offsets of INBOX; without an address the executor allocates it.
     """
 
@@ -52,6 +55,8 @@ class Layout:
     source: int
     target: int
     peers: Callable[[int], int] | None = None
+    neighbours: Neighbours | None = None
+    seen: int = 0
     slots: Callable[[int], int] | None = None
     inbox: int = 0
     inbox_bounds: Sequence[int] = ()
@@ -66,21 +71,32 @@ class Layout:
 class Compiled:
     """A program bound to memory: call it to run it.
 
-    keeps: what must live as long (buffers), and the compiled programs this one is made of.
+    keeps: what must live as long (buffers), and the compiled programs this one is made of. computes: whether it
+    does floating-point arithmetic, of which NumPy would report overflows that torch and MPI pass on in silence.
     """
 
-    __slots__ = ("_calls", "_keeps", "_requests")
+    __slots__ = ("_calls", "_computes", "_keeps", "_requests")
 
     def __init__(
-        self, calls: Sequence[Call], keeps: Sequence[object] = (), requests: Sequence[MPI.Prequest] = ()
+        self,
+        calls: Sequence[Call],
+        keeps: Sequence[object] = (),
+        requests: Sequence[MPI.Prequest] = (),
+        computes: bool = False,
     ) -> None:
         self._calls = tuple(calls)
         self._keeps = keeps
         self._requests = requests
+        self._computes = computes
 
     def __call__(self) -> None:
-        for call in self._calls:
-            call()
+        if self._computes:
+            with np.errstate(all="ignore"):
+                for call in self._calls:
+                    call()
+        else:
+            for call in self._calls:
+                call()
 
     def free(self) -> None:
         """Release the requests. The program must not run again."""
@@ -130,6 +146,9 @@ class _Compiler:
         self.exchanges = 0
         self.steps = list(program.steps(self.rank))
         self.landings: list[int] = []
+        self.fetches: list[int] = []
+        self.table = Table(layout.neighbours) if layout.neighbours is not None else None
+        self.looked_up = False  # whether the neighbours' addresses are known by now
         self.inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
         self.inbox = layout.inbox or self._allocate(self.inbox_bounds[-1])
 
@@ -148,10 +167,10 @@ class _Compiler:
             elif isinstance(step, Finish):
                 self._finish(step)
             elif isinstance(step, Fence):
-                for call in self.fence:
-                    self.schedule.barrier(call)
+                self._fence()
         self._bring_home()
-        return Compiled(self.schedule.calls(), self.keeps, self.requests)
+        computes = self.reduction is not None and (self.layout.dtype.is_floating_point or self.layout.dtype.is_complex)
+        return Compiled(self.schedule.calls(), self.keeps, self.requests, computes)
 
     @property
     def _scale(self) -> float | None:
@@ -231,9 +250,9 @@ class _Compiler:
             received = tensor_at(landing, arriving, self.layout.dtype, self.layout.device)
             current = self._tensor(self.rank, step.recv, arriving)
             into = self._tensor(self.rank, step.recv, arriving, written=True)
-            call = self.reduction.combine([current, received], into, tree=False, scale=None)
             region = _region(step.recv)
-            self.schedule.local(call, [("scratch", slot, slot + 1), region], [region])
+            for call in self.reduction.combine([current, received], into, tree=False, scale=None):
+                self.schedule.local(call, [("scratch", slot, slot + 1), region], [region])
         self._mark(step.recv)
 
     def _messages(self, init: Callable[..., MPI.Prequest], address: int, numel: int, peer: int) -> list[MPI.Prequest]:
@@ -252,16 +271,56 @@ class _Compiler:
             self.landings = [self._allocate(largest) for _ in range(_LANDINGS)]
         return self.landings[slot]
 
+    def _fence(self) -> None:
+        first = self.table is not None and not self.looked_up
+        if first and self.table is not None:
+            self.schedule.barrier(self.table.publish(self.rank, self.layout.seen))
+        for call in self.fence:
+            self.schedule.barrier(call)
+        if first and self.table is not None:
+            self.schedule.barrier(self.table.load)
+            self.looked_up = True
+
+    def _is_remote(self, owner: int, span: Span) -> bool:
+        return owner != self.rank and span.memory == WORK and self.table is not None
+
+    def _transfer(self, local: int, numel: int, owner: int, span: Span, *, write: bool) -> list[Call]:
+        """Copies between an address here and a span of another process's WORK."""
+        assert self.table is not None
+        offset, nbytes = self._elements(span)[0] * self.item, numel * self.item
+        return list(self.table.transfers(local, nbytes, owner, offset, write=write))
+
+    def _fetched(self, slot: int, numel: int) -> int:
+        """Memory for what is read from another process before it is combined."""
+        while len(self.fetches) <= slot:
+            self.fetches.append(self._allocate(max(self.layout.slot, numel)))
+        return self.fetches[slot]
+
     def _combine(self, step: Combine, scale: float | None) -> None:
         assert self.reduction is not None
         present = [(int(owner), span) for owner, span in step.parts if int(owner) != NONE]
         numel = min(self._elements(span)[1] for span in (step.into, *(span for _, span in present)))
         if numel == 0:
             return
-        parts = [self._tensor(owner, span, numel) for owner, span in present]
         into = self._tensor(self.rank, step.into, numel, written=True)
-        call = self.reduction.combine(parts, into, tree=step.tree, scale=scale)
-        self.schedule.local(call, [_region(span) for _, span in present], [_region(step.into)])
+        one_by_one = self.reduction.pairwise and not step.tree  # then one landing place in the cache is enough
+        parts: list[torch.Tensor] = []
+        calls: list[Call] = []
+        for number, (owner, span) in enumerate(present):
+            if not self._is_remote(owner, span):
+                parts.append(self._tensor(owner, span, numel))
+                continue
+            landing = self._fetched(0 if one_by_one else number, numel)
+            calls += self._transfer(landing, numel, owner, span, write=False)
+            parts.append(tensor_at(landing, numel, self.layout.dtype))
+            if one_by_one and len(parts) == 2:
+                last = scale if number == len(present) - 1 else None
+                calls += self.reduction.combine(parts, into, tree=False, scale=last)
+                parts = [into]
+        if len(parts) > 1 or len(present) == 1:
+            calls += self.reduction.combine(parts, into, tree=step.tree, scale=scale)
+        for call in calls:
+            self.schedule.local(call, [_region(span) for _, span in present], [_region(step.into)])
         self._mark(step.into)
 
     def _copy(self, step: Copy) -> None:
@@ -271,21 +330,26 @@ class _Compiler:
         numel = min(self._elements(step.into)[1], self._elements(step.of)[1])  # a slot may be larger than a chunk
         if numel == 0:
             return
-        of = self._tensor(source, step.of, numel)
-        into = self._tensor(dest, step.into, numel, written=True)
-        if of.data_ptr() == into.data_ptr():
-            return
-        self.schedule.local(lambda: into.copy_(of), [_region(step.of)], [_region(step.into)])
+        reads, writes = [_region(step.of)], [_region(step.into)]
+        if self._is_remote(source, step.of):
+            local = self._address(self.rank, step.into, written=True)
+            calls = self._transfer(local, numel, source, step.of, write=False)
+        elif self._is_remote(dest, step.into):
+            calls = self._transfer(self._address(self.rank, step.of), numel, dest, step.into, write=True)
+        else:
+            of = self._tensor(source, step.of, numel)
+            into = self._tensor(dest, step.into, numel, written=True)
+            calls = [copying(into, of)] if of.data_ptr() != into.data_ptr() else []
+        for call in calls:
+            self.schedule.local(call, reads, writes)
         if dest == self.rank:
             self._mark(step.into)
 
     def _finish(self, step: Finish) -> None:
         _, numel = self._elements(step.span)
-        scale = self._scale
-        if numel == 0 or scale is None:
-            return
-        tensor = self._tensor(self.rank, step.span, numel)
-        self.schedule.local(lambda: tensor.mul_(scale), [_region(step.span)], [_region(step.span)])
+        if numel:
+            for call in scaling(self._tensor(self.rank, step.span, numel), self._scale):
+                self.schedule.local(call, [_region(step.span)], [_region(step.span)])
 
     def _bring_home(self) -> None:
         """Blocks this rank must end with that were never written are still in the caller's input: copy them."""

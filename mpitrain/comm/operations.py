@@ -17,23 +17,25 @@ from mpitrain.comm.algorithms.pairwise import pairwise_reduce_scatter
 from mpitrain.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
 from mpitrain.comm.algorithms.shared import shared_all_gather, shared_broadcast, shared_reduce, shared_reduce_scatter
 from mpitrain.comm.algorithms.tree import tree_broadcast, tree_reduce
+from mpitrain.comm.arena import Arena
 from mpitrain.comm.binding import Binder, copying, offsets, scaling
 from mpitrain.comm.buffers import HALVES, LARGEST_COUNT, tensor_at
 from mpitrain.comm.executor import Compiled, Layout
 from mpitrain.comm.kernels import Reduction
 from mpitrain.comm.program import Program, chunk_bounds, even_bounds
+from mpitrain.comm.remote import Neighbours
 from mpitrain.comm.selection import (
     RING_SEGMENT,
     SHARED_CHUNK,
     all_reduce_program,
-    reads_neighbours,
     segments_of,
     sends_partial_sums,
 )
 from mpitrain.errors import InputError
 
 _CACHE_LINE = 64  # bytes: slices of different ranks meet at multiples of it
-_ARENA_FROM = 8 << 10  # bytes from which the operations other than all_reduce use the arena they are in
+_ARENA_FROM = 8 << 10  # bytes from which operations other than all_reduce use the arena they are in
+_REACH_FROM = 1 << 20  # bytes from which they read other processes' private memory
 _NOTHING = Compiled(())
 
 
@@ -43,6 +45,12 @@ class Operations(Binder):
     def all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
         key = ("all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible)
         return self.bound(key, lambda: self._all_reduce(x, op, algorithm, reproducible))
+
+    def bound_all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled | None:
+        """What `all_reduce` bound before for this very call; None if nothing, or if x must be looked at again."""
+        if self._generation != self.arenas.generation or not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return None
+        return self._bound.get(("all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible))
 
     def _all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
         reduction = Reduction.of(op, x.dtype, self.topology.size)
@@ -56,16 +64,20 @@ class Operations(Binder):
                 return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, False))
             calls = library.all_reduce(self.comm, x.data_ptr(), x.numel(), reduction)
             return Compiled([*calls, *scaling(x, reduction)])
+        neighbours = None
+        if algorithm in ("shared", "two_level") and not (reproducible and algorithm == "two_level"):
+            arena, neighbours = self.reach(x)
+            if neighbours is not None:
+                setting = replace(setting, memory="reachable")
+            elif arena is None and self.staging() is None:
+                return self._all_reduce(x, op, "ring", reproducible)
         program = all_reduce_program(algorithm, setting)
         if x.dtype in HALVES and sends_partial_sums(program):
             return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, reproducible))
-        if reads_neighbours(program) and not setting.in_arena:
-            if self.staging() is None:
-                return self._all_reduce(x, op, "ring", reproducible)
-            if algorithm == "two_level":
-                return self.through_staging(x, lambda piece: self._all_reduce(piece, op, algorithm, False))
+        if algorithm == "two_level" and setting.memory == "private" and not reproducible:
+            return self.through_staging(x, lambda piece: self._all_reduce(piece, op, algorithm, False))
         bounds = even_bounds(x.numel(), program.blocks, max(1, _CACHE_LINE // x.element_size()))
-        layout = self.in_place(x, chunk_bounds(bounds, program.segments))
+        layout = self.in_place(x, chunk_bounds(bounds, program.segments), neighbours)
         if program.inbox:
             layout = replace(layout, inbox_bounds=self._cells(program, bounds))
         return self.compile(program, layout, reduction, self.arena_of(x))
@@ -87,10 +99,10 @@ class Operations(Binder):
             calls = library.reduce(self.comm, x.data_ptr(), x.numel(), root, reduction)
             return Compiled([*calls, *(scaling(x, reduction) if at_root else ())])
         if algorithm == "shared":
-            arena = self.require_arena(x, "reduce")
+            arena, neighbours = self._require_reach(x, "reduce")
             program = shared_reduce(setting.size, root, _cache_chunks(setting.nbytes // setting.size))
-            bounds = even_bounds(x.numel(), program.blocks)
-            return self.compile(program, self.in_place(x, chunk_bounds(bounds, program.segments)), reduction, arena)
+            bounds = chunk_bounds(even_bounds(x.numel(), program.blocks), program.segments)
+            return self.compile(program, self.in_place(x, bounds, neighbours), reduction, arena)
         if algorithm != "tree":
             raise _no_algorithm("reduce", algorithm, "mpi, shared or tree")
         program = tree_reduce(setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes)
@@ -119,11 +131,12 @@ class Operations(Binder):
         if algorithm == "auto":  # 16-bit: summed in fp32 where they arrive, from 16-bit messages
             apart = "pairwise" if x.dtype in HALVES else "ring" if x.numel() > LARGEST_COUNT else "mpi"
             algorithm = self._shared_or(apart, x)
+        arena, neighbours = None, None
         if algorithm == "shared":
-            arena = self.require_arena(x, "reduce_scatter")
+            arena, neighbours = self._require_reach(x, "reduce_scatter")
             program = shared_reduce_scatter(size, _cache_chunks(largest), tree=reproducible)
         elif reproducible or algorithm == "pairwise":
-            arena, program = None, pairwise_reduce_scatter(size, setting.nodes)
+            program = pairwise_reduce_scatter(size, setting.nodes)
         elif x.dtype in HALVES:
             wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
             inner = self._reduce_scatter(sums, wide, counts, op, algorithm, False)
@@ -134,9 +147,9 @@ class Operations(Binder):
             back = [] if result is out else [copying(out, result)]
             return Compiled([*calls, *scaling(result, reduction), *back], [] if result is out else [result])
         elif algorithm == "ring":
-            arena, program = None, ring_reduce_scatter(size, segments_of(largest, RING_SEGMENT), setting.nodes)
+            program = ring_reduce_scatter(size, segments_of(largest, RING_SEGMENT), setting.nodes)
         elif algorithm == "halving":
-            arena, program = None, halving_reduce_scatter(size, setting.nodes)
+            program = halving_reduce_scatter(size, setting.nodes)
         else:
             raise _no_algorithm("reduce_scatter", algorithm, "mpi, ring, halving, pairwise or shared")
         layout = Layout(
@@ -145,6 +158,8 @@ class Operations(Binder):
             source=x.data_ptr(),
             target=out.data_ptr() - bounds[rank] * x.element_size(),  # where the own block is the only one written
             peers=self.peers(x, arena) if arena is not None else None,
+            neighbours=neighbours,
+            seen=x.data_ptr(),
             inbox_bounds=self._cells(program, bounds),
         )
         if not sends_partial_sums(program):
@@ -168,8 +183,9 @@ class Operations(Binder):
         if algorithm == "mpi":
             return Compiled(library.broadcast(self.comm, x.data_ptr(), setting.nbytes, root))
         if algorithm == "shared":
-            arena = self.require_arena(x, "broadcast")
-            return self.compile(shared_broadcast(setting.size, root), self.in_place(x, [0, x.numel()]), None, arena)
+            arena, neighbours = self._require_reach(x, "broadcast")
+            layout = self.in_place(x, [0, x.numel()], neighbours)
+            return self.compile(shared_broadcast(setting.size, root), layout, None, arena)
         if algorithm != "tree":
             raise _no_algorithm("broadcast", algorithm, "mpi, shared or tree")
         program = tree_broadcast(setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes)
@@ -196,13 +212,13 @@ class Operations(Binder):
             return Compiled([*place, *library.all_gather(self.comm, out.data_ptr(), counts, item)])
         layout = Layout(x.dtype, bounds, out.data_ptr(), out.data_ptr())
         if algorithm == "shared":
-            if place:  # a neighbour's x is its block alone: its WORK begins as far before it as the block in out
-                arena = self.require_arena(x, "all_gather")
-                find = self.peers(x, arena)
-                layout = replace(layout, peers=lambda r: find(r) - bounds[r] * item)
-            else:
-                arena = self.require_arena(out, "all_gather")
-                layout = replace(layout, peers=self.peers(out, arena))
+            # a neighbour's x is its block alone: its WORK begins as far before it as the block lies in out
+            read, before = (x, lambda r: bounds[r] * item) if place else (out, lambda r: 0)
+            arena, neighbours = self._require_reach(read, "all_gather")
+            layout = replace(layout, neighbours=neighbours, seen=read.data_ptr() - before(rank))
+            if arena is not None:
+                find = self.peers(read, arena)
+                layout = replace(layout, peers=lambda r: find(r) - before(r))
             inner = self.compile(shared_all_gather(size), layout, None, arena)
         elif algorithm == "ring":
             program = ring_all_gather(size, segments_of(largest, RING_SEGMENT), self.topology.nodes)
@@ -248,10 +264,24 @@ class Operations(Binder):
         return [i * own for i in range(program.inbox + 1)]
 
     def _shared_or(self, otherwise: str, x: torch.Tensor, nbytes: int | None = None) -> str:
-        """`shared` where x lies in an arena of one node and is worth it."""
+        """`shared` on one node where it is worth it: sooner in an arena than for memory reached by the system."""
         setting = self.setting(x)
-        worth = (setting.nbytes if nbytes is None else nbytes) >= _ARENA_FROM
-        return "shared" if worth and setting.in_arena and setting.one_node else otherwise
+        size = setting.nbytes if nbytes is None else nbytes
+        if not setting.one_node or setting.size == 1:
+            return otherwise
+        if setting.memory == "arena":
+            return "shared" if size >= _ARENA_FROM else otherwise
+        return "shared" if size >= _REACH_FROM and self.neighbours() is not None else otherwise
+
+    def _require_reach(self, x: torch.Tensor, operation: str) -> tuple[Arena | None, Neighbours | None]:
+        """How neighbours reach each other's x, or an InputError where they do not."""
+        arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 else (None, None)
+        if arena is None and neighbours is None:
+            raise InputError(
+                f"algorithm shared of {operation} needs all ranks on one node and the tensor in an arena; use auto",
+                agreed=True,
+            )
+        return arena, neighbours
 
 
 def _cache_chunks(nbytes: int) -> int:

@@ -14,13 +14,13 @@ from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.shared import shared_all_reduce, staged_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
-from mpitrain.comm.program import Exchange, Fence, Program
+from mpitrain.comm.program import Exchange, Program
 from mpitrain.errors import InputError
 
 ALGORITHMS = ("mpi", "ring", "tree", "halving", "shared", "two_level")
 
 RING_SEGMENT = 1 << 20  # bytes of one ring message; smaller ones cost more Python than they overlap
-SHARED_CHUNK = 1 << 18  # bytes summed and written while they are in a core's cache
+SHARED_CHUNK = 1 << 17  # bytes summed and written while they are in a core's cache
 STAGED_PIECE = 1 << 20  # bytes of a vector outside an arena that are in one staging slot
 MOST_SEGMENTS = 16
 
@@ -29,13 +29,14 @@ MOST_SEGMENTS = 16
 class Setting:
     """One operation as far as it matters to the choice. nbytes: of a rank's whole vector.
 
-    in_arena: every rank's vector lies in memory its node shares.
+    memory: where every rank's vector lies: "arena" (shared by its node), "reachable" (the system lets neighbours
+    read and write it), or "private".
     """
 
     nbytes: int
     numel: int
     nodes: tuple[int, ...]
-    in_arena: bool
+    memory: str
     reproducible: bool = False
 
     @property
@@ -51,17 +52,12 @@ class Setting:
         """The tuning rules that apply (see `tuning.PLACES`)."""
         if len(set(self.nodes)) == self.size:
             return "nodes single"
-        return ("node" if self.one_node else "nodes") + (" arena" if self.in_arena else "")
+        return ("node" if self.one_node else "nodes") + (" arena" if self.memory == "arena" else "")
 
 
 def sends_partial_sums(program: Program) -> bool:
     """Whether sums in progress travel between ranks: 16-bit data must then be widened first."""
     return any(isinstance(step, Exchange) and step.reduce for step in program.steps(0))
-
-
-def reads_neighbours(program: Program) -> bool:
-    """Whether ranks touch each other's memory: it must then lie in an arena or in the staging memory."""
-    return any(isinstance(step, Fence) for step in program.steps(0))
 
 
 def segments_of(nbytes: int, piece: int, most: int = MOST_SEGMENTS) -> int:
@@ -77,7 +73,7 @@ def all_reduce_program(algorithm: str, setting: Setting) -> Program:
     if algorithm == "shared":
         if not setting.one_node:
             raise InputError("algorithm shared needs all ranks on one node; use two_level or auto", agreed=True)
-        if setting.in_arena:
+        if setting.memory != "private":
             chunks = segments_of(nbytes // size, SHARED_CHUNK, most=1 << 20)
             return shared_all_reduce(size, chunks, tree=setting.reproducible)
         return staged_all_reduce(size, segments_of(nbytes, STAGED_PIECE, most=1 << 30), tree=setting.reproducible)

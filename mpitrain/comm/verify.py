@@ -3,8 +3,11 @@
 The program of every rank is run symbolically. A memory cell holds a chunk's number and the set of ranks
 whose contributions it sums (a bit mask); adding a contribution twice, reading a cell nobody wrote, sending
 one chunk where another is expected, touching another node's memory, two ranks touching one shared cell
-between two fences or after the last, and finishing a chunk twice are errors. Sends are synchronous (they complete only
-when the receiver has posted its receive), so a program that passes cannot deadlock on any MPI.
+between two fences, and finishing a chunk twice are errors. Sends are synchronous (they complete only when the
+receiver has posted its receive), so a program that passes cannot deadlock on any MPI.
+
+Programs that use shared memory are run several times over, the caller writing into its vector in between, so
+that a program which is safe only once is found out.
 """
 
 from __future__ import annotations
@@ -38,22 +41,37 @@ class Value:
 
     chunk: int
     ranks: int
+    run: int
     finished: bool = False
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """The caller has the result of the run before, and gives new values."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class _End:
+    """The caller looks at the result."""
+
+    run: int
 
 
 @dataclass
 class _Rank:
     rank: int
-    steps: list[Step]
+    steps: list[Step | _Begin | _End]
     at: int = 0
+    run: int = 0
     outgoing: list[Value] | None = None  # values of the send in flight, taken when the step began
     sent: bool = False
     received: bool = False
-    fences: int = 0
     memory: dict[tuple[str, int], Value] = field(default_factory=dict)
 
     @property
-    def step(self) -> Step | None:
+    def step(self) -> Step | _Begin | _End | None:
         return self.steps[self.at] if self.at < len(self.steps) else None
 
     def advance(self) -> None:
@@ -68,14 +86,11 @@ def verify(program: Program) -> None:
 class _Verifier:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.ranks = [_Rank(r, list(program.steps(r))) for r in range(program.size)]
+        shares = any(isinstance(step, Fence) for step in program.steps(0))
+        self.ranks = [_Rank(r, _repeated(program, r, 3 if shares else 1)) for r in range(program.size)]
         self.limit = {WORK: program.chunks, SLOT: program.slots, INBOX: program.inbox}
         # (owner, memory, cell) -> {rank that touched it: wrote it?}, for the current epoch of the owner's node
         self.touched: dict[int, dict[tuple[int, str, int], dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
-        for state in self.ranks:
-            for chunk in range(program.chunks):
-                if program.collective.holds(state.rank, chunk // program.segments):
-                    state.memory[WORK, chunk] = Value(chunk, 1 << state.rank)
 
     def run(self) -> None:
         progress = True
@@ -88,14 +103,6 @@ class _Verifier:
         if stuck:
             where = "; ".join(f"rank {s.rank} at step {s.at}: {s.step}" for s in stuck[:4])
             raise ProgramError(f"{self.program.name} on {self.program.size} ranks deadlocks: {where}")
-        self._check_goal()
-        for users in self.touched.values():
-            for (owner, memory, cell), ranks in users.items():
-                if set(ranks) - {owner}:
-                    raise ProgramError(
-                        f"{self.program.name}: ranks {sorted(ranks)} touch {memory} {cell} of rank {owner} after the "
-                        "last fence, when its next operation may be using it"
-                    )
 
     def _try(self, state: _Rank) -> bool:
         """Run the rank's current step if it can run now."""
@@ -106,7 +113,11 @@ class _Verifier:
             return self._exchange(state, step)
         if isinstance(step, Fence):
             return self._fence(state)
-        if isinstance(step, Combine):
+        if isinstance(step, _Begin):
+            self._begin(state, step.run)
+        elif isinstance(step, _End):
+            self._check_goal(state)
+        elif isinstance(step, Combine):
             self._combine(state, step)
         elif isinstance(step, Copy):
             self._copy(state, step)
@@ -114,6 +125,14 @@ class _Verifier:
             self._finish(state, step)
         state.advance()
         return True
+
+    def _begin(self, state: _Rank, run: int) -> None:
+        state.run = run
+        for chunk in range(self.program.chunks):
+            self._touch(state, state.rank, (WORK, chunk), wrote=True)
+            state.memory.pop((WORK, chunk), None)
+            if self.program.collective.holds(state.rank, chunk // self.program.segments):
+                state.memory[WORK, chunk] = Value(chunk, 1 << state.rank, run)
 
     def _exchange(self, state: _Rank, step: Exchange) -> bool:
         to, source = int(step.to), int(step.source)
@@ -186,21 +205,18 @@ class _Verifier:
             value = self._read(state, state.rank, cell)
             if value.finished:
                 raise self._error(state, f"finishes chunk {value.chunk} twice")
-            self._write(state, state.rank, cell, Value(value.chunk, value.ranks, True))
+            self._write(state, state.rank, cell, Value(value.chunk, value.ranks, value.run, True))
 
-    def _check_goal(self) -> None:
+    def _check_goal(self, state: _Rank) -> None:
         program = self.program
-        for state in self.ranks:
-            for goal in program.collective.ends(state.rank):
-                whole = sum(1 << r for r in goal.ranks)
-                for s in range(program.segments):
-                    cell = goal.memory, goal.cell * program.segments + s
-                    wanted = Value(goal.block * program.segments + s, whole, program.collective.reduces)
-                    if state.memory.get(cell) != wanted:
-                        raise ProgramError(
-                            f"{program.name} on {program.size} ranks: rank {state.rank} ends with "
-                            f"{state.memory.get(cell)} in {cell}, not with {wanted}"
-                        )
+        for goal in program.collective.ends(state.rank):
+            whole = sum(1 << r for r in goal.ranks)
+            for s in range(program.segments):
+                cell = goal.memory, goal.cell * program.segments + s
+                wanted = Value(goal.block * program.segments + s, whole, state.run, program.collective.reduces)
+                found = self._read(state, state.rank, cell)
+                if found != wanted:
+                    raise self._error(state, f"ends with {found} in {cell}, not with {wanted}")
 
     def _cells(self, span: Span) -> list[tuple[str, int]]:
         return [(span.memory, i) for i in range(int(span.lo), int(span.hi))]
@@ -231,14 +247,21 @@ class _Verifier:
         users[state.rank] = wrote or users.get(state.rank, False)
 
     def _add(self, state: _Rank, a: Value, b: Value) -> Value:
-        if a.chunk != b.chunk:
-            raise self._error(state, f"adds chunk {b.chunk} to chunk {a.chunk}")
+        if (a.chunk, a.run) != (b.chunk, b.run):
+            raise self._error(state, f"adds chunk {b.chunk} of run {b.run} to chunk {a.chunk} of run {a.run}")
         if a.ranks & b.ranks:
             raise self._error(state, f"adds contributions {a.ranks & b.ranks:b} to chunk {a.chunk} twice")
         if a.finished or b.finished:
             raise self._error(state, f"adds to chunk {a.chunk}, which is finished")
-        return Value(a.chunk, a.ranks | b.ranks)
+        return Value(a.chunk, a.ranks | b.ranks, a.run)
 
     def _error(self, state: _Rank, what: str) -> ProgramError:
         at = f"rank {state.rank}, step {state.at} ({state.step})"
         return ProgramError(f"{self.program.name} on {self.program.size} ranks: {at} {what}")
+
+
+def _repeated(program: Program, rank: int, runs: int) -> list[Step | _Begin | _End]:
+    steps: list[Step | _Begin | _End] = []
+    for run in range(runs):
+        steps += [_Begin(run), *program.steps(rank), _End(run)]
+    return steps

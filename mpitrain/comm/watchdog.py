@@ -51,6 +51,12 @@ class Record:
         self.thread = threading.get_ident()
         self.since = time.monotonic()
 
+    def compare(self, name: str) -> None:
+        """The ranks compare what they are about to do; the operation itself has not begun."""
+        self.name, self.numel, self.what = f"before {name}", 0, None
+        self.thread = threading.get_ident()
+        self.since = time.monotonic()
+
     def end(self) -> None:
         self.since = 0.0
 

@@ -8,7 +8,7 @@ summed and being written. Two ranks, four chunks; between the fences rank 0 touc
     vector 0   [ s  s ]        [ .  . ]      s: rank 0 sums the two, writes both; then rank 1 likewise
     vector 1   [ s  s ]        [ .  . ]
 
-Vectors outside an arena pass through staging slots, three deep: while piece p is copied out of slot p%3,
+Vectors outside an arena can pass through staging slots, three deep: while piece p is copied out of slot p%3,
 piece p+1 is summed and piece p+2 copied in, with one fence a piece.
 """
 
