@@ -119,7 +119,7 @@ def test_verify_refuses_a_fence_left_out_on_all_ranks():
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_verify_refuses_a_program_that_is_safe_only_once(number):
-    for program in (shared_all_reduce(3), staged_all_reduce(3, 1), shared_all_gather(3)):
+    for program in (shared_all_reduce(3), shared_reduce_scatter(3), shared_all_gather(3), shared_reduce(3, 1)):
         fences = [i for i, s in enumerate(program.steps(0)) if isinstance(s, Fence)]
         left_out = fences[number]
         bare = replace(

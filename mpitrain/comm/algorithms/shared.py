@@ -166,7 +166,7 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
                 yield from fill(rank, piece + 1)
             yield Fence()
             yield from drain(rank, piece)
-        yield Fence()
+        yield Fence()  # for the next vector, which may be of another size and cut the slots differently
 
     return Program(
         "staged all_reduce",
