@@ -32,9 +32,16 @@ WINDOW = 8 << 20  # bytes of staging memory per rank
 
 class Binder:
     def __init__(
-        self, comm: MPI.Intracomm, node: MPI.Intracomm, topology: Topology, arenas: ArenaIndex, tuning: Tuning
+        self,
+        comm: MPI.Intracomm,
+        node: MPI.Intracomm,
+        topology: Topology,
+        arenas: ArenaIndex,
+        tuning: Tuning,
+        crowded: bool,
     ) -> None:
-        """node: the communicator of this node's ranks of comm."""
+        """node: the communicator of this node's ranks of comm. crowded: some node has more ranks than cores."""
+        self.crowded = crowded
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
         self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
@@ -80,7 +87,8 @@ class Binder:
 
     def setting(self, x: torch.Tensor, reproducible: bool = False) -> Setting:
         memory = "arena" if self.arena_of(x) is not None else "private"
-        return Setting(x.numel() * x.element_size(), x.numel(), self.topology.nodes, memory, reproducible)
+        nbytes = x.numel() * x.element_size()
+        return Setting(nbytes, x.numel(), self.topology.nodes, memory, self.crowded, reproducible)
 
     def reach(self, x: torch.Tensor) -> tuple[Arena | None, Neighbours | None]:
         """How neighbours get at each other's x: in an arena, else by the system, else (None, None) not at all."""

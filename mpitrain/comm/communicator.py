@@ -57,7 +57,8 @@ class Communicator:
 
     def _make_operations(self, comm: MPI.Intracomm) -> Operations:
         node = _intra(comm.Split(self._topology.nodes[comm.rank], comm.rank))
-        return Operations(comm, node, self._topology, self.process.arenas, self.process.tuning)
+        process = self.process
+        return Operations(comm, node, self._topology, process.arenas, process.tuning, process.spare_cores < 0)
 
     # -- who is here -------------------------------------------------------------------------------------
 

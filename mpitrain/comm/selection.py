@@ -37,6 +37,7 @@ class Setting:
     numel: int
     nodes: tuple[int, ...]
     memory: str
+    crowded: bool = False  # more ranks than cores
     reproducible: bool = False
 
     @property
@@ -51,8 +52,10 @@ class Setting:
     def place(self) -> str:
         """The tuning rules that apply (see `tuning.PLACES`)."""
         if len(set(self.nodes)) == self.size:
-            return "nodes single"
-        return ("node" if self.one_node else "nodes") + (" arena" if self.memory == "arena" else "")
+            place = "nodes single"
+        else:
+            place = ("node" if self.one_node else "nodes") + (" arena" if self.memory == "arena" else "")
+        return place + (" crowded" if self.crowded else "")
 
 
 def sends_partial_sums(program: Program) -> bool:

@@ -16,11 +16,17 @@ KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
 _NO_LIMIT = 1 << 62
 
-# where the ranks and the data are -> rules in order of size
+# where the ranks and the data are -> rules in order of size; crowded: more ranks than cores
 _DEFAULTS: dict[str, tuple[Rule, ...]] = {
-    "node arena": ((8 * KIB, "mpi"), (_NO_LIMIT, "shared")),
-    "node": ((64 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node arena": ((12 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node arena crowded": ((32 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node": ((96 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node crowded": ((512 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node private crowded": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
     "node private": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+    "nodes arena crowded": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+    "nodes crowded": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+    "nodes single crowded": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
     "nodes arena": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
     "nodes": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
     "nodes single": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),

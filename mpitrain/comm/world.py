@@ -6,6 +6,7 @@ import atexit
 import os
 from dataclasses import dataclass
 
+import numpy as np
 from mpi4py import MPI
 
 from mpitrain.comm import tuning
@@ -23,7 +24,10 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 @dataclass(frozen=True)
 class Process:
-    """What all communicators of a process share."""
+    """What all communicators of a process share; but for the watchdog's work, the same on every rank.
+
+    spare_cores: on the node that has fewest, cores that no rank computes on; negative: ranks that have none.
+    """
 
     arenas: ArenaIndex
     tuning: Tuning
@@ -63,7 +67,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
     faults.before_leaving = watchdog.stop
     local = len(topology.neighbours)
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
-    process = Process(ArenaIndex(), table, watchdog, faults, spare_cores(local), cuda_aware(), debug)
+    process = Process(ArenaIndex(), table, watchdog, faults, _fewest(comm, spare_cores(local)), cuda_aware(), debug)
     _world = Communicator(comm.Dup(), topology, process, "world")
     if comm.size > 1:
         watchdog.start()
@@ -77,10 +81,14 @@ def set_timeout(seconds: float) -> None:
         _world.process.watchdog.timeout = seconds
 
 
+def _fewest(comm: MPI.Intracomm, number: int) -> int:
+    everywhere = np.array([number])
+    comm.Allreduce(MPI.IN_PLACE, everywhere, MPI.MIN)
+    return int(everywhere[0])
+
+
 def _same_text(comm: MPI.Intracomm, text: str) -> str:
     """Rank 0's text on all ranks: ranks that chose algorithms from different tables would hang."""
-    import numpy as np
-
     data = np.frombuffer(text.encode(), dtype=np.uint8).copy()
     length = np.array([data.size])
     comm.Bcast(length)
