@@ -1,6 +1,6 @@
 """Communication: groups of ranks, every operation between them, and the memory they share.
 
-The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Work`.
+The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Work`, `compression`.
 """
 
 import os
@@ -8,9 +8,10 @@ import os
 # Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
+from mpitrain.comm import compression
 from mpitrain.comm.arena import Arena
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator
 from mpitrain.comm.work import Work
 from mpitrain.comm.world import init, set_timeout
 
-__all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "init", "set_timeout"]
+__all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "compression", "init", "set_timeout"]

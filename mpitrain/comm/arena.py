@@ -14,16 +14,18 @@ import os
 import warnings
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.buffers import DTYPES, tensor_at
+from mpitrain.comm.buffers import DTYPES, LARGEST_COUNT, memory_at, tensor_at
 from mpitrain.errors import InputError
 
 _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
 SHARED_MEMORY = "/dev/shm"
+_LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
 
 
 class Arena:
@@ -82,6 +84,7 @@ class ArenaIndex:
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
+        self.warned = False  # that there is no room in shared memory
         self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
 
     def add(self, arena: Arena) -> None:
@@ -119,13 +122,9 @@ def allocate(
     if device.type == "cuda":
         return Arena("device", torch.zeros(numel, dtype=dtype, device=device))
     nbytes = -(-max(numel * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
-    if comm.size == 1 or not _room_for(comm, node, nbytes):
+    window = _shared_window(comm, node, nbytes, index) if comm.size > 1 else None
+    if window is None:
         return Arena("private", torch.zeros(numel, dtype=dtype))
-    info = MPI.Info.Create()
-    info.Set("alloc_shared_noncontig", "true")
-    window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
-    info.Free()
-    window.Lock_all(MPI.MODE_NOCHECK)
     segments = {world: _address(window, local) for local, world in enumerate(world_ranks)}
     mine = segments[world_ranks[node.rank]]
     arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
@@ -139,29 +138,74 @@ def _address(window: MPI.Win, local_rank: int) -> int:
     return memory.address if hasattr(memory, "address") else MPI.memory.frombuffer(memory).address
 
 
-def _room_for(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int) -> bool:
-    """Whether /dev/shm of every node has room for its ranks' segments; the same answer on all ranks.
+def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index: ArenaIndex) -> MPI.Win | None:
+    """A window of zeros, nbytes a rank; None on all ranks of `comm` when some node has no room. Collective.
 
-    Memory there is given out page by page on first touch, so a window that is too large would kill the
-    job with a bus error long after it was made.
+    Memory in /dev/shm is given out page by page on first touch, and a process that touches one for which there is
+    no room dies of a bus error. So what seems to have room is filled at once, by the kernel, which only reports it.
     """
-    total = np.array([nbytes], dtype=np.int64)
-    node.Allreduce(MPI.IN_PLACE, total)
-    answer = np.array([1], dtype=np.int64)
-    free = 0
+    wanted, free = _wanted_and_free(node, nbytes)
+    if free < wanted:
+        _warn(node, wanted, free, index)
+    if not _agree(comm, free >= wanted):
+        return None
+    info = MPI.Info.Create()
+    info.Set("alloc_shared_noncontig", "true")
+    window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+    info.Free()
+    window.Lock_all(MPI.MODE_NOCHECK)
+    filled = _agree(node, _fill_with_zeros(_address(window, node.rank), nbytes))
+    if not filled:  # somebody else took it
+        _warn(node, wanted, free, index)
+    if _agree(comm, filled):
+        return window
+    window.Unlock_all()
+    window.Free()
+    return None
+
+
+def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
+    """Bytes that this node's ranks need together, and those that are free in its /dev/shm. Collective."""
+    wanted = np.array([nbytes + _LIBRARY], dtype=np.int64)
+    node.Allreduce(MPI.IN_PLACE, wanted)
+    free = np.zeros(1, dtype=np.int64)
     if node.rank == 0:
         try:
             status = os.statvfs(SHARED_MEMORY)
-            free = status.f_bavail * status.f_frsize
-            answer[0] = free >= total[0]
+            free[0] = status.f_bavail * status.f_frsize
         except OSError:
-            answer[0] = 0
-    if not answer[0]:
-        warnings.warn(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free, {int(total[0]) >> 20} MiB are wanted on this node: using "
-            "private memory and messages instead, which is slower; enlarge it "
-            "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
-            stacklevel=3,
-        )
+            pass
+    node.Bcast(free)
+    return int(wanted[0]), int(free[0])
+
+
+def _agree(comm: MPI.Intracomm, yes: bool) -> bool:
+    answer = np.array([yes], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])
+
+
+def _fill_with_zeros(address: int, nbytes: int) -> bool:
+    """Whether there are pages behind all of it; there are afterwards."""
+    done = 0
+    with open("/dev/zero", "rb", buffering=0) as zeros:
+        while done < nbytes:
+            try:
+                memory: Any = memory_at(address + done, min(LARGEST_COUNT, nbytes - done))
+                got = zeros.readinto(memory)
+            except OSError:  # EFAULT: no page
+                return False
+            done += got or 0
+    return True
+
+
+def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> None:
+    """Say once a node, from its first rank, that shared memory is too small there."""
+    if node.rank == 0 and not index.warned:
+        index.warned = True
+        warnings.warn(
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} MiB are wanted on this node: using "
+            "private memory and messages instead, which is slower; enlarge it "
+            "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
+            stacklevel=5,
+        )

@@ -20,8 +20,11 @@ from mpi4py import MPI
 from mpitrain.comm import objects
 from mpitrain.comm.arena import Arena, allocate
 from mpitrain.comm.buffers import LARGEST_COUNT, as_tensor, bytes_at
-from mpitrain.comm.checks import Checks
+from mpitrain.comm.checks import Checks, place_of
+from mpitrain.comm.compression.base import Bucket, Compression
+from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.device import synchronize, through_host
+from mpitrain.comm.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.operations import Operations
 from mpitrain.comm.schedule import Call
 from mpitrain.comm.topology import Topology, library_name
@@ -44,20 +47,22 @@ class Communicator:
     """
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
-        self._comm, self._topology, self.process, self.label = comm, topology, process, label
-        self._messages = comm.Dup()  # point to point: the caller's tags must not meet those of programs
+        self._comm, self._topology, self.process, self.label = process.track(comm), topology, process, label
+        self._messages = process.track(comm.Dup())  # point to point: the caller's tags must not meet those of programs
         self._operations = self._make_operations(comm)
         self._worker: Worker | None = None
         self._background: Operations | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
-            self._background = self._make_operations(comm.Dup())
-        self._checks = Checks(comm.Dup()) if process.debug and topology.size > 1 else None
+            self._background = self._make_operations(process.track(comm.Dup()))
+        compared = process.debug and topology.size > 1
+        self._checks = Checks(process.track(comm.Dup()), topology.nodes) if compared else None
         self._record = process.watchdog.record(label)
         self._background_record = process.watchdog.record(f"{label} (async)")
+        self._message_record = process.watchdog.record(f"{label} (messages)")
 
     def _make_operations(self, comm: MPI.Intracomm) -> Operations:
-        node = _intra(comm.Split(self._topology.nodes[comm.rank], comm.rank))
         process = self.process
+        node = process.track(_intra(comm.Split(self._topology.nodes[comm.rank], comm.rank)))
         return Operations(comm, node, self._topology, process.arenas, process.tuning, process.spare_cores < 0)
 
     # -- who is here -------------------------------------------------------------------------------------
@@ -145,8 +150,8 @@ class Communicator:
         self._operations.free()
         if self._background is not None:
             self._background.free()
-        self.process.watchdog.forget(self._record)
-        self.process.watchdog.forget(self._background_record)
+        for record in (self._record, self._background_record, self._message_record):
+            self.process.watchdog.forget(record)
         self._messages.Free()
 
     def arena(self, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Arena:
@@ -162,6 +167,14 @@ class Communicator:
             self._comm, operations.node, neighbours, numel, dtype, torch.device(device), self.process.arenas
         )
 
+    def node_copy(self, numel: int, dtype: torch.dtype = torch.float32) -> NodeCopy | None:
+        """Flat storage of numel elements that all ranks of a node see, host memory. Collective.
+
+        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.node_copy`.
+        """
+        neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
+        return allocate_node_copy(self._comm, self._operations.node, neighbours, numel, dtype, self.process.arenas)
+
     # -- reductions --------------------------------------------------------------------------------------
 
     def all_reduce(
@@ -171,6 +184,7 @@ class Communicator:
         algorithm: str = "auto",
         async_op: bool = False,
         *,
+        compression: Compression | Bucket | None = None,
         reproducible: bool = False,
     ) -> Work | None:
         """Every rank's x becomes the reduction of all; in place.
@@ -178,20 +192,43 @@ class Communicator:
         op: sum, product, min, max or avg. algorithm: auto, mpi, ring, tree, halving, shared or two_level.
         reproducible: reduce in the order of a fixed binary tree over the ranks, so that the bits depend
         neither on the algorithm nor on where the ranks are.
+        compression: fewer bytes for about the sum or avg, see `mpitrain.comm.compression`; alike on all ranks.
         """
-        if type(x) is torch.Tensor and not async_op and self._checks is None and self._worker is None:
+        if compression is not None:
+            return self._compressed_all_reduce(x, op, algorithm, async_op, compression, reproducible)
+        if type(x) is torch.Tensor and not x.is_cuda and not async_op and self._checks is None and self._worker is None:
             compiled = self._operations.bound_all_reduce(x, op, algorithm, reproducible)
             if compiled is not None:  # the shortest way for what a training loop repeats
-                self._record.begin("all_reduce", x.numel(), x.dtype)
-                compiled()
-                self._record.end()
+                self._record.begin("all_reduce", x.shape, x.dtype)
+                try:
+                    compiled()
+                except MPI.Exception as error:
+                    raise CommunicationError(f"{self._record.text()} failed in MPI: {error}") from error
+                finally:
+                    self._record.end()
                 return None
         tensor = as_tensor(x)
 
         def bind(o: Operations, x: torch.Tensor) -> Call:
             return o.all_reduce(x, op, algorithm, reproducible)
 
-        return self._run("all_reduce", bind, async_op, (tensor,), (True,), (op, algorithm, reproducible))
+        alike, placed = (op, algorithm, reproducible), _placed(tensor, algorithm)
+        return self._run("all_reduce", bind, async_op, (tensor,), (True,), alike, placed=placed)
+
+    def _compressed_all_reduce(
+        self, x: Any, op: str, algorithm: str, async_op: bool, compression: Compression | Bucket, reproducible: bool
+    ) -> Work | None:
+        """One operation of several collectives, all in the thread that carries it out."""
+        tensor = as_tensor(x)
+        compression.check(tensor.dtype, op)
+        if reproducible:
+            raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
+
+        def bind(o: Operations, x: torch.Tensor) -> Call:
+            return partial(compression.all_reduce, Channel(self.size, partial(self._carry_out, o)), x, op, algorithm)
+
+        alike = (op, algorithm, str(compression))
+        return self._run("all_reduce", bind, async_op, (tensor,), (True,), alike, staged=False)
 
     def reduce(
         self, x: Any, root: int, op: str = "sum", algorithm: str = "auto", async_op: bool = False
@@ -203,7 +240,8 @@ class Communicator:
         def bind(o: Operations, x: torch.Tensor) -> Call:
             return o.reduce(x, root, op, algorithm)
 
-        return self._run("reduce", bind, async_op, (tensor,), (self.rank == root,), (op, root, algorithm))
+        alike, placed = (op, root, algorithm), _placed(tensor, algorithm)
+        return self._run("reduce", bind, async_op, (tensor,), (self.rank == root,), alike, placed=placed)
 
     def reduce_scatter(
         self,
@@ -227,8 +265,8 @@ class Communicator:
         def bind(o: Operations, of: torch.Tensor, into: torch.Tensor) -> Call:
             return o.reduce_scatter(into, of, blocks, op, algorithm, reproducible)
 
-        alike = (op, blocks, algorithm, reproducible)
-        return self._run("reduce_scatter", bind, async_op, (of, into), (False, True), alike)
+        alike, placed = (op, blocks, algorithm, reproducible), _placed(of, algorithm)
+        return self._run("reduce_scatter", bind, async_op, (of, into), (False, True), alike, placed=placed)
 
     # -- movements ---------------------------------------------------------------------------------------
 
@@ -240,7 +278,8 @@ class Communicator:
         def bind(o: Operations, x: torch.Tensor) -> Call:
             return o.broadcast(x, root, algorithm)
 
-        return self._run("broadcast", bind, async_op, (tensor,), (self.rank != root,), (root, algorithm))
+        alike, placed = (root, algorithm), _placed(tensor, algorithm)
+        return self._run("broadcast", bind, async_op, (tensor,), (self.rank != root,), alike, placed=placed)
 
     def all_gather(
         self,
@@ -261,7 +300,9 @@ class Communicator:
         def bind(o: Operations, into: torch.Tensor, of: torch.Tensor) -> Call:
             return o.all_gather(into, of, blocks, algorithm)
 
-        return self._run("all_gather", bind, async_op, (into, of), (True, False), (blocks, algorithm))
+        in_place = of.data_ptr() == into.data_ptr() + sum(blocks[: self.rank]) * of.element_size()
+        placed = _placed(into if in_place else of, algorithm)
+        return self._run("all_gather", bind, async_op, (into, of), (True, False), (blocks, algorithm), placed=placed)
 
     def gather(self, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
         """The root's out becomes every rank's x one after the other. out is None on the other ranks."""
@@ -326,48 +367,40 @@ class Communicator:
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
         """Send x to rank dest; may return before it is received."""
-        self._blocking(self.isend(x, dest, tag), f"send to {dest}", x)
+        self.isend(x, dest, tag).wait()
 
     def recv(self, x: Any, source: int, tag: int = 0) -> None:
         """Receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
-        self._blocking(self.irecv(x, source, tag), f"recv from {source}", x)
+        self.irecv(x, source, tag).wait()
 
-    def isend(self, x: Any, dest: int, tag: int = 0) -> Work:
+    def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
         """Begin to send x, which must not change until the work is done."""
         self._check_rank(dest)
         tensor = self._near(as_tensor(x, written=False))
         requests = [self._messages.Isend(spec, dest, tag) for spec in _specs(tensor)]
-        return Messages(f"send to rank {dest} of {self.label}", requests, lambda statuses: _hold(tensor))
+        return Messages(f"send to rank {dest}", tensor, requests, lambda statuses: None, self._message_record)
 
-    def irecv(self, x: Any, source: int, tag: int = 0) -> Work:
+    def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
         if source != ANY_SOURCE:
             self._check_rank(source)
         tensor = as_tensor(x)
         near = self._near(tensor, filled=False)
-        name = f"receive from rank {source} of {self.label}"
+        name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
         specs = _specs(near)
 
         def complete(statuses: list[MPI.Status]) -> None:
             for status, spec in zip(statuses, specs, strict=True):
                 if status.Get_count(MPI.BYTE) != spec[1]:
                     raise CommunicationError(
-                        f"{name}: a message of {status.Get_count(MPI.BYTE)} bytes arrived where {spec[1]} were "
-                        "expected; send and receive tensors of one size and type"
+                        f"{self.label}: {name}: a message of {status.Get_count(MPI.BYTE)} bytes arrived where "
+                        f"{spec[1]} were expected; send and receive tensors of one size and type"
                     )
             if near is not tensor:
                 tensor.copy_(near)
 
-        return Messages(name, [self._messages.Irecv(spec, source, tag) for spec in specs], complete)
-
-    def _blocking(self, work: Work, name: str, x: Any) -> None:
-        self._record.begin(name, len(x), getattr(x, "dtype", None))
-        try:
-            work.wait()
-        except MPI.Exception as error:
-            raise CommunicationError(f"{name} on {self.label} failed in MPI: {error}") from error
-        finally:
-            self._record.end()
+        requests = [self._messages.Irecv(spec, source, tag) for spec in specs]
+        return Messages(name, tensor, requests, complete, self._message_record)
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -402,28 +435,32 @@ class Communicator:
         written: Sequence[bool],
         alike: object = None,
         uneven: bool = False,
+        staged: bool = True,
+        placed: torch.Tensor | None = None,
     ) -> Work | None:
         """Perform an operation, now or in the background.
 
         bind(operations, *tensors): makes the operation's call. tensors: the first has the operation's size.
         written: which of them it changes. alike: what must be the same on all ranks besides the type, and, unless
-        uneven, the size.
+        uneven, the size. staged: whether tensors on a device are to be staged; else bind takes them as they are.
+        placed: the tensor that neighbours find in an arena by its offset.
         """
         if self._checks is not None:
             first = tensors[0] if tensors else None
-            self._record.compare(name)
-            self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence + 1)
-            self._record.end()
+            place = "" if placed is None else place_of(placed, self._operations.arena_of(placed))
+            shape, dtype = ((), None) if first is None else (first.shape, first.dtype)
+            with self._record.comparing(name, shape, dtype):
+                self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
         if not async_op:
             if self._worker is not None and self._background is None:
                 self._worker.drain()  # what waits to be run here comes first
-            self._perform(name, bind, self._operations, self._record, tensors, written)
+            self._perform(name, bind, self._operations, self._record, tensors, written, staged)
             return None
         operations = self._background or self._operations
         if self._worker is None:
             self._worker = Worker(threaded=self._background is not None)
         numel = tensors[0].numel() if tensors and tensors[0] is not None else 0
-        perform = partial(self._perform, name, bind, operations, self._background_record, tensors, written)
+        perform = partial(self._perform, name, bind, operations, self._background_record, tensors, written, staged)
         return self._worker.submit(f"{name} of {numel} elements on {self.label}", perform)
 
     def _perform(
@@ -434,15 +471,16 @@ class Communicator:
         record: Record,
         tensors: Sequence[torch.Tensor | None],
         written: Sequence[bool],
+        staged: bool,
     ) -> None:
         first = tensors[0] if tensors else None
         if first is None:
-            record.begin(name, 0, None)
+            record.begin(name, (), None)
         else:
-            record.begin(name, first.numel(), first.dtype)
+            record.begin(name, first.shape, first.dtype)
         try:
-            if first is not None and first.is_cuda:
-                self._on_device(bind, operations, tensors, written)
+            if staged:
+                self._carry_out(operations, bind, tensors, written)
             else:
                 bind(operations, *tensors)()
         except MPI.Exception as error:
@@ -450,14 +488,16 @@ class Communicator:
         finally:
             record.end()
 
-    def _on_device(
+    def _carry_out(
         self,
-        bind: Callable[..., Call],
         operations: Operations,
+        bind: Callable[..., Call],
         tensors: Sequence[torch.Tensor | None],
         written: Sequence[bool],
     ) -> None:
-        if self.process.cuda_aware:
+        if not tensors or tensors[0] is None or not tensors[0].is_cuda:
+            bind(operations, *tensors)()
+        elif self.process.cuda_aware:
             call = bind(operations, *tensors)
             for tensor in tensors:
                 if tensor is not None:
@@ -508,6 +548,11 @@ class Communicator:
         return blocks
 
 
+def _placed(x: torch.Tensor, algorithm: str) -> torch.Tensor | None:
+    """x where the algorithm may touch neighbours' memory, and so depends on where x lies."""
+    return x if algorithm in ("auto", "shared", "two_level") else None
+
+
 def _intra(comm: MPI.Comm) -> MPI.Intracomm:
     return MPI.Intracomm(comm)  # what Split gives is one, but mpi4py types it as any communicator
 
@@ -517,7 +562,3 @@ def _specs(tensor: torch.Tensor) -> list[list[Any]]:
     address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     starts = range(0, nbytes, LARGEST_COUNT) if nbytes else [0]
     return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in starts]
-
-
-def _hold(tensor: torch.Tensor) -> None:
-    """Nothing but a reference: the tensor lives until its message has left."""

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
@@ -24,10 +25,19 @@ _GATHER = 0.3  # seconds in which ranks that fail together find each other
 
 
 class Faults:
-    """Ends the job. `comm`: a duplicate of the world for it alone."""
+    """Ends the job. `comm`: a duplicate of the world for it alone.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    end: ends this process and with it all ranks; None: MPI's Abort. leave: ends this process where all ranks do.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        end: Callable[[int], None] | None = None,
+        leave: Callable[[int], None] | None = None,
+    ) -> None:
         self._comm = comm
+        self._end, self._leave = end, leave or finalize
         self._token = np.zeros(1, dtype=np.uint8)
         self._previous = sys.excepthook
         self.before_leaving: Callable[[], None] = lambda: None
@@ -49,7 +59,7 @@ class Faults:
             if self._comm.rank == 0:
                 say(self.describe(error, alone=True))
             self.before_leaving()
-            leave(code)
+            self._leave(code)
         self.end_job(self.describe(error), code)
 
     def describe(self, error: BaseException, *, alone: bool = False) -> str:
@@ -67,9 +77,15 @@ class Faults:
 
     def end_job(self, text: str, code: int = EXIT_FAILED) -> None:
         """Print the text, unless another rank speaks for the same end, and abort every rank."""
-        if self._is_first():
+        try:
+            first = self._is_first()
+        except MPI.Exception:  # ranks died before this one failed
+            first = True
+        if first:
             say(text)
-        else:
+        if self._end is not None:
+            self._end(code)
+        if not first:
             time.sleep(5)  # the rank that speaks is about to abort us
         self._comm.Abort(code)
 
@@ -78,7 +94,8 @@ class Faults:
             return False
         for other in range(self._comm.size):
             if other != self._comm.rank:
-                self._comm.Isend(self._token, other, _FAILED).Free()
+                with suppress(MPI.Exception):  # it may be dead
+                    self._comm.Isend(self._token, other, _FAILED).Free()
         deadline = time.monotonic() + _GATHER
         status = MPI.Status()
         while time.monotonic() < deadline:
@@ -103,7 +120,7 @@ def say(text: str) -> None:
     os.write(2, (text + "\n").encode(errors="replace"))
 
 
-def leave(code: int) -> None:
+def finalize(code: int) -> None:
     """End this process with an exit code after a proper MPI_Finalize; all ranks do."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,6 +23,7 @@ RING_SEGMENT = 1 << 20  # bytes of one ring message; smaller ones cost more Pyth
 SHARED_CHUNK = 1 << 17  # bytes summed and written while they are in a core's cache
 STAGED_PIECE = 1 << 20  # bytes of a vector outside an arena that are in one staging slot
 MOST_SEGMENTS = 16
+DIRECT_NODES = 8  # up to which every node sends to every other in two_level; more go round a ring, in long messages
 
 
 @dataclass(frozen=True)
@@ -92,5 +93,6 @@ def all_reduce_program(algorithm: str, setting: Setting) -> Program:
         return ring_all_reduce(size, segments_of(nbytes // size, RING_SEGMENT), nodes)
     if algorithm == "two_level":
         share = nbytes // max(1, len(set(nodes)) * min(nodes.count(n) for n in set(nodes)))
-        return two_level_all_reduce(nodes, segments_of(share, RING_SEGMENT))
+        direct = len(set(nodes)) <= DIRECT_NODES
+        return two_level_all_reduce(nodes, segments_of(share, RING_SEGMENT), direct=direct)
     raise InputError(f"there is no algorithm {algorithm!r}; use auto, {', '.join(ALGORITHMS)}", agreed=True)

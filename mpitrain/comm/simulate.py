@@ -2,8 +2,10 @@
 
 The model: a message costs latency + bytes / bandwidth (Hockney, Parallel Computing 20, 1994), with separate
 figures inside a node and between nodes; messages that leave a node at the same time share its network link,
-and memory traffic at the same time shares its memory; more ranks than cores take turns. A block cut into
-segments is received, added and sent at the same time, as the executor does, so that only the slower counts.
+and memory traffic at the same time shares its memory; more ranks than cores take turns in a step, as far as they
+have something to do in it. A block cut into segments is received from another node, added and sent at the same
+time, as the executor does, so that only the slower counts. Inside a node it is the ranks themselves that move the
+bytes, and they cannot add meanwhile.
 """
 
 from __future__ import annotations
@@ -32,25 +34,23 @@ class Machine:
     cores: int = 64  # per node
 
 
-def simulate(program: Program, chunk_bytes: Sequence[int], machine: Machine = Machine()) -> float:
+def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = Machine()) -> float:
     """Seconds until the last rank is done. chunk_bytes: size of each of the program's chunks, in bytes."""
     return _Simulation(program, chunk_bytes, machine).run()
 
 
 class _Simulation:
-    def __init__(self, program: Program, chunk_bytes: Sequence[int], machine: Machine) -> None:
+    def __init__(self, program: Program, chunk_bytes: Sequence[float], machine: Machine) -> None:
         self.program, self.machine = program, machine
         self.ranks = np.arange(program.size)
         self.node = np.unique(np.array(program.nodes), return_inverse=True)[1]
         per_node = np.bincount(self.node)
         local = per_node[self.node]
-        self.turns = np.maximum(1.0, local / machine.cores)  # more ranks than cores: each waits for its turn
-        active = np.minimum(local, machine.cores)
-        share = machine.memory_rate / active
-        self.copy_rate = np.minimum(machine.copy_rate, share) / self.turns
-        self.reduce_rate = np.minimum(machine.reduce_rate, share) / self.turns
-        self.local_rate = np.minimum(machine.local_bandwidth, share) / self.turns
-        self.fence = machine.fence * np.ceil(np.log2(np.maximum(local, 2))) * self.turns
+        share = machine.memory_rate / np.minimum(local, machine.cores)
+        self.copy_rate = np.minimum(machine.copy_rate, share)
+        self.reduce_rate = np.minimum(machine.reduce_rate, share)
+        self.local_rate = np.minimum(machine.local_bandwidth, share)
+        self.fence = machine.fence * np.ceil(np.log2(np.maximum(local, 2))) * np.maximum(1.0, local / machine.cores)
         self.offsets = np.concatenate([[0], np.cumsum(np.asarray(chunk_bytes, dtype=float))])
         self.cell = float(max(chunk_bytes, default=0))
         self.overlaps = program.segments > 1
@@ -75,11 +75,16 @@ class _Simulation:
         sizes = self.offsets[hi] - self.offsets[lo] if span.memory == WORK else (hi - lo) * self.cell
         return np.broadcast_to(sizes, self.ranks.shape)
 
+    def _turns(self, works: np.ndarray) -> np.ndarray:
+        """How many of a node's ranks that work share a core; for each rank."""
+        return np.maximum(1.0, np.bincount(self.node, weights=works)[self.node] / self.machine.cores)
+
     def _busy(self, peer: Ints, span: Span, rate: np.ndarray) -> None:
         """Local work of the ranks whose peer is not NONE."""
-        works = np.broadcast_to(np.asarray(peer) != NONE, self.ranks.shape)
         size = self._bytes(span)
-        self.clock = np.where(works & (size > 0), self.clock + self.machine.step + size / rate, self.clock)
+        works = np.broadcast_to(np.asarray(peer) != NONE, self.ranks.shape) & (size > 0)
+        takes = (self.machine.step + size / rate) * self._turns(works)
+        self.clock = np.where(works, self.clock + takes, self.clock)
 
     def _meet(self) -> None:
         last = np.zeros(self.node.max() + 1)
@@ -96,17 +101,20 @@ class _Simulation:
         leaves = sends & (self.node[peer_to] != self.node)
         enters = receives & (self.node[peer_from] != self.node)
         link = self.machine.bandwidth / np.maximum(1, np.bincount(self.node, weights=leaves))
-        rate_out = np.where(leaves, link[self.node], self.local_rate)
-        rate_in = np.where(enters, link[self.node[peer_from]], self.local_rate[peer_from])
+        turns = self._turns(sends | receives)
+        local_rate = self.local_rate / turns
+        rate_out = np.where(leaves, link[self.node], local_rate)
+        rate_in = np.where(enters, link[self.node[peer_from]], local_rate[peer_from])
         latency_out = np.where(leaves, self.machine.latency, self.machine.local_latency)
         latency_in = np.where(enters, self.machine.latency, self.machine.local_latency)
         size_in = self._bytes(step.recv)
         sent = np.maximum(begin, begin[peer_to]) + latency_out + self._bytes(step.send) / rate_out
         got = np.maximum(begin, begin[peer_from]) + latency_in + size_in / rate_in
         end = np.maximum(np.where(sends, sent, begin), np.where(receives, got, begin))
-        self.clock = np.where(sends | receives, end + self.machine.step * self.turns, self.clock)
+        self.clock = np.where(sends | receives, end + self.machine.step * turns, self.clock)
         if step.reduce:
-            added = np.maximum(self.clock, self.adding) + size_in / self.reduce_rate
+            added = np.maximum(self.clock, self.adding) + size_in / self.reduce_rate * self._turns(receives)
             self.adding = np.where(receives, added, self.adding)
+            self.clock = np.where(receives & ~enters, added, self.clock)
         else:  # what is passed on must have been added
             self.clock = np.where(sends, np.maximum(self.clock, self.adding), self.clock)

@@ -12,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpi4py import MPI
+
+from mpitrain.comm.selection import ALGORITHMS
+from mpitrain.comm.topology import machine_key
+
 KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
 _NO_LIMIT = 1 << 62
+_CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
 
 # where the ranks and the data are -> rules in order of size; crowded: more ranks than cores
 _DEFAULTS: dict[str, tuple[Rule, ...]] = {
@@ -42,11 +48,13 @@ class Tuning:
 
     def algorithm(self, place: str, ranks: int, nbytes: int) -> str:
         """The algorithm for a vector of nbytes on `ranks` ranks at a place of `PLACES`."""
-        rules = self.measured.get(f"{place}/{ranks}") or _DEFAULTS[place]
-        return next(name for limit, name in rules if nbytes < limit)
+        return next(name for limit, name in self.rules(place, ranks) if nbytes < limit)
 
     def rules(self, place: str, ranks: int) -> Sequence[Rule]:
         return self.measured.get(f"{place}/{ranks}") or _DEFAULTS[place]
+
+    def is_measured(self, place: str, ranks: int) -> bool:
+        return f"{place}/{ranks}" in self.measured
 
     def to_json(self) -> str:
         return json.dumps({"origin": self.origin, "measured": {k: list(v) for k, v in self.measured.items()}})
@@ -62,12 +70,45 @@ class Tuning:
             }
             if any(not rules or rules[-1][0] < _NO_LIMIT for rules in measured.values()):
                 raise ValueError("rules without an end")
+            if any(name not in ALGORITHMS for rules in measured.values() for _, name in rules):
+                raise ValueError("an algorithm that does not exist")
             return Tuning(measured, str(values["origin"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a tuning table: {error}") from None
 
 
 PLACES = tuple(_DEFAULTS)
+
+
+def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
+    """Rules by measured seconds of each algorithm at each size in bytes.
+
+    A change of algorithm lies half-way (geometrically) between two sizes, and is made only for a clear gain, so
+    that noise does not make rules.
+    """
+    rules: list[Rule] = []
+    chosen, last = "", 0
+    for size in sorted(times):
+        fastest = min(times[size], key=times[size].__getitem__)
+        if not chosen:
+            chosen = fastest
+        elif times[size][fastest] < times[size].get(chosen, float("inf")) * _CLEARLY:
+            rules.append((round((last * size) ** 0.5), chosen))
+            chosen = fastest
+        last = size
+    return (*rules, (_NO_LIMIT, chosen))
+
+
+def describe(rules: Sequence[Rule]) -> str:
+    """mpi below 12 KiB, then shared."""
+    *changes, (_, last) = rules
+    parts = [f"{name} below {_in_units(limit)}" for limit, name in changes]
+    return ", then ".join([*parts, last])
+
+
+def this_machine() -> str:
+    """The name under which this machine's table is kept."""
+    return machine_key(MPI.Get_library_version())
 
 
 def table_path(machine: str) -> Path:
@@ -82,3 +123,21 @@ def load(machine: str) -> Tuning:
         return Tuning.from_json(table_path(machine).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Tuning()
+
+
+def keep(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> Path:
+    """Write the machine's table, with the rules for other places and rank counts that it had; its path."""
+    path = table_path(machine)
+    table = Tuning({**load(machine).measured, **measured}, origin)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(table.to_json(), encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def _in_units(nbytes: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"

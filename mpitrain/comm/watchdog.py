@@ -5,7 +5,7 @@ answers other ranks' questions over a communicator of its own. A rank whose oper
 asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table:
 
     all_reduce #12 of world did not complete in 30 s:
-      rank 0  world: all_reduce #12 of 1024 float32, 31 s            train.py:88 in main
+      rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
       rank 1  world: barrier #12, 31 s                               train.py:90 in main
       rank 2  not in an operation                                    model.py:17 in forward
       rank 3  does not answer: stopped, dead or cut off
@@ -19,60 +19,95 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import numpy as np
+import torch
 from mpi4py import MPI
+
+from mpitrain.comm.faults import say
 
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_LOOK = 0.1  # seconds between looks for ranks that died, where the job is to go on without them
+_ROOM = str(Path(__file__).resolve().parent) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 
 class Record:
     """The operation a rank is in on one communicator. Written by the hot path, read by the watchdog."""
 
-    __slots__ = ("label", "name", "numel", "sequence", "since", "thread", "what")
+    __slots__ = ("dtype", "label", "name", "sequence", "shape", "since", "thread")
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.sequence = 0
         self.name = ""
-        self.what: object = None  # the dtype
-        self.numel = 0
+        self.shape: Sequence[int] = ()
+        self.dtype: torch.dtype | None = None
         self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
         self.thread = 0
 
-    def begin(self, name: str, numel: int, what: object) -> None:
+    def begin(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
+        """dtype: None for an operation on no data."""
         self.sequence += 1
-        self.name, self.numel, self.what = name, numel, what
-        self.thread = threading.get_ident()
-        self.since = time.monotonic()
-
-    def compare(self, name: str) -> None:
-        """The ranks compare what they are about to do; the operation itself has not begun."""
-        self.name, self.numel, self.what = f"before {name}", 0, None
+        self.name, self.shape, self.dtype = name, shape, dtype
         self.thread = threading.get_ident()
         self.since = time.monotonic()
 
     def end(self) -> None:
         self.since = 0.0
 
+    @contextmanager
+    def comparing(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Iterator[None]:
+        """The ranks compare what they are about to do; the operation itself has not begun."""
+        self.begin(f"before {name}", shape, dtype)
+        try:
+            yield
+        finally:
+            self.end()
+            self.sequence -= 1
+
     def text(self) -> str:
-        shape = f" of {self.numel} {str(self.what).removeprefix('torch.')}" if self.what is not None else ""
-        return f"{self.label}: {self.name} #{self.sequence}{shape}"
+        data = f" of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}" if self.dtype is not None else ""
+        return f"{self.label}: {self.name} #{self.sequence}{data}"
+
+
+class Deaths(Protocol):
+    """What is done about ranks that died (`elastic`)."""
+
+    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Note a new communicator, and give it back."""
+
+    def look(self) -> None:
+        """See whether there are any."""
+
+    def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
+        """Kill ranks that do not answer; returns whether the job can go on without them."""
 
 
 class Watchdog:
     """The thread of one process. `comm`: a duplicate of the world for it alone."""
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, end_job: Callable[[str], None]) -> None:
-        """timeout: seconds an operation may take. end_job: prints a text and ends all ranks."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        timeout: float,
+        end_job: Callable[[str], None],
+        deaths: Deaths | None = None,
+    ) -> None:
+        """timeout: seconds an operation may take. end_job: prints a text and ends all ranks.
+
+        deaths: where the job goes on without ranks that died.
+        """
         self.timeout = timeout
         self._comm = comm
         self._end_job = end_job
+        self._deaths = deaths
         self._records: list[Record] = []
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
@@ -104,11 +139,17 @@ class Watchdog:
         return None
 
     def _watch(self) -> None:
-        while not self._stop.wait(min(0.5, self.timeout / 4)):
-            self._answer_questions()
+        pause = 0.5 if self._deaths is None else _LOOK
+        while not self._stop.wait(min(pause, self.timeout / 4)):
+            try:
+                if self._deaths is not None:
+                    self._deaths.look()
+                self._answer_questions()
+            except MPI.Exception:  # of communicators that were given up with their dead ranks
+                if self._deaths is None:
+                    raise
             late = self._late()
-            if late is not None:
-                self._report(*late)
+            if late is not None and not self._report(*late):
                 return
 
     def _answer_questions(self) -> None:
@@ -128,11 +169,43 @@ class Watchdog:
         now = time.monotonic()
         busy = [r for r in list(self._records) if r.since]
         doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
-        thread = busy[0].thread if busy else self._main
-        frame = sys._current_frames().get(thread) or sys._current_frames().get(self._main)
-        return {"doing": doing, "line": line_of(frame), "late": self._late() is not None}
+        frames = sys._current_frames()
+        threads = [r.thread for r in busy if r.thread in frames] + [self._main]
+        lines = [line_of(frames[t]) for t in threads if t in frames and not _ours(frames[t])]
+        return {"doing": doing, "line": lines[0] if lines else "nowhere", "late": self._late() is not None}
 
-    def _report(self, record: Record, seconds: float) -> None:
+    def _report(self, record: Record, seconds: float) -> bool:
+        """Say where the ranks are, and end the job; returns whether it goes on without those that do not answer."""
+        late = f"mpitrain: {record.text()} did not complete in {seconds:.0f} s (comm.timeout)"
+        try:
+            places = self._ask()
+        except MPI.Exception as error:
+            if self._deaths is None:
+                raise
+            self._end_job(f"{late}, and the other ranks cannot be asked: {error}")
+            return False
+        rank, size = self._comm.rank, self._comm.size
+        spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
+        if spoken and self._deaths is None:
+            time.sleep(2 * _PATIENCE)
+        lines = [f"{late}; the ranks are at:"]
+        for other in range(size):
+            if other in places:
+                lines.append(f"  rank {other}  {places[other]['doing']!s:60}  {places[other]['line']}")
+            else:
+                lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
+        silent = [other for other in range(size) if other not in places]
+        early = self._deaths is not None and silent and seconds < 2 * self.timeout + _PATIENCE
+        if early and self._deaths is not None and self._deaths.end_silent(silent, list(places)):
+            if not spoken:
+                say("\n".join(lines))
+            time.sleep(_PATIENCE)  # until the operation has failed
+            return True
+        self._end_job("\n".join(lines))
+        return False
+
+    def _ask(self) -> dict[int, dict[str, object]]:
+        """Where the ranks that answer are."""
         rank, size = self._comm.rank, self._comm.size
         question = np.zeros(1, dtype=np.uint8)
         for other in range(size):
@@ -149,24 +222,25 @@ class Watchdog:
             text = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
             self._comm.Recv(text, status.source, _ANSWER)
             places[status.source] = json.loads(text.tobytes())
-        if any(places[r]["late"] for r in places if r < rank):  # that one reports
-            time.sleep(2 * _PATIENCE)
-        lines = [f"mpitrain: {record.text()} did not complete in {seconds:.0f} s (comm.timeout); the ranks are at:"]
-        for other in range(size):
-            if other in places:
-                lines.append(f"  rank {other}  {places[other]['doing']!s:60}  {places[other]['line']}")
-            else:
-                lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
-        self._end_job("\n".join(lines))
+        return places
 
 
 def line_of(frame: FrameType | None) -> str:
-    """file:line of the innermost frame outside this package, else of the innermost."""
+    """file:line of the innermost frame outside this package, else outside this room, else of the innermost."""
     if frame is None:
         return "nowhere"
     stack = traceback.extract_stack(frame)
-    outside = [f for f in stack if not os.path.abspath(f.filename).startswith(_PACKAGE)]
-    # a job run by mpitrain.train is inside the package from top to bottom but for runpy and threading
-    outside = [f for f in outside if "/threading.py" not in f.filename and "runpy" not in f.filename]
+    places = [f for f in stack if not f.filename.startswith("<") and "/threading.py" not in f.filename]
+    outside = [f for f in places if not os.path.abspath(f.filename).startswith(_PACKAGE) and "runpy" not in f.filename]
+    # a job run by mpitrain.train is inside the package from top to bottom
+    outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_ROOM)]
     place = outside[-1] if outside else stack[-1]
     return f"{os.path.basename(place.filename)}:{place.lineno} in {place.name}"
+
+
+def _ours(frame: FrameType) -> bool:
+    """Whether a thread is the communication thread, which is nowhere in the user's program."""
+    return all(
+        os.path.abspath(f.filename).startswith(_ROOM) or f.filename.endswith("/threading.py")
+        for f in traceback.extract_stack(frame)
+    )

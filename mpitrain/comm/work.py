@@ -12,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from mpi4py import MPI
 
+from mpitrain.comm.watchdog import Record
 from mpitrain.errors import CommunicationError
 
 
@@ -46,16 +48,25 @@ class Messages(Work):
     """Messages that MPI carries by itself."""
 
     def __init__(
-        self, name: str, requests: Sequence[MPI.Request], complete: Callable[[list[MPI.Status]], None]
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        requests: Sequence[MPI.Request],
+        complete: Callable[[list[MPI.Status]], None],
+        record: Record,
     ) -> None:
-        """complete: called once with the statuses; raises if what arrived is not what was expected."""
-        self._name = name
+        """tensor: what is sent or received; complete: called once with the statuses, raises if what arrived is not
+        what was expected; record: where a wait is to be seen.
+        """
+        self._name, self._tensor, self._record = name, tensor, record
+        self.source: int | None = None  # the rank that sent what arrived, once it has
         self._requests = list(requests)
         self._complete: Callable[[list[MPI.Status]], None] | None = complete
 
     def _finish(self, statuses: list[MPI.Status]) -> None:
         complete, self._complete = self._complete, None
         if complete is not None:
+            self.source = statuses[0].source
             complete(statuses)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -63,13 +74,21 @@ class Messages(Work):
             return
         if timeout is None:
             statuses = [MPI.Status() for _ in self._requests]
-            MPI.Request.Waitall(self._requests, statuses)
+            self._record.begin(self._name, self._tensor.shape, self._tensor.dtype)
+            try:
+                MPI.Request.Waitall(self._requests, statuses)
+            except MPI.Exception as error:
+                raise CommunicationError(f"{self._record.text()} failed in MPI: {error}") from error
+            finally:
+                self._record.end()
             self._finish(statuses)
             return
         deadline = time.monotonic() + timeout
         while not self.done():
             if time.monotonic() > deadline:
-                raise CommunicationError(f"{self._name} is not complete after {timeout:g} s; is the other rank there?")
+                raise CommunicationError(
+                    f"{self._record.label}: {self._name} is not complete after {timeout:g} s; is the other rank there?"
+                )
             time.sleep(1e-4)
 
     def done(self) -> bool:

@@ -16,7 +16,7 @@ from mpitrain.comm.device import cuda_aware
 from mpitrain.comm.faults import Faults
 from mpitrain.comm.topology import discover, machine_key, spare_cores
 from mpitrain.comm.tuning import Tuning
-from mpitrain.comm.watchdog import Watchdog
+from mpitrain.comm.watchdog import Deaths, Watchdog
 from mpitrain.errors import EXIT_BAD_INPUT, InputError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -27,6 +27,7 @@ class Process:
     """What all communicators of a process share; but for the watchdog's work, the same on every rank.
 
     spare_cores: on the node that has fewest, cores that no rank computes on; negative: ranks that have none.
+    deaths: where the job is to go on without ranks that die (see `elastic`).
     """
 
     arenas: ArenaIndex
@@ -36,6 +37,11 @@ class Process:
     spare_cores: int
     cuda_aware: bool
     debug: bool
+    deaths: Deaths | None = None
+
+    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """The communicator, which is new; noted where it may have to be given up."""
+        return comm if self.deaths is None else self.deaths.track(comm)
 
 
 _world: Communicator | None = None
@@ -73,6 +79,12 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
         watchdog.start()
     atexit.register(watchdog.stop)
     return _world
+
+
+def replace(world: Communicator) -> None:
+    """Make this the world of the process, as `init` gives it."""
+    global _world
+    _world = world
 
 
 def set_timeout(seconds: float) -> None:

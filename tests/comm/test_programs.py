@@ -80,12 +80,19 @@ def test_shared_memory_algorithms_neither_race_nor_miss_anything(tree):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 3), st.booleans(), st.randoms())
-def test_two_level_is_right_for_any_number_of_ranks_on_each_node(per_node, segments, tree, random):
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 3), *[st.booleans()] * 2, st.randoms())
+def test_two_level_is_right_for_any_number_of_ranks_on_each_node(per_node, segments, direct, tree, random):
     nodes = [node for node, ranks in enumerate(per_node) for _ in range(ranks)]
     if random.random() < 0.3:
         random.shuffle(nodes)  # ranks placed round robin or worse
-    verify(two_level_all_reduce(tuple(nodes), segments, tree=tree))
+    verify(two_level_all_reduce(tuple(nodes), segments, direct=direct, tree=tree))
+
+
+def test_two_level_sends_the_least_between_nodes_whether_directly_or_round_a_ring():
+    nodes, each = (0, 0, 1, 1, 2, 2), 4096  # 2 slices of 3 parts
+    for direct in (False, True):
+        traffic = count(two_level_all_reduce(nodes, direct=direct), 0, [each] * 6)
+        assert traffic.bytes_sent == 2 * (3 - 1) * each  # 2(M-1)/M of its slice
 
 
 def _without_a_step(program: Program, rank: int, number: int) -> Program:

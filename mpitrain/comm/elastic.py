@@ -1,0 +1,299 @@
+"""Going on without ranks that died, by MPI's User-Level Failure Mitigation (ULFM; MPI-5.0 calls it fault tolerance).
+
+    a rank dies          MPI knows it on some ranks; operations with it fail there
+    revoke               every communicator of this process: whoever waits in one of them is woken by an error
+    shrink               a communicator of those that are left, and from it a world like the first
+    agree                that all of them have it; else once more
+
+Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI communication capability", IJHPCA 27
+(2013). What belonged to the old world is left as it is: a window shared with a dead rank cannot be freed together.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from mpi4py import MPI
+
+from mpitrain.comm import world as of_process
+from mpitrain.comm.arena import ArenaIndex
+from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.faults import Faults
+from mpitrain.comm.topology import Topology, library_name
+from mpitrain.comm.watchdog import Watchdog
+from mpitrain.errors import CommunicationError, InputError
+
+_NOTICE = 2.0  # seconds in which a death that made an operation fail becomes known
+_MOMENT = 0.3  # likewise for one that made an operation give nonsense
+_SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
+_ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
+
+
+def require() -> None:
+    """Raise InputError where ranks that die would take the job with them."""
+    name, version = MPI.get_vendor()
+    if name != "Open MPI" or version < (5, 0):
+        raise InputError(
+            f"elastic.mode shrink needs an MPI with fault tolerance (ULFM): Open MPI 5 or later; this is "
+            f"{library_name()}; use elastic.mode off, and checkpoints",
+            agreed=True,
+        )
+    if os.environ.get(_SETTING, "").lower() not in _ENABLED:
+        raise InputError(
+            "elastic.mode shrink needs fault tolerance to be switched on: start the job with mpirun --with-ft ulfm",
+            agreed=True,
+        )
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise InputError("elastic.mode shrink needs an MPI with THREAD_MULTIPLE; use another MPI", agreed=True)
+
+
+class Deaths:
+    """Which ranks of the world died, and all communicators of this process, to be given up at once."""
+
+    def __init__(self, nodes: Sequence[int], neighbours: dict[int, int]) -> None:
+        """nodes: of the processes of MPI_COMM_WORLD. neighbours: process there, on this node -> pidfd."""
+        self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
+        self.nodes, self._neighbours = tuple(nodes), neighbours
+        self._lock = threading.Lock()
+        self._comms: list[MPI.Intracomm] = []
+        self._given_up = False
+
+    def begin(self, comm: MPI.Intracomm, processes: Sequence[int]) -> None:
+        """Watch the ranks of `comm` from now on, and forget the communicators known before."""
+        with self._lock:
+            self.processes, self._comms, self._given_up = tuple(processes), [comm], False
+
+    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Have a new communicator given up with the others."""
+        with self._lock:
+            self._comms.append(comm)
+            if self._given_up and comm != MPI.COMM_NULL:
+                comm.Revoke()
+        return comm
+
+    def give_up(self) -> None:
+        """Wake all ranks that wait for any other: no operation of the world succeeds any more."""
+        with self._lock:
+            self._given_up = True
+            for comm in self._comms:
+                if comm != MPI.COMM_NULL:
+                    comm.Revoke()
+
+    def look(self) -> None:
+        """Give up the world if a rank of it died or gave it up. Called again and again, from a thread."""
+        if not self._given_up and self.noticed():
+            self.give_up()
+
+    def noticed(self) -> bool:
+        """Whether a rank is known to have died, or some rank gave the world up."""
+        with self._lock:
+            watched = self._comms[0]
+            if self._given_up or watched.Is_revoked():
+                return True
+            failed = watched.Get_failed()
+            count = failed.size
+            failed.Free()
+        return bool(count)
+
+    def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
+        """Kill the silent ranks of the world that run on this node.
+
+        Returns whether the others run on nodes where a rank that answers will do so.
+        """
+        self.kill([self.processes[rank] for rank in silent])
+        alive = {self.nodes[self.processes[rank]] for rank in answering}
+        return all(self.nodes[self.processes[rank]] in alive for rank in silent)
+
+    def kill(self, processes: Sequence[int]) -> None:
+        """Kill those of the processes that run on this node."""
+        for process in processes:
+            if process in self._neighbours:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._neighbours[process], signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What became of a world. lost, left: numbers of ranks in MPI_COMM_WORLD.
+
+    parted: those of the lost that may be alive, cut off together with their nodes.
+    """
+
+    lost: tuple[int, ...]
+    left: tuple[int, ...]
+    parted: tuple[int, ...]
+
+    @property
+    def is_main_part(self) -> bool:
+        """Whether no other part of the world that is alive may take itself for what is left of the job."""
+        if len(self.left) != len(self.parted):
+            return len(self.left) > len(self.parted)
+        return min(self.left) < min(self.parted)
+
+
+def begin(world: Communicator) -> Communicator:
+    """A world of the same ranks, some of which may die: then `shrink` it. Collective.
+
+    Raises InputError where the MPI does not allow that, and on several nodes: there a survivor can stay inside an
+    operation of the library that was under way to a host that is gone.
+    """
+    require()
+    if world.num_nodes > 1:
+        raise InputError(
+            "elastic.mode shrink works on one node; across nodes set it to off, and let the batch system start the job "
+            "again (jobs/train.sbatch)",
+            agreed=True,
+        )
+    pids = np.empty(world.size, dtype=np.int64)
+    world.all_gather(pids, np.array([os.getpid()]))
+    neighbours: dict[int, int] = {}
+    for rank in range(world.size):
+        if world.nodes[rank] == world.node and rank != world.rank:
+            with suppress(OSError):  # ranks of one node may be in containers of their own
+                neighbours[rank] = os.pidfd_open(int(pids[rank]))
+    deaths = Deaths(world.nodes, neighbours)
+    comm = MPI.Intracomm(world._comm.Dup())
+    deaths.begin(comm, range(world.size))
+    made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, deaths)
+    _replace(world, made)
+    return made
+
+
+def ranks_died(world: Communicator, error: BaseException) -> bool:
+    """Whether this error is to be laid to the death of ranks. May take a moment.
+
+    Any error counts: what an operation gave that was under way when a rank died may be anything.
+    """
+    deaths = _deaths_of(world)
+    deadline = time.monotonic() + (_NOTICE if _of_communication(error) else _MOMENT)
+    while not deaths.noticed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def shrink(world: Communicator) -> tuple[Communicator, Loss]:
+    """The world of the ranks that are left, and who is not. Collective over those; call it when `ranks_died`.
+
+    Ranks that die meanwhile are left out as well. Nothing that was made from the old world is of use afterwards.
+    """
+    deaths = _deaths_of(world)
+    before = deaths.processes
+    record = world.process.watchdog.record("elastic")
+    record.begin("shrink", (), None)
+    comm, made = MPI.Intracomm(world._comm), None
+    while made is None:
+        deaths.give_up()
+        try:
+            comm = MPI.Intracomm(comm.Shrink())
+        except MPI.Exception:
+            time.sleep(0.01)
+            continue
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        ranks = [int(r) for r in MPI.Group.Translate_ranks(comm.group, range(comm.size), world._comm.group)]
+        deaths.begin(comm, [before[rank] for rank in ranks])
+        made = _agreed(comm, _try_to_make(comm, ranks, world, deaths))
+    record.end()
+    left = deaths.processes
+    lost = tuple(process for process in before if process not in left)
+    alive = {deaths.nodes[process] for process in left}
+    deaths.kill(lost)  # one that was only stopped must not come back
+    _replace(world, made)
+    return made, Loss(lost, left, tuple(process for process in lost if deaths.nodes[process] not in alive))
+
+
+def leave(world: Communicator, code: int) -> None:
+    """End this process; all ranks do. Without MPI_Finalize, which may wait for the dead."""
+    world.process.watchdog.stop()
+    _leave(world._comm, code)
+
+
+def partners(nodes: Sequence[int]) -> list[int]:
+    """For each rank the one that keeps a copy for it: another one, on another node as far as there are ranks for it.
+
+    nodes: of each rank. Ranks are put in order of their nodes, and each is given the one as many places on as the
+    largest node has ranks.
+    """
+    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
+    step = max(nodes.count(node) for node in nodes) % len(nodes) or 1
+    found = [0] * len(nodes)
+    for place, rank in enumerate(order):
+        found[rank] = order[(place + step) % len(nodes)]
+    return found
+
+
+def _deaths_of(world: Communicator) -> Deaths:
+    deaths = world.process.deaths
+    assert isinstance(deaths, Deaths), "begin() comes first"
+    return deaths
+
+
+def _of_communication(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, (MPI.Exception, CommunicationError)):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _try_to_make(comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, deaths: Deaths) -> Communicator | None:
+    """The world over `comm`; None when a rank died meanwhile. ranks: their numbers in the world before."""
+    numbers: dict[int, int] = {}
+    nodes = tuple(numbers.setdefault(world.nodes[rank], len(numbers)) for rank in ranks)
+    try:
+        return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, deaths)
+    except MPI.Exception:
+        deaths.give_up()  # others may be waiting for this rank
+        return None
+
+
+def _agreed(comm: MPI.Intracomm, made: Communicator | None) -> Communicator | None:
+    """The world, if all ranks have made it."""
+    try:
+        return made if comm.Agree(int(made is not None)) else None
+    except MPI.Exception:  # a rank died meanwhile: raised on all alike
+        return None
+
+
+def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, deaths: Deaths) -> Communicator:
+    faults = Faults(deaths.track(MPI.Intracomm(comm.Dup())), _end, partial(_leave, comm))
+    asking = deaths.track(MPI.Intracomm(comm.Dup()))
+    watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, deaths)
+    faults.before_leaving = watchdog.stop
+    process = replace(before.process, arenas=ArenaIndex(), watchdog=watchdog, faults=faults, deaths=deaths)
+    return Communicator(comm, topology, process, "world")
+
+
+def _replace(old: Communicator, new: Communicator) -> None:
+    """Let the new world's watchdog and faults do what the old one's did."""
+    old.process.watchdog.stop()
+    old.process.faults.uninstall()
+    new.process.faults.install()
+    new.process.watchdog.start()
+    of_process.replace(new)
+
+
+def _end(code: int) -> None:
+    """End this process so that the others notice: they would wait for one that ends with an exit code."""
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave(comm: MPI.Intracomm, code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(MPI.Exception):
+        comm.Barrier()
+    os._exit(code)

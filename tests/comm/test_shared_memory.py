@@ -1,0 +1,198 @@
+"""Shared memory where it is scarce or forbidden, and vectors too long for a 32-bit count."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from support import job, launcher
+
+CHECKS = """
+import torch
+import mpitrain as mt
+
+def check(world, x, wanted, what):
+    assert torch.equal(x, wanted), f"rank {world.rank}: {what}"
+
+def every_sum(world, arenas=()):
+    \"\"\"All operations that may use shared memory, on small whole numbers, which every type here holds exactly.\"\"\"
+    size, rank = world.size, world.rank
+    for numel in (5, 3000, 700_001):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            pattern = (torch.arange(numel) % 5).to(dtype)
+            places = [arena.tensor.view(dtype)[:numel] for arena in arenas if arena.nbytes >= numel * dtype.itemsize]
+            for x in (torch.empty(numel, dtype=dtype), *places):
+                for algorithm in ("auto", "shared", "two_level", "ring"):
+                    for reproducible in (False, True):
+                        world.all_reduce(x.copy_(pattern + rank), algorithm=algorithm, reproducible=reproducible)
+                        check(world, x, pattern * size + sum(range(size)), (numel, dtype, algorithm, reproducible))
+                world.broadcast(x.copy_(pattern + rank), size - 1)
+                check(world, x, pattern + size - 1, "broadcast")
+                world.reduce(x.copy_(pattern + rank), 0)
+                check(world, x, pattern * size + sum(range(size)) if rank == 0 else pattern + rank, "reduce")
+                out = torch.empty(numel * size, dtype=dtype)
+                world.all_gather(out, x.copy_(pattern + rank))
+                check(world, out, torch.cat([pattern + r for r in range(size)]), "all_gather")
+                world.reduce_scatter(x, out)
+                check(world, x, (pattern + rank) * size, "reduce_scatter")
+"""
+
+SCARCE = """
+import os, sys
+import torch
+import mpitrain as mt
+from checks import every_sum
+
+wanted, count, left = map(int, sys.argv[1:])
+world = mt.init()
+if left and world.rank == 0:  # somebody else's file takes nearly all
+    free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
+    with open("/dev/shm/filler", "wb") as file:
+        file.write(bytes(free - left))
+world.barrier()
+arenas = [world.arena(wanted // 4) for _ in range(count)]
+for arena in arenas:
+    arena.tensor.fill_(float(world.rank))  # touches every page: a bus error where there is none
+every_sum(world, arenas)
+if world.rank == 0:
+    print("kinds", *(arena.kind for arena in arenas))
+"""
+
+
+def two_ranks(
+    folder: Path, script: str, *arguments: object, before: Sequence[str] = (), timeout: float = 90, **environment: str
+):
+    (folder / "checks.py").write_text(CHECKS)
+    (folder / "main.py").write_text(script)
+    command = [*launcher(2), sys.executable, str(folder / "main.py"), *map(str, arguments)]
+    return job(0, [*before, *command], timeout=timeout, **environment)
+
+
+@pytest.fixture
+def small_shared_memory() -> Callable[[str], list[str]]:
+    """What to put before a command so that it sees a /dev/shm of that size, in a mount namespace of its own."""
+
+    def before(size: str) -> list[str]:
+        return ["unshare", "-m", "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "bash"]
+
+    try:
+        possible = subprocess.run([*before("1m"), "true"], capture_output=True).returncode == 0
+    except OSError:
+        possible = False
+    if not possible:
+        pytest.skip("mounting a small /dev/shm needs root (and unshare)")
+    return before
+
+
+MIB = 1 << 20
+# size of /dev/shm, bytes of an arena a rank, arenas, bytes free when they are made (0: all), kinds
+SMALL = {
+    "too small for one": ("40m", 64 * MIB, 1, 0, ["private"]),
+    "too small for a second": ("60m", 20 * MIB, 2, 0, ["shared", "private"]),
+    "too small for anything": ("40m", 4096, 1, 1 * MIB, ["private"]),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, small_shared_memory, case):
+    size, wanted, count, left, kinds = SMALL[case]
+    done = two_ranks(tmp_path, SCARCE, wanted, count, left, before=small_shared_memory(size))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["kinds", *kinds]
+    assert done.stderr.count("UserWarning") == 1
+    assert re.search(r"/dev/shm has \d+ MiB free, \d+ MiB are wanted", done.stderr)
+    assert "mount -o remount,size=50% /dev/shm" in done.stderr
+
+
+def test_memory_without_pages_is_found_out_without_a_bus_error(small_shared_memory):
+    script = """
+import mmap
+import torch
+from mpitrain.comm.arena import _fill_with_zeros
+with open("/dev/shm/sparse", "w+b") as file:
+    file.truncate(256 << 20)
+    memory = mmap.mmap(file.fileno(), 256 << 20)
+address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+print(_fill_with_zeros(address, 1 << 20), _fill_with_zeros(address, 256 << 20))
+"""
+    done = job(0, [*small_shared_memory("64m"), sys.executable, "-c", script])
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+FORBID = """
+import ctypes, errno, platform, struct
+# what containers do: the kernel answers process_vm_readv and process_vm_writev with EPERM
+readv, writev = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]
+LOAD_NUMBER, JUMP_IF_EQUAL, RETURN, ALLOW, ERRNO = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+program = [
+    (LOAD_NUMBER, 0, 0, 0), (JUMP_IF_EQUAL, 2, 0, readv), (JUMP_IF_EQUAL, 1, 0, writev),
+    (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | errno.EPERM),
+]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP
+
+import torch
+import mpitrain as mt
+from checks import every_sum
+
+world = mt.init()
+every_sum(world, [world.arena(4_000_000)])
+operations = world._operations
+assert operations.neighbours() is None and operations.staging() is not None
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="system call numbers not known here")
+def test_sums_are_right_where_the_system_forbids_reading_other_processes(tmp_path):
+    done = two_ranks(tmp_path, FORBID, MPIR_CVAR_CH4_CMA_ENABLE="0")  # without it MPICH fails there by itself
+    assert done.returncode == 0, done.stderr
+
+
+LONG = """
+import torch
+import mpitrain as mt
+
+world = mt.init()
+numel = 2**31 + 12_345
+period = torch.arange(251, dtype=torch.uint8) // 2  # values to 125: sums of two ranks fit
+x = torch.empty(numel, dtype=torch.uint8)
+
+def fill(shift):
+    x[: numel - numel % 251].view(-1, 251).copy_((period + shift).expand(numel // 251, 251))
+    x[numel - numel % 251 :] = (period + shift)[: numel % 251]
+
+def wrong(pattern):
+    body = x[: numel - numel % 251].view(-1, 251)
+    step = 1 << 18  # rows at a time: not another 2 GiB
+    bad = sum(int((body[lo : lo + step] != pattern).sum()) for lo in range(0, len(body), step))
+    return bad + int((x[numel - numel % 251 :] != pattern[: numel % 251]).sum())
+
+for algorithm in ("auto", "mpi", "ring"):
+    fill(world.rank)
+    world.all_reduce(x, algorithm=algorithm)
+    assert wrong(period * 2 + 1) == 0, f"all_reduce {algorithm}"
+for algorithm in ("auto", "mpi", "tree"):
+    fill(world.rank)
+    world.broadcast(x, 1, algorithm)
+    assert wrong(period + 1) == 0, f"broadcast {algorithm}"
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_vectors_of_more_than_2_to_the_31_elements(tmp_path, full):
+    if not full:
+        pytest.skip("takes two minutes and 10 GiB: only with --full")
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    done = two_ranks(tmp_path, LONG, timeout=500)
+    assert done.returncode == 0, done.stderr
