@@ -9,16 +9,19 @@ one dimension that a tensor-parallel rank has:
                                            . . 4 5 . .      elements 3, 4, 5: two stretches
                                            . . 6 7 . .      of the tensor's rows 1 and 2
 
-Whatever layout wrote a piece, any other layout can find its elements in it by `overlaps`.
+Whatever layout wrote a piece, any other layout can find its elements in it by `stretches`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
+
+_SLICE = "_mpitrain_slice"  # attribute of a parameter that is a part of the model's
 
 
 def split(length: int, parts: int) -> list[int]:
@@ -86,29 +89,25 @@ class Piece:
         return starts, last - first, first - self.lo
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """`length` elements at `source` of one piece are those at `target` of another."""
+def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The elements two pieces of one tensor have in common, as the longest stretches contiguous in both.
 
-    source: int
-    target: int
-    length: int
-
-
-def overlaps(source: Piece, target: Piece) -> Iterator[Overlap]:
-    """The elements two pieces of one tensor have in common, as stretches contiguous in both, in target order."""
+    Returns their places in the source, in the target, and their lengths, in ascending order.
+    """
     a_starts, a_lengths, a_places = source.runs()
     b_starts, b_lengths, b_places = target.runs()
-    if not len(a_starts) or not len(b_starts):
-        return
-    a_ends = a_starts + a_lengths
-    for start, length, place in zip(b_starts, b_lengths, b_places, strict=True):
-        first = int(np.searchsorted(a_ends, start, side="right"))
-        for i in range(first, len(a_starts)):
-            lo, hi = max(int(start), int(a_starts[i])), min(int(start + length), int(a_ends[i]))
-            if lo >= hi:
-                break
-            yield Overlap(int(a_places[i]) + lo - int(a_starts[i]), int(place) + lo - int(start), hi - lo)
+    first = np.searchsorted(a_starts + a_lengths, b_starts, side="right")
+    counts = np.maximum(np.searchsorted(a_starts, b_starts + b_lengths, side="left") - first, 0)
+    b = np.repeat(np.arange(len(b_starts)), counts)
+    a = np.arange(len(b)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    lo = np.maximum(a_starts[a], b_starts[b])
+    hi = np.minimum((a_starts + a_lengths)[a], (b_starts + b_lengths)[b])
+    sources, targets, lengths = a_places[a] + lo - a_starts[a], b_places[b] + lo - b_starts[b], hi - lo
+    if not len(lengths):
+        return sources, targets, lengths
+    ends = (sources[:-1] + lengths[:-1] != sources[1:]) | (targets[:-1] + lengths[:-1] != targets[1:])
+    heads = np.concatenate([[0], np.flatnonzero(ends) + 1])
+    return sources[heads], targets[heads], np.add.reduceat(lengths, heads)
 
 
 def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> list[tuple[int, int, int]]:
@@ -125,4 +124,125 @@ def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> l
         if first < last:
             found.append((number, first - begin, last - begin))
         begin += size
+    return found
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a rank's tensor is of a logical one of `shape`: the elements of the boxes, one box after the other."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Slice:
+        return Slice(tuple(shape), (Box.whole(prod(shape)),))
+
+    @property
+    def numel(self) -> int:
+        return sum(box.numel for box in self.boxes)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == prod(self.shape)
+
+    def pieces(self, name: str, lo: int, hi: int) -> list[tuple[int, Piece]]:
+        """Elements [lo, hi) of the rank's tensor: (place in that stretch, the piece of the logical tensor)."""
+        found, begin = [], 0
+        for box in self.boxes:
+            first, last = max(lo, begin), min(hi, begin + box.numel)
+            if first < last:
+                found.append((first - lo, Piece(name, box, first - begin, last - begin)))
+            begin += box.numel
+        return found
+
+
+def logical_of(tensor: Any) -> Slice:
+    """What a parameter is of the whole model's: the whole, unless `mark` said otherwise."""
+    return getattr(tensor, _SLICE, None) or Slice.whole(tensor.shape)
+
+
+def mark(tensor: Any, part: Slice) -> None:
+    """Say what a parameter is a part of. It stays with the parameter object, whatever becomes of its data."""
+    setattr(tensor, _SLICE, part)
+
+
+def is_replicated(tensor: Any) -> bool:
+    """Whether every rank of the tensor axis has the same: a norm over the axis must count it once."""
+    return getattr(tensor, _SLICE, None) is None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's elements lie in a flat layout, and in which bucket of it."""
+
+    offset: int
+    numel: int
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Tensors of one dtype laid end to end in buckets, and each bucket cut into `parts` equal shares.
+
+        bucket 0                | bucket 1
+        share 0   | share 1     | share 0   | share 1          parts = 2
+
+    bounds: element offsets of the buckets, one more than there are. Tensors begin at multiples of 64 bytes and
+    buckets are as long as `parts` equal shares need; the gaps hold zeros.
+    """
+
+    places: tuple[Place, ...]
+    bounds: tuple[int, ...]
+    parts: int
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def buckets(self) -> int:
+        return len(self.bounds) - 1
+
+    def share(self, bucket: int, part: int) -> tuple[int, int]:
+        """The elements of a bucket that are one part's, as offsets of the whole."""
+        lo, hi = self.bounds[bucket], self.bounds[bucket + 1]
+        length = (hi - lo) // self.parts
+        return lo + part * length, lo + (part + 1) * length
+
+    def within(self, lo: int, hi: int) -> list[tuple[int, int, int, int]]:
+        """The tensors in [lo, hi): (number, first, last, offset): elements [first, last) of it begin at offset."""
+        found = []
+        for number, place in enumerate(self.places):
+            first, last = max(lo, place.offset), min(hi, place.offset + place.numel)
+            if first < last:
+                found.append((number, first - place.offset, last - place.offset, first))
+        return found
+
+
+def lay_out(buckets: Sequence[Sequence[int]], itemsize: int, parts: int = 1, multiple: int = 16) -> Flat:
+    """Lay tensors of the given sizes (elements), by bucket, end to end; shares are multiples of `multiple` elements."""
+    unit = max(1, 64 // itemsize)
+    places: list[Place] = []
+    bounds = [0]
+    for number, sizes in enumerate(buckets):
+        offset = bounds[-1]
+        for size in sizes:
+            places.append(Place(offset, size, number))
+            offset += -(-size // unit) * unit
+        whole = parts * max(multiple, unit)
+        bounds.append(bounds[-1] + -(-(offset - bounds[-1]) // whole) * whole)
+    return Flat(tuple(places), tuple(bounds), parts)
+
+
+def in_buckets(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_bytes: int) -> list[list[int]]:
+    """Numbers of tensors, in order, cut into buckets of about bucket_bytes, the first of about first_bytes."""
+    found: list[list[int]] = [[]]
+    limit, held = min(first_bytes, bucket_bytes), 0
+    for number, size in enumerate(sizes):
+        if held >= limit:
+            found.append([])
+            limit, held = bucket_bytes, 0
+        found[-1].append(number)
+        held += size * itemsize
     return found

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.layout import Box, Piece, overlaps, shares, split
+from mpitrain.layout import Box, Piece, shares, split, stretches
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
@@ -28,12 +28,12 @@ def test_shares_give_every_element_to_exactly_one_rank(sizes, parts, multiple):
     assert all((owner == 1).all() for owner in owners)
 
 
-def _pieces(draw, shape, axis, parts, stretches):
+def _pieces(shape, axis, parts, pieces):
     """Pieces that together are the whole tensor: boxes along an axis, each cut into stretches."""
     bounds = split(shape[axis], parts)
     for lo, hi in itertools.pairwise(bounds):
         box = Box.along(shape, axis, lo, hi)
-        cuts = split(box.numel, stretches)
+        cuts = split(box.numel, pieces)
         for a, b in itertools.pairwise(cuts):
             yield Piece("t", box, a, b)
 
@@ -51,12 +51,12 @@ def test_any_layout_finds_all_its_elements_in_any_other(shape, data):
         return view[:, piece.box.start : piece.box.stop, :].reshape(-1)[piece.lo : piece.hi]
 
     axis = st.integers(0, len(shape) - 1)
-    source = list(_pieces(None, shape, data.draw(axis), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))
-    target = list(_pieces(None, shape, data.draw(axis), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))
+    source = list(_pieces(shape, data.draw(axis), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))
+    target = list(_pieces(shape, data.draw(axis), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))
     for wanted in target:
         got = np.full(wanted.numel, -1)
         for have in source:
-            for o in overlaps(have, wanted):
-                assert (got[o.target : o.target + o.length] == -1).all()
-                got[o.target : o.target + o.length] = content(have)[o.source : o.source + o.length]
+            for at, to, length in zip(*stretches(have, wanted), strict=True):
+                assert (got[to : to + length] == -1).all()
+                got[to : to + length] = content(have)[at : at + length]
         assert (got == content(wanted)).all()
