@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,41 +10,87 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator, init
+from mpitrain.comm.compression import Compression, from_name
+from mpitrain.shard.flat import flat_groups, in_backward_order
+from mpitrain.shard.gradients import Reduction, WholeGradients
+from mpitrain.shard.join import Joining
 from mpitrain.shard.reducer import Reducer
 
 
 class DistributedDataParallel(nn.Module):
     """A module whose gradients are averaged over the ranks of `comm` in backward.
 
-    Parameters and buffers start as rank 0's. bucket_mb: MiB reduced at a time. find_unused_parameters: a
-    parameter that gets no gradient counts as zero instead of being an error. broadcast_buffers: buffers (running
-    statistics) are rank 0's before each forward pass in training.
+    Parameters and buffers start as rank 0's. comm: one communicator, or several over the same ranks that buckets
+    use in turn. bucket_mb: MiB reduced at a time. find_unused_parameters: a parameter that gets no gradient counts as
+    zero instead of being an error; one that no rank used keeps none. static_graph: the first backward pass tells
+    which parameters are used, and how often, in all of them. broadcast_buffers: buffers (running statistics) are
+    rank 0's before each forward pass in training. compression: fp16, bf16, topk, powersgd, or an object of
+    `mpitrain.comm.compression`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        comm: Communicator | None = None,
+        comm: Communicator | Sequence[Communicator] | None = None,
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
+        static_graph: bool = False,
         broadcast_buffers: bool = True,
+        compression: Compression | str | None = None,
         algorithm: str = "auto",
     ) -> None:
         super().__init__()
-        self.module = module
-        self.comm = comm if comm is not None else init()
-        self.broadcast_buffers = broadcast_buffers
+        comms = [init()] if comm is None else [comm] if isinstance(comm, Communicator) else list(comm)
+        self.module, self.comm, self.broadcast_buffers = module, comms[0], broadcast_buffers
         broadcast_state(module, self.comm)
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.reducer = Reducer(
-            self.comm, trained, bucket_mb=bucket_mb, algorithm=algorithm, unused_allowed=find_unused_parameters
-        )
+        self._bucket_mb, self._unused, self._static = bucket_mb, find_unused_parameters, static_graph
+        if isinstance(compression, str):
+            compression = from_name(compression)
+        self._reduction = Reduction(comms, "avg", algorithm=algorithm, compression=compression)
+        self._names = {p: name for name, p in module.named_parameters()}
+        self.reducer = self._make_reducer(in_backward_order([(name, p) for p, name in self._names.items()]))
+        self._rebuilt = not self._reduction.overlaps  # the order matters only where something overlaps
+        self._joining: Joining | None = None
+
+    def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
+        groups = flat_groups(order, self._bucket_mb)
+        gradients = WholeGradients(groups, self._reduction, sharded=False)
+        return Reducer(gradients, self._names, unused_allowed=self._unused, static=self._static)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.broadcast_buffers and self.training and self.reducer.enabled and self.comm.size > 1:
-            for buffer in self.module.buffers():
-                self.comm.broadcast(buffer, 0)
+        if self.training and self.reducer.enabled and torch.is_grad_enabled():
+            if self._joining is not None:
+                self._joining.meet(training=True)
+            self._before_forward()
         return self.module(*args, **kwargs)
+
+    def _before_forward(self) -> Reducer:
+        """What all ranks do together before a step."""
+        if self.reducer.passes and not self._rebuilt:
+            self._rebuild()
+        if self._joining is not None:
+            self.reducer.factor = self._joining.factor
+        if self.broadcast_buffers and self.comm.size > 1:
+            source = self._joining.source if self._joining is not None else 0
+            for buffer in self.module.buffers():
+                self.comm.broadcast(buffer, source)
+        return self.reducer
+
+    def _rebuild(self) -> None:
+        """Lay gradients out in the order in which they came on rank 0, so that the first buckets fill first."""
+        self._rebuilt = True
+        parameters = list(self._names)
+        numbers = {p: n for n, p in enumerate(parameters)}
+        came = [numbers[p] for p in self.reducer.order]
+        order = self.comm.broadcast_object(
+            [*came, *(n for n in reversed(range(len(parameters))) if n not in set(came))]
+        )
+        old = self.reducer
+        old.close()
+        self.reducer = self._make_reducer([parameters[n] for n in order if parameters[n].requires_grad])
+        self.reducer.take_over(old)
+        if self._reduction.compression is not None:
+            self._reduction.compression.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -55,14 +101,32 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.reducer.enabled = before
 
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
+        """For ranks with unequal numbers of batches: one that has no more takes part in the others' steps with zeros.
 
-def broadcast_state(module: nn.Module, comm: Communicator) -> None:
-    """Give every rank rank 0's parameters and buffers. Collective."""
+        divide_by_initial_world_size: average over all ranks, else over those that still train. At the end all ranks
+        have the parameters of one that trained to the last.
+        """
+        if not enable or self.comm.size == 1:
+            yield
+            return
+        self._joining = Joining(self.comm, divide_by_initial_world_size)
+        try:
+            yield
+            self._joining.take_part(self._before_forward)
+            broadcast_state(self.module, self.comm, self._joining.source)
+        finally:
+            self._joining, self.reducer.factor = None, 1.0
+
+
+def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
+    """Give every rank the root's parameters and buffers. Collective."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_contiguous():
-                comm.broadcast(tensor, 0)
+                comm.broadcast(tensor, root)
             else:
                 dense = tensor.contiguous()
-                comm.broadcast(dense, 0)
+                comm.broadcast(dense, root)
                 tensor.copy_(dense)

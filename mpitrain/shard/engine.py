@@ -8,7 +8,10 @@ ranks, also when they get unequal parts of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,27 +20,35 @@ from torch import nn
 from mpitrain.checkpoint import Manifest, Part
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
+from mpitrain.shard.axes import Axes, Microbatch, Stages
 from mpitrain.shard.batchnorm import SyncBatchNorm
 from mpitrain.shard.ddp import broadcast_state
-from mpitrain.shard.optim import update
-from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.state import (
-    empty_optimizer_state,
-    model_tensors,
-    optimizer_tensors,
-    parts_to_read,
-    parts_to_write,
-    tied_names,
-)
+from mpitrain.shard.leaves import TreeSum
+from mpitrain.shard.memory import ActivationMeter, Memory, measure
+from mpitrain.shard.offload import HOST, MappedFiles
+from mpitrain.shard.precision import DTYPES, LossScale, convert, narrowed
+from mpitrain.shard.sharding import Options, Sharding
+from mpitrain.shard.state import State
+from mpitrain.shard.units import ShardedParameters
+from mpitrain.shard.update import Updater
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """norm: of the gradients, before clipping. skipped: nothing was updated, because the norm is not finite."""
+
+    norm: float
+    skipped: bool
 
 
 class Engine:
     """A module, its loss and its optimizer on the data-parallel ranks of `comm`. Collective to make.
 
     loss(module(x), y): the mean over the samples given. clip: largest global gradient norm, 0 for none.
-    precision: "fp32", or "bf16" for autocast of forward.
+    precision: fp32, bf16 or fp16; 16-bit parameters and activations, fp32 copy and states in the optimizer.
+    axes: the module's place in a mesh of more axes. scale: of the loss; None: as the precision needs it.
     """
 
     def __init__(
@@ -46,90 +57,228 @@ class Engine:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
+        options: Options | None = None,
         *,
         clip: float = 0.0,
         precision: str = "fp32",
-        bucket_mb: float = 25.0,
-        algorithm: str = "auto",
+        axes: Axes | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer, self.comm = module, loss, optimizer, comm
-        self.clip, self.precision = clip, precision
+        self.clip, self.precision, self.options = clip, precision, options or Options()
+        axes = axes or Axes()
+        others = [other for other in axes.others if other.size > 1]
+        self._pipeline = axes.pipeline
         broadcast_state(module, comm)
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.reducer = Reducer(comm, trained, bucket_mb=bucket_mb, op="sum", algorithm=algorithm, unused_allowed=True)
+        convert(module, precision)
+        self.sharding = Sharding(module, optimizer, comm, self.options, axes.counted, staged=self._pipeline is not None)
+        self.scale = scale if scale is not None else LossScale.of(precision)
+        self.skipped = 0  # steps since the last update
+        folder = self.options.offload
+        files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
+        self._updater = Updater(self.sharding, others, files)
+        self._axes = [self.sharding.shard, *others]
+        self._state = State(self.sharding, axes, first=all(other.rank == 0 for other in others))
         self._synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._meter = ActivationMeter(module) if self._pipeline is None else None
+        self._activations = 0
+        self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
 
-    def forward_backward(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]], samples: int) -> float:
-        """Gradients of one step. microbatches: this rank's (x, y), possibly none; samples: of the global batch.
+    # -- the pieces of a step
 
-        Returns this rank's part of the step's loss. Afterwards every rank has the gradients of the global batch.
+    def forward(self, x: Any, y: Any) -> torch.Tensor:
+        """The mean loss of the samples."""
+        if self._gathers:
+            self._example = (x, y)
+        return self.compute(lambda x: self.loss(self.module(x), y), x)
+
+    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """function(*args, **kwargs) in the engine's precision, arguments included."""
+        args = tuple(narrowed(a, self.precision) for a in args)
+        kwargs = {name: narrowed(a, self.precision) for name, a in kwargs.items()}
+        device = self.sharding.groups[0].device.type
+        cast = torch.autocast(device, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
+        with cast, self._metered():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Count what autograd keeps, in the first forward pass that it keeps anything of."""
+        meter = self._meter
+        if meter is None or not torch.is_grad_enabled():
+            yield
+            return
+        if isinstance(self.sharding.parameters, ShardedParameters):
+            self.sharding.parameters.saved = meter.add
+        with meter:
+            yield
+        self._activations, self._meter = meter.nbytes, None
+        if isinstance(self.sharding.parameters, ShardedParameters):
+            self.sharding.parameters.saved = None
+
+    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+        """Gradients of a scalar. reduce: this is the last backward pass before the step (stages 0 and 1)."""
+        self.sharding.reducer.enabled = reduce or self._reduces_always
+        (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
+        self.sharding.end_of_backward()
+
+    @property
+    def _reduces_always(self) -> bool:
+        return self.sharding.stage.gradients and not self.options.reproducible
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether forward and backward are themselves collective."""
+        return isinstance(self.sharding.parameters, ShardedParameters)
+
+    # -- a step
+
+    def forward_backward(
+        self,
+        leaves: Sequence[Sequence[Microbatch]],
+        samples: int,
+        *,
+        rounds: int = 1,
+        before: Callable[[int], None] = lambda leaf: None,
+    ) -> list[float]:
+        """Gradients of one step, and the part of its loss that each leaf has.
+
+        leaves: the parts this rank has of the global batch, each a list of microbatches (x, y), possibly empty.
+        Gradients are summed within a leaf in order, over leaves as a binary tree. samples: of the global batch.
+        rounds: most microbatches any rank has. before: called with the leaf's number, to seed what is random in it.
         """
-        self.reducer.zero()
-        total = 0.0
-        for number, (x, y) in enumerate(microbatches):
-            self.reducer.enabled = number == len(microbatches) - 1
-            loss = self._forward(x, y) * (len(x) / samples)
-            loss.backward()
-            total += float(loss.detach())
-        if not microbatches:
-            if self._synchronous:
-                raise InputError("a rank has no samples in this step, but BatchNorm needs some; raise train.batch")
-            self.reducer.finish()
-        return total
+        self.sharding.gradients.zero()
+        if self._pipeline is not None:
+            before(0)
+            return [self._through_pipeline(self._pipeline, [m for leaf in leaves for m in leaf], samples)]
+        if self._synchronous and sum(map(len, leaves)) != rounds:
+            raise InputError(
+                "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
+                "the ranks, and of train.microbatch on each of them"
+            )
+        losses, done = [], 0
+        tree = TreeSum(self.sharding.gradients) if len(leaves) > 1 else None
+        for number, leaf in enumerate(leaves):
+            before(number)
+            total = 0.0
+            for m, (x, y) in enumerate(leaf):
+                loss = self.forward(x, y) * (len(x) / samples)
+                self.backward(loss, reduce=tree is None and m == len(leaf) - 1)
+                total += float(loss.detach())
+                done += 1
+            losses.append(total)
+            if tree is not None:
+                tree.add(last=number == len(leaves) - 1)
+        self._keep_up(done, rounds)
+        if tree is not None or (done == 0 and not self._reduces_always):
+            self.sharding.reducer.finish()
+        return losses
 
-    def _forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if self.precision == "bf16":
-            with torch.autocast(x.device.type, torch.bfloat16):
-                return self.loss(self.module(x), y)
-        return self.loss(self.module(x), y)
+    def _through_pipeline(self, pipeline: Stages, microbatches: Sequence[Microbatch], samples: int) -> float:
+        self.sharding.reducer.enabled = False
+        weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
+        cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
+        loss = self.compute(lambda: pipeline.forward_backward(cast, weights))
+        pipeline.synchronize_tied()
+        self.sharding.reducer.finish()
+        return loss / self.scale.value
 
-    def step(self, lr: float) -> float:
-        """Clip, update, and return the global gradient norm before clipping."""
-        norm = self.gradient_norm()
+    def _keep_up(self, done: int, rounds: int) -> None:
+        """Take part in what the other ranks do with their further microbatches."""
+        for _ in range(done, rounds):
+            if self._gathers:
+                self.backward(self.forward(*self._some_example()) * 0.0, reduce=False)
+            elif self._reduces_always:
+                self.sharding.reducer.finish()
+
+    def _some_example(self) -> Microbatch:
+        if self._example is None:
+            raise InputError(
+                "a rank has no samples yet, but sharded parameters need all ranks to compute; raise train.batch"
+            )
+        return self._example
+
+    def step(self, lr: float | None = None) -> StepResult:
+        """Clip and update, unless the gradients are not finite on some rank. Collective.
+
+        lr: the learning rate; None leaves the optimizer's own.
+        """
+        if lr is not None:
+            for settings in self.optimizer.param_groups:
+                settings["lr"] = lr
+        norm = self._updater.norm() / self.scale.value
+        factor = 1.0 / self.scale.value
         if self.clip and norm > self.clip:
-            for group in self.reducer.groups:
-                group.arena.tensor.mul_(self.clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = lr
-        update(self.optimizer)
-        return norm
-
-    def gradient_norm(self) -> float:
-        """The 2-norm of all gradients together."""
-        return math.sqrt(sum(float(torch.linalg.vector_norm(g.arena.tensor)) ** 2 for g in self.reducer.groups))
+            factor *= self.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
+        finite = math.isfinite(norm)
+        if finite:
+            self._updater.apply(factor)
+        self.skipped = 0 if finite else self.skipped + 1
+        self.scale.update(overflowed=not finite)
+        return StepResult(norm, not finite)
 
     @torch.no_grad()
-    def evaluate(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """The loss of this rank's samples, without training on them."""
+    def evaluate(self, x: Any = None, y: Any = None) -> float:
+        """The loss of this rank's samples, without training on them.
+
+        Without samples: take part in the forward pass of other ranks; the result means nothing.
+        """
+        if x is None:
+            if not self._gathers:
+                return 0.0
+            x, y = self._some_example()
+        if self._pipeline is not None:
+            return float(self.compute(self._pipeline.evaluate, x, y))
         was_training = self.module.training
         self.module.eval()
         try:
-            return float(self._forward(x, y))
+            return float(self.forward(x, y))
         finally:
             self.module.train(was_training)
 
     # -- checkpoints
 
     def parts(self) -> tuple[list[Part], dict[str, Any]]:
-        """What this rank writes into a checkpoint, and the values that go with it."""
-        states, values = optimizer_tensors(self.module, self.optimizer)
-        tensors = model_tensors(self.module) | states
-        rest = {"optimizer": values, "tied": tied_names(self.module)}
-        return parts_to_write(tensors, self.comm.rank, self.comm.size), rest
+        """What this rank writes into a checkpoint, and the values that go with it. Collective."""
+        parts, values = self._state.parts()
+        for axis in self._axes:
+            merged: dict[str, Any] = {}
+            for theirs in axis.all_gather_object(values["optimizer"]):
+                for name, states in theirs.items():
+                    merged.setdefault(name, {}).update(states)
+            values["optimizer"] = merged
+        return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """What this rank fills from a checkpoint; `finish_load` then puts it in place."""
-        states, self._state = empty_optimizer_state(self.module, manifest, manifest.values["optimizer"])
-        parts, self._copies = parts_to_read(model_tensors(self.module) | states)
-        return parts
+        return self._state.parts_to_load(manifest)
 
-    @torch.no_grad()
-    def finish_load(self) -> None:
-        for tensor, filled in self._copies:
-            tensor.copy_(filled)
-        self.optimizer.state.clear()
-        for parameter, entries in self._state.items():
-            self.optimizer.state[parameter] = entries
-        self._copies, self._state = [], {}
+    def finish_load(self, manifest: Manifest) -> None:
+        """Take over what `parts_to_load` named, once all of it is filled. Collective."""
+        self._state.finish_load()
+        if "loss_scale" in manifest.values:
+            self.scale.load(manifest.values["loss_scale"])
+
+    # -- for people
+
+    def memory(self) -> Memory:
+        """Bytes by category on this rank, as they are, and by formula."""
+        return measure(self.sharding, self._activations)
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """All of the module's parameters can be read inside. Collective."""
+        if isinstance(self.sharding.parameters, ShardedParameters):
+            with self.sharding.parameters.whole():
+                yield
+        else:
+            yield
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of the module's whole state, on every rank, for torch's load_state_dict. Collective."""
+        with self.whole_parameters():
+            return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
+
+    def close(self) -> None:
+        """Give the module's parameters memory of their own again. Collective; the engine is of no use afterwards."""
+        self.sharding.close()

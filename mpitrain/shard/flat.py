@@ -1,92 +1,74 @@
-"""Gradients laid end to end in one arena per dtype, in buckets that become ready one after the other in backward.
+"""Parameters of one dtype laid end to end, in the order in which backward finishes their gradients.
 
-Parameters are laid out in reverse order of registration, because backward finishes the last layers first:
+Backward finishes the last layers first, so parameters are laid out in reverse order of registration, in buckets:
 
-    arena   | bucket 0: last layers | bucket 1        | ...      | bucket k: first layers |
-              1 MiB, so that         25 MiB each
-              sending starts early
-
-Each parameter's `.grad` is a view into the arena, so nothing is packed before a bucket is reduced or unpacked
-after it. Parameters begin at multiples of 64 bytes; the gaps stay zero.
+    | bucket 0: last layers | bucket 1        | ...      | bucket k: first layers |
+      1 MiB, so that         25 MiB each
+      sending starts early
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
 
-from mpitrain.comm import Arena, Communicator
+from mpitrain.errors import InputError
+from mpitrain.layout import Flat, in_buckets, lay_out
 
-ALIGNMENT = 64  # bytes
 FIRST_BUCKET = 1 << 20  # bytes
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter's elements lie in its arena, and in which bucket of it."""
+class FlatGroup:
+    """Parameters of one dtype and device, and where each lies."""
 
-    offset: int
-    numel: int
-    bucket: int
-
-
-@dataclass(frozen=True)
-class FlatPlan:
-    """Places of parameters of one dtype. bounds: element offsets of the buckets, one more than there are."""
-
-    places: tuple[Place, ...]
-    bounds: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    layout: Flat
 
     @property
-    def numel(self) -> int:
-        return self.bounds[-1]
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
 
-def plan(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_bytes: int = FIRST_BUCKET) -> FlatPlan:
-    """Lay parameters of the given sizes (elements) end to end in buckets of about bucket_bytes, the first smaller."""
-    unit = max(1, ALIGNMENT // itemsize)
-    places: list[Place] = []
-    bounds = [0]
-    offset = 0
-    limit = min(first_bytes, bucket_bytes)
-    for size in sizes:
-        places.append(Place(offset, size, len(bounds) - 1))
-        offset += -(-size // unit) * unit
-        if (offset - bounds[-1]) * itemsize >= limit:
-            bounds.append(offset)
-            limit = bucket_bytes
-    if offset > bounds[-1] or len(bounds) == 1:
-        bounds.append(offset)
-    return FlatPlan(tuple(places), tuple(bounds))
-
-
-class FlatGradients:
-    """The gradients of parameters of one dtype, in an arena. Collective to make."""
-
-    def __init__(self, comm: Communicator, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> None:
-        """parameters: in the order in which their gradients are expected; all of one dtype and device."""
-        first = parameters[0]
-        self.parameters = list(parameters)
-        self.plan = plan([p.numel() for p in parameters], first.element_size(), bucket_bytes)
-        self.arena: Arena = comm.arena(self.plan.numel, first.dtype, first.device)
-        self.arena.tensor.zero_()
-        self.views = [
-            self.arena.view(place.offset, p.shape) for place, p in zip(self.plan.places, parameters, strict=True)
-        ]
-        self.buckets = [
-            self.arena.tensor[lo:hi] for lo, hi in zip(self.plan.bounds, self.plan.bounds[1:], strict=False)
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of a tensor laid out like the group, in its shape."""
+        return [
+            flat[place.offset : place.offset + place.numel].view(p.shape)
+            for place, p in zip(self.layout.places, self.parameters, strict=True)
         ]
 
-    def attach(self) -> None:
-        """Make every parameter's gradient its view, keeping what it has accumulated elsewhere."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            adopt(parameter, view)
+    def buckets(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        bounds = self.layout.bounds
+        return [flat[lo:hi] for lo, hi in pairwise(bounds)]
 
-    def zero(self) -> None:
-        self.arena.tensor.zero_()
+
+def flat_groups(
+    parameters: Iterable[nn.Parameter], bucket_mb: float, parts: int = 1, multiple: int = 16
+) -> list[FlatGroup]:
+    """Groups of parameters, given in the order of their gradients; buckets cut into `parts` shares."""
+    groups = []
+    for members in by_dtype(parameters):
+        sizes = [p.numel() for p in members]
+        numbers = in_buckets(sizes, members[0].element_size(), int(bucket_mb * MIB), FIRST_BUCKET)
+        layout = lay_out([[sizes[n] for n in bucket] for bucket in numbers], members[0].element_size(), parts, multiple)
+        groups.append(FlatGroup(tuple(members), layout))
+    return groups
+
+
+def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that can share memory, in their order."""
+    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return list(groups.values())
 
 
 def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
@@ -102,9 +84,12 @@ def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
     parameter.grad = view
 
 
-def by_dtype(parameters: Iterable[nn.Parameter]) -> dict[tuple[torch.dtype, torch.device], list[nn.Parameter]]:
-    """Parameters that can share an arena, in their order."""
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    return groups
+def refuse_sparse(name: str, grad: torch.Tensor | None) -> None:
+    if grad is not None and grad.layout != torch.strided:
+        raise InputError(
+            f"the gradient of {name} is sparse, and flat gradients are dense; make its layer with sparse=False"
+        )
+
+
+def in_backward_order(named: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+    return [p for _, p in named if p.requires_grad][::-1]

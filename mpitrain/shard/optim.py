@@ -1,10 +1,9 @@
-"""The optimizer a configuration names, and the learning rate of each step."""
+"""The optimizer a configuration names."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import sys
 from collections.abc import Iterable
 
@@ -45,18 +44,6 @@ def make_optimizer(section: OptimSection, named: Iterable[tuple[str, nn.Paramete
         return kind(groups, **{"lr": section.lr, **options})
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"optim: {kind.__name__} refuses its options: {error}", agreed=True) from None
-
-
-def learning_rate(section: OptimSection, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, linear or half-cosine decay to 0."""
-    if step < section.warmup:
-        return section.lr * (step + 1) / section.warmup
-    progress = (step - section.warmup) / max(1, steps - section.warmup)
-    if section.schedule == "linear":
-        return section.lr * (1 - progress)
-    if section.schedule == "cosine":
-        return section.lr * 0.5 * (1 + math.cos(math.pi * progress))
-    return section.lr
 
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:

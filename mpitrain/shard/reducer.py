@@ -1,138 +1,151 @@
 """Reduces gradients over the ranks as backward produces them.
 
 A hook on each parameter notes that its gradient is complete. When all of a bucket are, and all buckets before
-it have been started, its all-reduce starts, in the same order on every rank. Where no core is free to carry it
-out meanwhile nothing would overlap, so then everything is reduced at the end of backward in one operation.
+it have been started, its reduction starts, in the same order on every rank. Where no core is free to carry it out
+meanwhile nothing would overlap: whole gradients are then reduced at the end of backward in one operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.comm import Communicator, Work
-from mpitrain.errors import CommunicationError
-from mpitrain.shard.flat import FlatGradients, adopt, by_dtype
-
-MIB = 1 << 20
+from mpitrain.comm import Work
+from mpitrain.errors import CommunicationError, InputError
+from mpitrain.shard.flat import refuse_sparse
+from mpitrain.shard.gradients import ShardedGradients, WholeGradients
 
 
 class Reducer:
-    """Gradients of a module's parameters, kept in arenas and reduced in place.
+    """Watches the backward passes of the parameters of `gradients`.
 
-    comm: the data-parallel ranks. named: (name, parameter), those that are trained. op: sum or avg.
-    unused_allowed: parameters without a gradient count as zero; else they are an error that names them.
+    names: of the parameters. unused_allowed: parameters without a gradient count as zero; else they are an error
+    that names them. static: the first backward pass tells which parameters are used, and how often, in all of them.
+    forget_unused: parameters that no rank used keep no gradient, so that optimizers leave them alone.
     """
 
     def __init__(
         self,
-        comm: Communicator,
-        named: Sequence[tuple[str, nn.Parameter]],
+        gradients: WholeGradients | ShardedGradients,
+        names: Mapping[nn.Parameter, str],
         *,
-        bucket_mb: float = 25.0,
-        op: str = "avg",
-        algorithm: str = "auto",
         unused_allowed: bool = False,
+        static: bool = False,
+        forget_unused: bool = True,
     ) -> None:
-        self.comm, self.op, self.algorithm, self.unused_allowed = comm, op, algorithm, unused_allowed
-        self.names = {p: name for name, p in named}
-        backward_order = list(self.names)[::-1]
-        self.groups = [
-            FlatGradients(comm, members, int(bucket_mb * MIB)) for members in by_dtype(backward_order).values()
-        ]
+        self.gradients, self.names = gradients, names
+        self.unused_allowed, self.static = unused_allowed, static
         self.enabled = True  # False while gradients are only accumulated
-        self._overlaps = comm.overlaps
-        self._buckets: list[torch.Tensor] = []
-        self._place: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
-        self._sizes: list[int] = []
-        for group in self.groups:
-            first = len(self._buckets)
-            self._buckets += group.buckets
-            self._sizes += [0] * len(group.buckets)
-            for parameter, view, place in zip(group.parameters, group.views, group.plan.places, strict=True):
-                self._place[parameter] = (view, first + place.bucket)
-                self._sizes[first + place.bucket] += 1
+        self.order: list[nn.Parameter] = []  # in which the gradients of the last backward pass came
+        self.passes = 0  # backward passes reduced so far
+        self.factor = 1.0  # on the result of a reduction
+        self._forget = forget_unused and (unused_allowed or static)
+        self._as_it_goes = gradients.reduction.overlaps or isinstance(gradients, ShardedGradients)
+        self._bucket: dict[nn.Parameter, int] = {}
+        first = 0
+        for group in gradients.groups:
+            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
+                self._bucket[parameter] = first + place.bucket
+            first += group.layout.buckets
+        self._total = first
+        self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass
+        self._came: dict[nn.Parameter, int] = {}
+        self._touched: set[nn.Parameter] = set()  # got a gradient since the last reduction
         self._missing: list[int] = []
-        self._ready: set[nn.Parameter] = set()
-        self._work: list[Work | None] = []
+        self._works: list[Work | None] = []
         self._in_backward = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._place]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._bucket]
 
     def close(self) -> None:
-        """Remove the hooks and release the arenas. Collective."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._place:
-            parameter.grad = None
-        for group in self.groups:
-            group.arena.free()
 
-    def zero(self) -> None:
-        """Set all gradients to zero, in place."""
-        for group in self.groups:
-            group.attach()
-            group.zero()
+    def take_over(self, earlier: Reducer) -> None:
+        """Go on after another reducer of the same parameters, which is closed: with what their gradients hold."""
+        assert isinstance(self.gradients, WholeGradients)
+        self.gradients.attach()
+        self.passes, self.factor, self.enabled = earlier.passes, earlier.factor, earlier.enabled
+        self._expected.update(earlier._expected)
+        self._touched = earlier._touched
+        earlier.gradients.free()
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        view, bucket = self._place[parameter]
-        adopt(parameter, view)
+        refuse_sparse(self.names[parameter], parameter.grad)
+        self._touched.add(parameter)
         if not self.enabled:
+            self.gradients.arrived(parameter)
             return
         if not self._in_backward:
             self._begin()
-        if parameter in self._ready:  # it takes part in several places, or in several backward passes
-            return
-        self._ready.add(parameter)
-        self._missing[bucket] -= 1
-        if self._overlaps:
-            self._start_ready()
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        bucket = self._bucket[parameter]
+        if bucket < len(self._works):
+            raise InputError(
+                f"{self.names[parameter]} got a second gradient in one backward pass, after the first was sent: a "
+                "checkpoint with use_reentrant=True does that; use use_reentrant=False, or static_graph=True"
+            )
+        self.gradients.arrived(parameter)
+        came = self._came.get(parameter, 0) + 1
+        self._came[parameter] = came
+        if came == 1:
+            self.order.append(parameter)
+        if came == self._expected[parameter]:
+            self._missing[bucket] -= 1
+            if self._as_it_goes and (self.passes or not self.static):
+                self._start_ready()
 
     def _begin(self) -> None:
-        self._in_backward = True
-        self._missing = list(self._sizes)
-        self._ready.clear()
-        self._work = []
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._missing = [0] * self._total
+        for parameter, times in self._expected.items():
+            self._missing[self._bucket[parameter]] += times > 0
+        self._came, self.order, self._works = {}, [], []
 
-    def _start_ready(self) -> None:
-        while len(self._work) < len(self._buckets) and self._missing[len(self._work)] == 0:
-            bucket = self._buckets[len(self._work)]
-            self._work.append(self.comm.all_reduce(bucket, self.op, self.algorithm, async_op=True))
+    def _start_ready(self, everything: bool = False) -> None:
+        background = self.gradients.reduction.overlaps
+        while len(self._works) < self._total and (everything or self._missing[len(self._works)] <= 0):
+            self._works.append(self.gradients.start(len(self._works), background))
 
     def finish(self) -> None:
         """Complete the reduction of all buckets; called by autograd at the end of backward.
 
-        A rank that has no backward pass to do calls it itself, so that the others need not wait.
+        A rank that has no backward pass to do, or whose gradients were added up while not `enabled`, calls it itself.
         """
-        if not self._in_backward:
-            self._missing, self._work = list(self._sizes), []
-            self._ready.clear()
+        alone = not self._in_backward
+        if alone:
+            self._begin()
         self._in_backward = False
-        unused = [p for p in self._place if p not in self._ready]
-        if unused and not self.unused_allowed and self._ready:
+        unused = [p for p, times in self._expected.items() if times and p not in self._touched]
+        if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
             raise CommunicationError(self._unused_message(unused))
-        for parameter in unused:
-            adopt(parameter, self._place[parameter][0])
-        self._missing = [0] * len(self._buckets)
-        if self._overlaps:
-            self._start_ready()
-            for work in self._work:
-                if work is not None:
-                    work.wait()
+        if isinstance(self.gradients, WholeGradients):
+            for parameter in self._bucket:
+                if parameter not in self._came:
+                    self.gradients.arrived(parameter)
+        at_once = self.gradients.at_once
+        if at_once is None:
+            self._start_ready(everything=True)
+            self.gradients.end(self._works)
         else:
-            for group in self.groups:
-                self.comm.all_reduce(group.arena.tensor, self.op, self.algorithm)
-        if self.unused_allowed:
+            for number, flat in enumerate(at_once):
+                self.gradients.reduction.sum(flat, number, None, background=False)
+        if self.factor != 1.0:
+            self.gradients.scale(self.factor)
+        if self.static and not self.passes and not alone:
+            self._expected = {p: self._came.get(p, 0) for p in self._bucket}
+        if self._forget:
             self._forget_unused()
+        self._touched.clear()
+        self.passes += 1
 
     def _forget_unused(self) -> None:
-        """Parameters that no rank used keep no gradient, so that optimizers leave them alone."""
-        used = np.array([p in self._ready for p in self._place], dtype=np.uint8)
-        self.comm.all_reduce(used, "max")
-        for parameter, anywhere in zip(self._place, used, strict=True):
+        used = np.array([p in self._touched for p in self._bucket], dtype=np.uint8)
+        self.gradients.reduction.comm.all_reduce(used, "max")
+        for parameter, anywhere in zip(self._bucket, used, strict=True):
             if not anywhere:
                 parameter.grad = None
 

@@ -1,108 +1,285 @@
-"""A model and its optimizer as named logical tensors, for checkpoints.
+"""A model and its optimizer as named logical tensors, for checkpoints: the same names at every stage.
 
     model/<parameter or buffer>            as PyTorch names it
+    master/<parameter>                     the optimizer's fp32 copy, in 16-bit training
     optimizer/<state>/<parameter>          exp_avg, exp_avg_sq, momentum_buffer, step, ...
+    compression/<rank>/<buffer>            what compression left out so far on a rank
 
-Whatever of the optimizer is not a tensor is a value, kept as JSON.
+Whatever of the optimizer is not a tensor is a value, kept as JSON. What a rank holds of a tensor is a `Holding`;
+where the holding is the same on all data-parallel ranks, each of them writes a share of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from mpitrain.checkpoint import Manifest, Part, TensorSpec
+from mpitrain.checkpoint import MODEL, Manifest, Part, TensorSpec
 from mpitrain.errors import CheckpointError
-from mpitrain.layout import Box, Piece, shares
+from mpitrain.layout import Piece, Slice, logical_of, shares
+from mpitrain.shard.axes import Axes
+from mpitrain.shard.segments import Segment
+from mpitrain.shard.sharding import Sharding
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MASTER, OPTIMIZER, COMPRESSION = "master/", "optimizer/", "compression/"
 
 
-def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (tied ones once) and persistent buffers."""
-    parameters = dict(module.named_parameters())
-    kept = set(module.state_dict())
-    buffers = {name: b for name, b in module.named_buffers() if name in kept}
-    return {MODEL + name: tensor.detach() for name, tensor in (parameters | buffers).items()}
+@dataclass(frozen=True)
+class Holding:
+    """Elements [first, last) of a rank's tensor, which is `slice` of the logical tensor `name`.
+
+    data: holds them, in any shape. written: whether this rank writes it, rather than one of another axis.
+    """
+
+    name: str
+    slice: Slice
+    first: int
+    last: int
+    data: torch.Tensor
+    written: bool
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.slice.shape, str(self.data.dtype).removeprefix("torch."))
+
+    def parts(self, flat: torch.Tensor, lo: int, hi: int) -> Iterator[Part]:
+        """Its elements [lo, hi), counted from its first; flat: all of them."""
+        for offset, piece in self.slice.pieces(self.name, self.first + lo, self.first + hi):
+            yield Part(self.spec, piece, flat[lo + offset : lo + offset + piece.numel])
+
+
+class State:
+    """What a rank holds of a checkpoint's tensors.
+
+    axes: the module's place in the mesh: which parameters this rank writes. first: whether it is the first along all
+    axes but data.
+    """
+
+    def __init__(self, sharding: Sharding, axes: Axes, first: bool) -> None:
+        self._sharding, self._writes = sharding, axes.counted
+        self._staged = axes.pipeline is not None
+        self._buffers = first or self._staged  # a stage's buffers are its own
+        self._aliases = dict(axes.aliases) if axes.aliases is not None else tied_names(sharding.module)
+        self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: dict[torch.Tensor, dict[str, Any]] = {}
+        self._memories: dict[str, torch.Tensor] = {}
+
+    # -- what there is
+
+    def _alike(self) -> list[Holding]:
+        """What every data-parallel rank has whole: buffers, frozen parameters, and at stage 0 all parameters."""
+        module = self._sharding.module
+        shared = (
+            {p for group in self._sharding.groups for p in group.parameters} if self._sharding.stage.states else set()
+        )
+        kept = set(module.state_dict())
+        found = [
+            self._whole(MODEL + n, p, p.detach(), self._writes(p)) for p, n in self._names.items() if p not in shared
+        ]
+        for name, buffer in module.named_buffers():
+            if name in kept:
+                found.append(self._whole(MODEL + name, buffer, buffer, self._buffers))
+        return found
+
+    @staticmethod
+    def _whole(name: str, owner: torch.Tensor, data: torch.Tensor, written: bool) -> Holding:
+        part = logical_of(owner)
+        return Holding(name, part, 0, part.numel, data, written)
+
+    def _shares(self) -> list[Holding]:
+        """The parameters in this rank's shares."""
+        sharding = self._sharding
+        if sharding.parameters is None:
+            return []
+        found = []
+        for g, group in enumerate(sharding.groups):
+            for b in range(group.layout.buckets):
+                for n, first, last, at in group.layout.within(*group.layout.share(b, sharding.shard.rank)):
+                    p = group.parameters[n]
+                    data = sharding.parameters.own(g, at, at + last - first)
+                    found.append(Holding(MODEL + self._names[p], logical_of(p), first, last, data, self._writes(p)))
+        return found
+
+    def _of_segments(self, prefix: str, tensor_of: Callable[[Segment], torch.Tensor | None]) -> list[Holding]:
+        """A tensor of each segment that has as many elements."""
+        found = []
+        for segment in self._sharding.segments:
+            tensor = tensor_of(segment)
+            if tensor is None:
+                continue
+            for p, first, last, at in segment.contents:
+                data = tensor if tensor.numel() == last - first else tensor.view(-1)[at : at + last - first]
+                found.append(Holding(prefix + self._names[p], logical_of(p), first, last, data, self._writes(p)))
+        return found
+
+    def _masters(self) -> list[Holding]:
+        return self._of_segments(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
+
+    def _elementwise(self, key: str, segment: Segment) -> torch.Tensor | None:
+        value = self._sharding.optimizer.state.get(segment.value, {}).get(key)
+        return value if torch.is_tensor(value) and value.shape == segment.value.shape and value.dim() else None
+
+    # -- writing
+
+    def parts(self) -> tuple[list[Part], dict[str, Any]]:
+        """What this rank writes into a checkpoint, and the values that go with it."""
+        sharding = self._sharding
+        keys = sorted({key for state in sharding.optimizer.state.values() for key in state})
+        states = [h for key in keys for h in self._of_segments(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
+        small, values = self._odd_states()
+        alike, own = self._alike(), self._shares()
+        (own if sharding.stage.states else alike).extend([*self._masters(), *states, *small])
+        first = sharding.replicas is None or sharding.replicas.rank == 0
+        found = list(_divided([h for h in alike if h.written], sharding.comm.rank, sharding.comm.size))
+        for holding in own if first else ():
+            if holding.written:
+                found += holding.parts(_flat(holding.data), 0, holding.last - holding.first)
+        if sharding.comm.rank == 0:  # what has no elements is in nobody's share
+            empty = [self._whole(MODEL + n, p, p.detach(), True) for p, n in self._names.items() if not p.numel()]
+            found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty]
+        found += [part for h in self._left_out() for part in h.parts(_flat(h.data), 0, h.last)]
+        return found, {"optimizer": values, "tied": self._aliases, "data_ranks": sharding.comm.size}
+
+    def _odd_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
+        """States that are not one number per element: small tensors, and values; of the rank with a first element."""
+        tensors: list[Holding] = []
+        values: dict[str, dict[str, Any]] = {}
+        for segment in self._sharding.segments:
+            for key, value in self._sharding.optimizer.state.get(segment.value, {}).items():
+                for p, first, _, _ in segment.contents:
+                    name = self._names[p]
+                    if torch.is_tensor(value):
+                        if self._elementwise(key, segment) is None and first == 0:
+                            part = Slice.whole(value.shape)
+                            written = self._writes(p)
+                            tensors.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, value, written))
+                    elif value is None or isinstance(value, (bool, int, float, str)):
+                        values.setdefault(name, {})[key] = value
+                    else:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {name} is a {type(value).__name__}, which cannot be saved; "
+                            "use an optimizer whose state is tensors and numbers",
+                            agreed=True,
+                        )
+        return tensors, values
+
+    def _left_out(self) -> list[Holding]:
+        """The memory of this rank's compression; other ranks have other ones, and only as many can take them over."""
+        compression = self._sharding.options.compression
+        tensors = compression.state_dict() if compression is not None else {}
+        return [self._memory(name, tensor) for name, tensor in tensors.items()]
+
+    def _memory(self, name: str, tensor: torch.Tensor) -> Holding:
+        prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
+        return Holding(prefix + name, Slice.whole(tensor.shape), 0, tensor.numel(), tensor, True)
+
+    def _left_out_before(self, manifest: Manifest) -> list[Holding]:
+        """The same, to be filled."""
+        prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
+        self._memories = {}
+        if self._sharding.options.compression is None or manifest.values.get("data_ranks") != self._sharding.comm.size:
+            return []
+        for name, spec in manifest.tensors.items():
+            if name.startswith(prefix):
+                self._memories[name.removeprefix(prefix)] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        return [self._memory(name, tensor) for name, tensor in self._memories.items()]
+
+    # -- reading
+
+    def parts_to_load(self, manifest: Manifest) -> list[Part]:
+        """What this rank fills from a checkpoint of any layout; `finish_load` then puts it in place."""
+        wanted = [*self._alike(), *self._shares(), *self._masters(), *self._empty_states(manifest)]
+        wanted += self._left_out_before(manifest)
+        self._pending = []
+        found: list[Part] = []
+        for holding in wanted:
+            source, dtype = _source(manifest, holding)
+            direct = holding.data.is_contiguous() and holding.data.device.type == "cpu" and holding.data.dtype == dtype
+            flat = holding.data.view(-1) if direct else torch.empty(holding.data.numel(), dtype=dtype)
+            if not direct:
+                self._pending.append((holding.data, flat))
+            found += replace(holding, name=source, data=flat).parts(flat, 0, holding.last - holding.first)
+        return found
+
+    def _empty_states(self, manifest: Manifest) -> list[Holding]:
+        """Optimizer states to fill, as the checkpoint has them for the parameters of each segment."""
+        keys: dict[str, list[tuple[str, TensorSpec]]] = {}
+        for name, spec in manifest.tensors.items():
+            if name.startswith(OPTIMIZER):
+                key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
+                keys.setdefault(parameter, []).append((key, spec))
+        known = set(self._names.values())
+        values = manifest.values["optimizer"]
+        found: list[Holding] = []
+        self._states = {}
+        for segment in self._sharding.segments:
+            state = self._states.setdefault(segment.value, {})
+            for p, first, last, at in segment.contents:
+                name = self._names[p]
+                for key, spec in keys.get(name, ()):
+                    if tuple(spec.shape) == logical_of(p).shape and spec.shape:
+                        if key not in state:
+                            kind = getattr(torch, spec.dtype)
+                            state[key] = torch.zeros(segment.value.shape, dtype=kind, device=segment.value.device)
+                        data = state[key].view(-1)[at : at + last - first]
+                        found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
+                    elif key not in state:
+                        state[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+                        part = Slice.whole(spec.shape)
+                        found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, state[key], True))
+                state.update(values.get(name, {}))
+        strangers = sorted(set(keys) - known)
+        if strangers and not self._staged:
+            raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
+        return found
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        for tensor, filled in self._pending:
+            tensor.copy_(filled.view(tensor.shape))
+        self._pending = []
+        self._sharding.publish()
+        optimizer = self._sharding.optimizer
+        optimizer.state.clear()
+        for value, state in self._states.items():
+            if state:
+                optimizer.state[value] = state
+        self._states = {}
+        if self._sharding.options.compression is not None:
+            self._sharding.options.compression.load_state_dict(self._memories)
+
+
+def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
+    """The tensor a holding is filled from, and its type: the fp32 copy of a parameter, where the checkpoint has one
+    and fp32 is wanted; the parameter itself for an fp32 copy that the checkpoint lacks."""
+    kind, _, rest = holding.name.partition("/")
+    name, own = holding.name, holding.data.dtype
+    if own == torch.float32 and kind + "/" in (MODEL, MASTER):
+        name = MASTER + rest if MASTER + rest in manifest.tensors else MODEL + rest
+    spec = manifest.tensors.get(name)
+    stored = getattr(torch, spec.dtype) if spec is not None else own
+    return name, stored if stored.is_floating_point and own.is_floating_point else own
+
+
+def _divided(alike: Sequence[Holding], rank: int, size: int) -> Iterator[Part]:
+    """This rank's share of what every rank has."""
+    sizes = [h.last - h.first for h in alike]
+    for number, lo, hi in shares(sizes, size, rank):
+        yield from alike[number].parts(_flat(alike[number].data), lo, hi)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).cpu()
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Further names of parameters that have several: name -> the name they are saved under."""
     first = {id(p): name for name, p in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
+    every: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
-
-
-def optimizer_tensors(
-    module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """The state of each parameter: tensors, and other values by parameter and state name."""
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for name, parameter in module.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if torch.is_tensor(value):
-                tensors[f"{OPTIMIZER}{key}/{name}"] = value
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                values.setdefault(name, {})[key] = value
-            else:
-                raise CheckpointError(
-                    f"optimizer state {key!r} of {name} is a {type(value).__name__}, which cannot be saved; "
-                    "use an optimizer whose state is tensors and numbers",
-                    agreed=True,
-                )
-    return tensors, values
-
-
-def parts_to_write(tensors: dict[str, torch.Tensor], rank: int, size: int) -> list[Part]:
-    """This rank's share of tensors that every rank has alike."""
-    names = list(tensors)
-    parts = []
-    for number, lo, hi in shares([tensors[name].numel() for name in names], size, rank):
-        tensor = tensors[names[number]]
-        piece = Piece(names[number], Box.whole(tensor.numel()), lo, hi)
-        parts.append(Part(_spec(names[number], tensor), piece, tensor.contiguous().view(-1)[lo:hi].cpu()))
-    if rank == 0:  # tensors without elements belong to nobody's share
-        parts += [Part(_spec(n, t), Piece.whole(n, 0), t.view(-1).cpu()) for n, t in tensors.items() if not t.numel()]
-    return parts
-
-
-def parts_to_read(tensors: dict[str, torch.Tensor]) -> tuple[list[Part], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Whole tensors to fill; and (tensor, its filled stand-in) where it is not flat host memory itself."""
-    parts, copies = [], []
-    for name, tensor in tensors.items():
-        direct = tensor.is_contiguous() and tensor.device.type == "cpu"
-        flat = tensor.view(-1) if direct else torch.empty(tensor.numel(), dtype=tensor.dtype)
-        if not direct:
-            copies.append((tensor, flat.view(tensor.shape)))
-        parts.append(Part(_spec(name, tensor), Piece.whole(name, tensor.numel()), flat))
-    return parts, copies
-
-
-def empty_optimizer_state(
-    module: nn.Module, manifest: Manifest, values: dict[str, dict[str, Any]]
-) -> tuple[dict[str, torch.Tensor], dict[nn.Parameter, dict[str, Any]]]:
-    """Tensors to fill, and the optimizer state made of them, as the checkpoint has it."""
-    tensors: dict[str, torch.Tensor] = {}
-    state: dict[nn.Parameter, dict[str, Any]] = {}
-    parameters = dict(module.named_parameters())
-    for name, spec in manifest.tensors.items():
-        if not name.startswith(OPTIMIZER):
-            continue
-        key, _, parameter_name = name.removeprefix(OPTIMIZER).partition("/")
-        parameter = parameters.get(parameter_name)
-        if parameter is None:
-            raise CheckpointError(f"the checkpoint has optimizer state of {parameter_name}, which this model lacks")
-        device = parameter.device if spec.shape == tuple(parameter.shape) else torch.device("cpu")
-        tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        state.setdefault(parameter, {})[key] = tensors[name]
-    for parameter_name, entries in values.items():
-        if parameter_name in parameters:
-            state.setdefault(parameters[parameter_name], {}).update(entries)
-    return tensors, state
-
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

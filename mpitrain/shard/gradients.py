@@ -1,0 +1,308 @@
+"""Where gradients are kept and reduced: whole on every rank, or each rank's shares alone.
+
+Both kinds take gradients bucket by bucket. A bucket is started when backward has finished all its parameters, in the
+same order on every rank; `end` completes what was started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from mpitrain.comm import Communicator, Work
+from mpitrain.comm.compression import Bucket, Compression
+from mpitrain.shard.flat import FlatGroup, adopt
+
+
+class Reduction:
+    """How a bucket is reduced: over which ranks, with which operation.
+
+    comms: communicators over the same ranks, used in turn. replicas: ranks that keep the same shares as this one,
+    over which a share is reduced further.
+    """
+
+    def __init__(
+        self,
+        comms: Sequence[Communicator],
+        op: str,
+        *,
+        algorithm: str = "auto",
+        compression: Compression | None = None,
+        replicas: Communicator | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        self.comms, self.op, self.algorithm = list(comms), op, algorithm
+        self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
+
+    @property
+    def comm(self) -> Communicator:
+        return self.comms[0]
+
+    @property
+    def overlaps(self) -> bool:
+        return self.comm.overlaps
+
+    def sum(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
+        """All-reduce a bucket, the number-th, in place."""
+        comm = self.comms[number % len(self.comms)]
+        return comm.all_reduce(
+            x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
+        )
+
+    def scatter(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
+        """Reduce a bucket so that this rank's share of it is right; the rest becomes meaningless."""
+        if shapes is not None:
+            return self.sum(x, number, shapes, background=background)
+        comm = self.comms[number % len(self.comms)]
+        length = x.numel() // comm.size
+        own = x[comm.rank * length : (comm.rank + 1) * length]
+        return comm.reduce_scatter(own, x, self.op, async_op=background, reproducible=self.reproducible)
+
+    def among_replicas(self, share: torch.Tensor) -> None:
+        if self.replicas is not None:
+            self.replicas.all_reduce(share, self.op, reproducible=self.reproducible)
+
+    def compressed(self, group: FlatGroup, number: int, key: object) -> Bucket | None:
+        """The compression of a bucket, which knows the parameters in it."""
+        if self.compression is None:
+            return None
+        layout = group.layout
+        shapes = [
+            (place.offset - layout.bounds[number], tuple(p.shape))
+            for place, p in zip(layout.places, group.parameters, strict=True)
+            if place.bucket == number
+        ]
+        return self.compression.bucket(key, shapes)
+
+
+class Gradients(Protocol):
+    """Buckets are numbered through all groups."""
+
+    groups: Sequence[FlatGroup]
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Its gradient of this backward pass is complete."""
+
+    def start(self, bucket: int, background: bool) -> Work | None: ...
+
+    def end(self, works: Sequence[Work | None]) -> None:
+        """Complete the reductions started since the last `end`."""
+
+    def zero(self) -> None: ...
+
+    def scale(self, factor: float) -> None: ...
+
+    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+        """The reduced gradients [lo, hi) of a group, within one of this rank's shares."""
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of gradients, and of communication buffers."""
+
+    def free(self) -> None: ...
+
+
+def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
+    """(group, bucket in it) of every bucket."""
+    return [(g, b) for g, group in enumerate(groups) for b in range(group.layout.buckets)]
+
+
+class WholeGradients:
+    """Every rank keeps all gradients, in arenas; each parameter's `.grad` is its place there.
+
+    sharded: reduce only this rank's shares. dtype: None for the parameters' own; else gradients are added up in
+    that type and `.grad` is empty after backward. Collective to make.
+    """
+
+    def __init__(
+        self, groups: Sequence[FlatGroup], reduction: Reduction, *, sharded: bool, dtype: torch.dtype | None = None
+    ) -> None:
+        self.groups, self.reduction, self.sharded = groups, reduction, sharded
+        self._arenas = [reduction.comm.arena(g.layout.numel, dtype or g.dtype, g.device) for g in groups]
+        for arena in self._arenas:
+            arena.tensor.zero_()
+        self._apart = [arena.tensor.dtype != g.dtype for arena, g in zip(self._arenas, groups, strict=True)]
+        self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}
+        for g, group in enumerate(groups):
+            for parameter, view in zip(group.parameters, group.views(self._arenas[g].tensor), strict=True):
+                self._views[parameter] = (view, self._apart[g])
+        self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
+        self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
+        whole = not sharded and reduction.compression is None and not reduction.overlaps
+        self.at_once = [arena.tensor for arena in self._arenas] if whole else None
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        view, apart = self._views[parameter]
+        if not apart:
+            adopt(parameter, view)
+        elif parameter.grad is not None:
+            view.add_(parameter.grad)
+            parameter.grad = None
+
+    def start(self, bucket: int, background: bool) -> Work | None:
+        reduce = self.reduction.scatter if self.sharded else self.reduction.sum
+        return reduce(self._buckets[bucket], bucket, self._compressed[bucket], background=background)
+
+    def end(self, works: Sequence[Work | None]) -> None:
+        for work in works:
+            if work is not None:
+                work.wait()
+        if self.reduction.replicas is not None:
+            for number, (g, b) in enumerate(numbered(self.groups)):
+                lo, hi = self.groups[g].layout.share(b, self.reduction.comm.rank)
+                start = self.groups[g].layout.bounds[b]
+                self.reduction.among_replicas(self._buckets[number][lo - start : hi - start])
+
+    def zero(self) -> None:
+        for parameter, (view, apart) in self._views.items():
+            if not apart and (parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr()):
+                parameter.grad = view
+        for arena in self._arenas:
+            arena.tensor.zero_()
+
+    def attach(self) -> None:
+        """Take over what the parameters' gradients hold now."""
+        for parameter, (view, apart) in self._views.items():
+            if parameter.grad is not None and not apart:
+                adopt(parameter, view)
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        """All gradients, one flat tensor a group."""
+        return [arena.tensor for arena in self._arenas]
+
+    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+        return self._arenas[group].tensor[lo:hi]
+
+    def nbytes(self) -> tuple[int, int]:
+        return sum(a.tensor.numel() * a.tensor.element_size() for a in self._arenas), 0
+
+    def scale(self, factor: float) -> None:
+        for arena in self._arenas:
+            arena.tensor.mul_(factor)
+
+    def free(self) -> None:
+        for parameter, (view, _) in self._views.items():
+            if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+                parameter.grad = None
+        for arena in self._arenas:
+            arena.free()
+
+
+class ShardedGradients:
+    """Every rank keeps its shares of the reduced gradients; a parameter's own lasts until its bucket is reduced.
+
+    Buckets pass through one slot in an arena (two where communication overlaps backward), so the memory beside the
+    shares is constant. Every backward pass adds its reduction to the shares. Collective to make.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], reduction: Reduction, *, dtype: torch.dtype | None = None) -> None:
+        self.groups, self.reduction = groups, reduction
+        self.at_once = None
+        self.taken: Callable[[int], None] | None = None  # told when the gradients of a bucket have been taken
+        self._numbers = numbered(groups)
+        self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in self._numbers]
+        parts = groups[0].layout.parts if groups else 1
+        self._shards = [torch.zeros(g.layout.numel // parts, dtype=dtype or g.dtype, device=g.device) for g in groups]
+        longest = [
+            max((b.numel() for b in g.buckets(torch.empty(g.layout.numel, device="meta"))), default=0) for g in groups
+        ]
+        count = 2 if reduction.overlaps else 1
+        self._slots = [
+            [reduction.comm.arena(length, shard.dtype, shard.device) for _ in range(count)]
+            for length, shard in zip(longest, self._shards, strict=True)
+        ]
+        self._stale: set[int] = set()  # buckets whose shares the next reduction replaces
+        self._started: list[tuple[int, torch.Tensor, Work | None]] = []  # (bucket, slot, work) not yet added
+        self._members: list[list[tuple[nn.Parameter, int]]] = [[] for _ in self._numbers]  # with offsets in the bucket
+        first = 0
+        for group in groups:
+            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
+                self._members[first + place.bucket].append(
+                    (parameter, place.offset - group.layout.bounds[place.bucket])
+                )
+            first += group.layout.buckets
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        return
+
+    def start(self, bucket: int, background: bool) -> Work | None:
+        g, b = self._numbers[bucket]
+        slots = self._slots[g]
+        if len(self._started) >= len(slots):
+            self._collect(self._started.pop(0))
+        layout = self.groups[g].layout
+        lo, hi = layout.bounds[b], layout.bounds[b + 1]
+        slot = slots[bucket % len(slots)].tensor[: hi - lo]
+        self._fill(bucket, slot)
+        if self.taken is not None:
+            self.taken(b)
+        work = self.reduction.scatter(slot, bucket, self._compressed[bucket], background=background)
+        self._started.append((bucket, slot, work))
+        return work
+
+    def _fill(self, bucket: int, slot: torch.Tensor) -> None:
+        """Move the gradients of a bucket into the slot; missing ones and gaps are zeros."""
+        at = 0
+        for parameter, begin in self._members[bucket]:
+            slot[at:begin].zero_()
+            at = begin + parameter.numel()
+            if parameter.grad is None:
+                slot[begin:at].zero_()
+            else:
+                slot[begin:at].view(parameter.shape).copy_(parameter.grad)
+                parameter.grad = None
+        slot[at:].zero_()
+
+    def _collect(self, started: tuple[int, torch.Tensor, Work | None]) -> None:
+        bucket, slot, work = started
+        if work is not None:
+            work.wait()
+        g, b = self._numbers[bucket]
+        layout, rank = self.groups[g].layout, self.reduction.comm.rank
+        length = (layout.bounds[b + 1] - layout.bounds[b]) // layout.parts
+        share = slot[rank * length : (rank + 1) * length]
+        self.reduction.among_replicas(share)
+        kept = self._shards[g][self._at(g, b) :][:length]
+        if bucket in self._stale:
+            self._stale.discard(bucket)
+            kept.copy_(share)
+        else:
+            kept.add_(share)
+
+    def _at(self, group: int, bucket: int) -> int:
+        """Where a bucket's share begins in this rank's shard."""
+        return self.groups[group].layout.bounds[bucket] // self.groups[group].layout.parts
+
+    def end(self, works: Sequence[Work | None]) -> None:
+        for started in self._started:
+            self._collect(started)
+        self._started.clear()
+
+    def zero(self) -> None:
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+        self._stale = set(range(len(self._numbers)))  # every reduction takes all buckets, so none stays stale
+
+    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+        layout = self.groups[group].layout
+        bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= lo < layout.bounds[b + 1])
+        first, _ = layout.share(bucket, self.reduction.comm.rank)
+        begin = self._at(group, bucket) + lo - first
+        return self._shards[group][begin : begin + hi - lo]
+
+    def nbytes(self) -> tuple[int, int]:
+        slots = sum(s.tensor.numel() * s.tensor.element_size() for slots in self._slots for s in slots)
+        return sum(s.numel() * s.element_size() for s in self._shards), slots
+
+    def scale(self, factor: float) -> None:
+        for shard in self._shards:
+            shard.mul_(factor)
+
+    def free(self) -> None:
+        for slots in self._slots:
+            for slot in slots:
+                slot.free()

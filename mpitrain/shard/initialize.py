@@ -1,0 +1,236 @@
+"""`mpitrain.initialize`: an engine for a training loop of one's own, as users of DeepSpeed know it.
+
+engine = mt.initialize(model=model, optimizer=optimizer, config="train.toml")
+for x, y in batches:                    # this rank's microbatches
+    loss = engine(x, y)
+    engine.backward(loss)
+    engine.step()                       # updates at the end of an accumulation, else only counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.checkpoint import Store
+from mpitrain.comm import Communicator, init
+from mpitrain.config import Config, OptimSection, read_toml
+from mpitrain.errors import CheckpointError, InputError
+from mpitrain.shard.deepspeed import from_deepspeed, looks_like_deepspeed, read_json
+from mpitrain.shard.engine import Engine, Loss
+from mpitrain.shard.memory import Memory
+from mpitrain.shard.optim import make_optimizer
+from mpitrain.shard.recompute import recompute_blocks
+from mpitrain.shard.settings import Settings, from_config
+
+ALL = 1 << 30  # checkpoints kept: the caller removes them
+
+
+class TrainingEngine:
+    """A model that trains over the ranks of a communicator. Made by `initialize`.
+
+    module: the model. Gradients are averaged over ranks and microbatches. steps: updates made so far, and skipped
+    ones. norm: of the last step's gradients, before clipping.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any) -> None:
+        self._engine, self.settings, self._loss, self._scheduler = engine, settings, loss, scheduler
+        self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
+
+    @property
+    def module(self) -> nn.Module:
+        return self._engine.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._engine.optimizer
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next `backward` is the last before an update."""
+        return self._passes == self.settings.accumulate - 1
+
+    def train(self, mode: bool = True) -> TrainingEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> TrainingEngine:
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; with a loss function and two arguments (x, y), the loss."""
+        if self._loss is not None and len(args) == 2 and not kwargs:
+            loss, (x, y) = self._loss, args
+            return self._engine.compute(lambda x: loss(self.module(x), y), x)
+        return self._engine.compute(self.module, *args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them."""
+        if self._passes >= self.settings.accumulate:
+            raise InputError(f"backward was called {self._passes + 1} times without a step; call step() after each")
+        if self._passes == 0:
+            self._engine.sharding.gradients.zero()
+        share = 1.0 / (self.settings.accumulate * self._engine.comm.size)
+        self._engine.backward(loss * share, reduce=self.at_boundary)
+
+    def step(self) -> bool:
+        """Update the parameters, if this microbatch was the last of the step; returns whether it was. Collective.
+
+        A step whose gradients are not finite on some rank is skipped on all of them.
+        """
+        self._passes += 1
+        if self._passes < self.settings.accumulate:
+            return False
+        self._passes = 0
+        schedule = self.settings.schedule
+        result = self._engine.step(schedule.rate(self.steps) if schedule is not None else None)
+        if self._scheduler is not None and not result.skipped:
+            self._scheduler.step()
+        self.steps, self.norm = self.steps + 1, result.norm
+        self.skipped += result.skipped
+        return True
+
+    # -- checkpoints
+
+    def save(self, path: str | Path, values: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint into the folder `path`, as path/step-N; returns that. Collective.
+
+        values: JSON to be given back by `load`, rank 0's.
+        """
+        parts, rest = self._engine.parts()
+        mine = {"steps": self.steps, "skipped": self.skipped, "rates": self._rates(), "values": dict(values or {})}
+        if self._scheduler is not None:
+            mine["scheduler"] = _plain(self._scheduler.state_dict())
+        with self._store(path) as store:
+            store.prepare(set_aside=False)
+            return store.save(self.steps, parts, rest | {"engine": mine})
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from the newest whole checkpoint in `path`, or from that at `path`; returns its values. Collective.
+
+        It may be of another stage and another number of ranks. Raises CheckpointError when none can be used.
+        """
+        reasons = []
+        with self._store(path) as store:
+            for folder in store.at(Path(path)):
+                try:
+                    manifest = store.load(folder, self._engine.parts_to_load)
+                except CheckpointError as error:
+                    reasons.append(str(error))
+                    continue
+                self._engine.finish_load(manifest)
+                mine = manifest.values.get("engine", {"steps": manifest.step, "skipped": 0, "values": {}})
+                self.steps, self.skipped, self._passes = mine["steps"], mine["skipped"], 0
+                for settings, rate in zip(self.optimizer.param_groups, mine.get("rates", ()), strict=False):
+                    settings["lr"] = rate
+                if self._scheduler is not None and "scheduler" in mine:
+                    self._scheduler.load_state_dict(mine["scheduler"])
+                return mine["values"]
+        raise CheckpointError(f"{path} holds no checkpoint that can be used: {(reasons or ['it is empty'])[0]}")
+
+    def _store(self, path: str | Path) -> Store:
+        return Store(Path(path), self._engine.comm, ALL)
+
+    def _rates(self) -> list[float]:
+        return [float(settings["lr"]) for settings in self.optimizer.param_groups]
+
+    # -- for people
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of the model's whole state, on every rank. Collective."""
+        return self._engine.state_dict()
+
+    def memory(self) -> Memory:
+        """Bytes by category on this rank, measured, and by formula."""
+        return self._engine.memory()
+
+    def close(self) -> None:
+        """Give the model's parameters memory of their own again. Collective."""
+        self._engine.close()
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    loss: Loss | None = None,
+    scheduler: Any = None,
+    comm: Communicator | None = None,
+) -> TrainingEngine:
+    """An engine that trains `model` over the ranks of `comm` (default: all). Collective.
+
+    optimizer: made for model.parameters(); without one, the configuration's. config: a TOML file or nested values of
+    `mpitrain.config`, or a DeepSpeed JSON file or its values. loss: loss(model(x), y), a mean over samples; by
+    default the model's own `loss`, if it has one. scheduler: stepped after every update; without it and without an
+    optimizer of one's own, the configuration's.
+    Raises InputError naming a key that is not supported.
+    """
+    comm = comm if comm is not None else init()
+    section = None
+    if isinstance(config, (str, Path)) and str(config).endswith(".json"):
+        settings = from_deepspeed(read_json(Path(config)), comm.size, str(config))
+    elif isinstance(config, Mapping) and looks_like_deepspeed(config):
+        settings = from_deepspeed(config, comm.size)
+    else:
+        ours = config if isinstance(config, Config) else Config.from_dict(_values(config), _origin(config))
+        settings, section = from_config(ours, comm.size, own_optimizer=optimizer is not None), ours.optim
+    if settings.without_effect and comm.rank == 0:
+        print(f"without effect here: {', '.join(settings.without_effect)}", flush=True)
+    if optimizer is None:
+        if section is None:
+            section = _section(settings)
+        optimizer = make_optimizer(section, model.named_parameters())
+    if settings.any_optimizer:
+        optimizer.elementwise = True  # type: ignore[attr-defined]
+    if settings.recompute:
+        recompute_blocks(model)
+    own = getattr(model, "loss", None)
+    chosen = loss if loss is not None else own if callable(own) else None
+    engine = Engine(
+        model,
+        chosen or (lambda output, y: output),
+        optimizer,
+        comm,
+        settings.options,
+        clip=settings.clip,
+        precision=settings.precision,
+        scale=settings.scale,
+    )
+    return TrainingEngine(engine, settings, chosen, scheduler)
+
+
+def _values(config: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    return config if isinstance(config, Mapping) else read_toml(str(config))
+
+
+def _origin(config: str | Path | Mapping[str, Any] | None) -> str:
+    return str(config) if isinstance(config, (str, Path)) else "config"
+
+
+def _section(settings: Settings) -> OptimSection:
+    """The optimizer section that a DeepSpeed configuration describes."""
+    if settings.optimizer is None:
+        raise InputError("no optimizer was given, and the configuration has none; give one", agreed=True)
+    kind, params = settings.optimizer
+    options = dict(params)
+    rate, decay = options.pop("lr", 1e-3), options.pop("weight_decay", 0.0)
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    return OptimSection(name=kind, lr=rate, weight_decay=decay, options=options)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a scheduler's state that JSON can hold; the rest is functions."""
+    kinds = (bool, int, float, str, list, type(None))
+    return {key: value for key, value in state.items() if isinstance(value, kinds)}

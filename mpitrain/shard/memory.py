@@ -1,0 +1,97 @@
+"""Where the bytes of training are: counted from the tensors that hold them, beside what the formula says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpitrain.shard.placement import formula
+from mpitrain.shard.sharding import Sharding
+from mpitrain.shard.units import ShardedParameters
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on this rank. parameters: in the precision of forward; of a copy that the ranks of a node share, this
+    rank's part. states: the optimizer's, with its fp32 copy of 16-bit parameters. activations: what autograd kept
+    in the first forward pass. buffers: what communication passes through. expected: parameters, gradients and
+    states by the formula of `placement`, without padding and without sharing. padding: bytes in parameters,
+    gradients and states that hold no element.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+    activations: int
+    buffers: int
+    padding: int
+    expected: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.states + self.activations + self.buffers
+
+
+def measure(sharding: Sharding, activations: int) -> Memory:
+    trained = [p for group in sharding.groups for p in group.parameters]
+    counts = [(g, sum(p.numel() for p in g.parameters)) for g in sharding.groups]
+    if sharding.parameters is not None:
+        parameters = sharding.parameters.nbytes()
+    else:
+        parameters = sum(p.numel() * p.element_size() for p in trained)
+    gradients, buffers = sharding.gradients.nbytes()
+    if isinstance(sharding.parameters, ShardedParameters):
+        buffers += sharding.parameters.buffer_bytes
+    kept = [t for s in sharding.segments for t in sharding.optimizer.state.get(s.value, {}).values()]
+    moments = [t for t in kept if torch.is_tensor(t) and t.numel() > 1]
+    masters = [s.value for s in sharding.segments if s.stored is not None]
+    states = _nbytes(moments) + _nbytes(masters)
+    per_element = round(_nbytes(moments) / 4 / max(1, sum(s.value.numel() for s in sharding.segments)))
+    accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
+    expected = {
+        "parameters": round(sum(a.parameters for a in accounts)),
+        "gradients": round(sum(a.gradients for a in accounts)),
+        "states": round(sum(a.states for a in accounts)),
+    }
+    flat = sum(g.layout.numel * g.dtype.itemsize for g in sharding.groups)
+    gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
+    narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
+    wide = sum(gap * (4 * per_element + (4 if item < 4 else 0)) for gap, item in gaps) / sharding.shard.size
+    held = (parameters if sharding.parameters is not None else 0) + gradients
+    padding = held * narrow + (wide if sharding.stage.states else 0)
+    return Memory(round(parameters), gradients, states, activations, buffers, round(padding), expected)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class ActivationMeter:
+    """Bytes that autograd keeps for backward while it is entered; parameters do not count, each memory once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._hooks: Any = None
+        self.nbytes = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.nbytes += min(storage.nbytes(), tensor.numel() * tensor.element_size())
+
+    def __enter__(self) -> None:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self.add(tensor)
+            return tensor
+
+        self._hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)

@@ -1,0 +1,63 @@
+"""Optimizer states outside the memory where training computes: in host memory, or in files mapped into it.
+
+ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) for the part of the memory that is read and
+written once a step. A mapped file costs page cache, which the system takes back when it needs the memory. On a CPU,
+host memory is where the states are anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mpitrain.errors import InputError
+from mpitrain.shard.segments import Segment
+
+HOST = "host"  # instead of a folder
+
+
+class MappedFiles:
+    """Tensors in files of their own in a folder, gone with the process: the files have no names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._moved: set[int] = set()
+        self._places: set[int] = set()  # addresses of what lies in files
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"parallel.offload {folder} cannot be used: {error.strerror}; give another folder"
+            ) from None
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's values in a mapped file. Raises InputError when the disk is full."""
+        nbytes = tensor.numel() * tensor.element_size()
+        descriptor, name = tempfile.mkstemp(dir=self._folder)
+        try:
+            os.posix_fallocate(descriptor, 0, max(1, nbytes))  # a hole that cannot be filled later is a bus error
+            mapped = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        except OSError as error:
+            raise InputError(
+                f"parallel.offload {self._folder} has no room for {nbytes} bytes: {error.strerror}; make room"
+            ) from None
+        finally:
+            os.close(descriptor)
+            os.unlink(name)
+        return mapped.view(tensor.shape).copy_(tensor.detach())
+
+    def take(self, segment: Segment, state: dict[str, object]) -> None:
+        """Move what is not in a file yet: a segment's fp32 copy, and its optimizer states."""
+        if segment.stored is not None and id(segment.value) not in self._moved:
+            segment.value.data = self.move(segment.value)
+            self._moved.add(id(segment.value))
+        for key, tensor in state.items():
+            if torch.is_tensor(tensor) and tensor.numel() > 1 and tensor.data_ptr() not in self._places:
+                mapped = self.move(tensor)
+                self._places.add(mapped.data_ptr())
+                state[key] = mapped

@@ -1,0 +1,62 @@
+"""Which of parameters, gradients and optimizer states every data-parallel rank has whole, and which it shares out.
+
+    stage        parameters   gradients    optimizer states     bytes per parameter and rank, 16-bit training
+    0  DDP       replicated   replicated   replicated           16
+    1  ZeRO-1    replicated   replicated   sharded              4 + 12/N
+    2  ZeRO-2    replicated   sharded      sharded              2 + 14/N
+    3  ZeRO-3    sharded      sharded      sharded              16/N
+
+The bytes are those of Rajbhandari et al. 2020 (ZeRO, section 3): 2 for a 16-bit parameter, 2 for its gradient and 12
+for the optimizer's fp32 copy and its two moments. In fp32 training the copy is the parameter itself: 4, 4 and 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Whether parameters, gradients and optimizer states are sharded."""
+
+    parameters: bool
+    gradients: bool
+    states: bool
+
+
+STAGES = (
+    Stage(False, False, False),
+    Stage(False, False, True),
+    Stage(False, True, True),
+    Stage(True, True, True),
+)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes by category. parameters: in the precision of forward; states: the optimizer's, its fp32 copy included."""
+
+    parameters: float
+    gradients: float
+    states: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.states
+
+
+def formula(stage: Stage, ranks: int, numel: int, itemsize: int, moments: int) -> Account:
+    """What `numel` trained parameters of `itemsize` bytes take on each of `ranks` ranks, without padding.
+
+    moments: fp32 numbers the optimizer keeps per parameter (Adam: 2).
+    """
+    master = 4 if itemsize < 4 else 0
+
+    def per_rank(nbytes: int, sharded: bool) -> float:
+        return nbytes * numel / (ranks if sharded else 1)
+
+    return Account(
+        per_rank(itemsize, stage.parameters),
+        per_rank(itemsize, stage.gradients),
+        per_rank(master + 4 * moments, stage.states),
+    )

@@ -1,0 +1,66 @@
+"""16-bit training: parameters and activations in 16 bits, the optimizer's copy and states in fp32.
+
+Micikevicius et al. 2018, Mixed Precision Training: a copy of the weights in fp32, and for fp16 a loss multiplied by
+a scale so that small gradients do not become zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def convert(module: nn.Module, precision: str) -> None:
+    """Make the fp32 parameters 16-bit ones, except those of batch norms, whose statistics need fp32."""
+    if precision == "fp32":
+        return
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            continue
+        for parameter in layer.parameters(recurse=False):
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(DTYPES[precision])
+
+
+def narrowed(x: Any, precision: str) -> Any:
+    """Floating-point inputs in the precision of the model."""
+    if precision != "fp32" and torch.is_tensor(x) and x.is_floating_point():
+        return x.to(DTYPES[precision])
+    return x
+
+
+@dataclass
+class LossScale:
+    """The number losses are multiplied by: halved when gradients overflow, doubled after `patience` good steps."""
+
+    value: float = 1.0
+    dynamic: bool = False
+    patience: int = 2000
+    good: int = 0
+    least: float = 1.0
+
+    @staticmethod
+    def of(precision: str, initial: float = 2.0**16) -> LossScale:
+        return LossScale(initial, dynamic=True) if precision == "fp16" else LossScale()
+
+    def update(self, overflowed: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good = 0 if overflowed else self.good + 1
+        if overflowed:
+            self.value = max(self.least, self.value / 2)
+        elif self.good == self.patience:
+            self.value, self.good = self.value * 2, 0
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.value, "good": self.good}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.value, self.good = float(state["scale"]), int(state["good"])

@@ -1,0 +1,39 @@
+"""Activation recompute: a block keeps its input alone, and computes its activations again in backward.
+
+Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. Dropout draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpitrain.errors import InputError
+from mpitrain.shard.units import blocks_of
+
+
+def recompute_blocks(module: nn.Module) -> int:
+    """Let every block of a model (see `blocks_of`) be recomputed; returns how many. The module is changed in place.
+
+    Raises InputError for a model without blocks.
+    """
+    blocks = blocks_of(module)
+    if not blocks:
+        raise InputError(
+            "train.recompute finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it "
+            "to false",
+            agreed=True,
+        )
+    for block in blocks:
+        block.forward = partial(_recomputed, block, block.forward)
+    return len(blocks)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not block.training:
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,176 @@
+"""What of the parameters this rank's optimizer updates: flat stretches, fp32.
+
+A segment is a parameter (replicated states), or a stretch of this rank's share of a bucket whose parameters have the
+same settings (sharded states); in the latter gaps between parameters are zeros that stay zeros. In 16-bit training
+the optimizer works on an fp32 copy, which is rounded into the parameters after each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mpitrain.errors import InputError
+from mpitrain.shard.flat import FlatGroup
+
+# their update of an element looks at that element alone
+ELEMENTWISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+@dataclass
+class Segment:
+    """value: what the optimizer updates, fp32. stored: the parameter it is a copy of; None where it is that itself.
+
+    gradient: gives the reduced gradient, in the gradients' dtype; None when there is none. contents: (parameter,
+    first, last, offset): elements [first, last) of a parameter begin at `offset` of the segment. counted: whether
+    its gradient belongs to this rank's part of the norm.
+    """
+
+    value: torch.Tensor
+    stored: torch.Tensor | None
+    gradient: Callable[[], torch.Tensor | None]
+    contents: tuple[tuple[nn.Parameter, int, int, int], ...]
+    settings: int
+    counted: bool
+
+    def store(self) -> None:
+        """Round the updated value into the parameter."""
+        if self.stored is not None:
+            self.stored.copy_(self.value)
+
+
+def whole_segments(
+    optimizer: torch.optim.Optimizer,
+    gradient: Callable[[nn.Parameter], torch.Tensor | None],
+    counted: Callable[[nn.Parameter], bool],
+    *,
+    on_host: bool = False,
+) -> list[Segment]:
+    """One segment for each parameter the optimizer has. on_host: the optimizer works on copies in host memory."""
+    segments = []
+    for number, settings in enumerate(optimizer.param_groups):
+        for parameter in settings["params"]:
+            if not parameter.requires_grad:
+                continue
+            copied = parameter.element_size() < 4 or (on_host and parameter.is_cuda)
+            segments.append(
+                Segment(
+                    _copy(parameter, on_host) if copied else parameter,
+                    parameter.detach() if copied else None,
+                    lambda p=parameter: gradient(p),  # type: ignore[misc]
+                    ((parameter, 0, parameter.numel(), 0),),
+                    number,
+                    counted(parameter),
+                )
+            )
+    return segments
+
+
+def shared_out_segments(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[FlatGroup],
+    share: int,
+    own: Callable[[int, int, int], torch.Tensor],
+    gradient: Callable[[int, int, int], torch.Tensor],
+    counted: Callable[[nn.Parameter], bool],
+    *,
+    on_host: bool = False,
+) -> list[Segment]:
+    """The segments of share number `share` of every bucket. own(group, lo, hi), gradient(group, lo, hi): flat memory.
+
+    Raises InputError for an optimizer whose update of an element depends on others.
+    """
+    refuse_unless_elementwise(optimizer)
+    settings_of = _settings_of(optimizer)
+    strangers = set(settings_of) - {p for group in groups for p in group.parameters}
+    if any(p.requires_grad for p in strangers):
+        raise InputError("the optimizer has parameters that are not the model's; give it those alone", agreed=True)
+    segments = []
+    for g, group in enumerate(groups):
+        for b in range(group.layout.buckets):
+            for lo, hi, number, count, contents in _stretches(
+                group, *group.layout.share(b, share), settings_of, counted
+            ):
+                if number < 0:  # trained by nobody here
+                    continue
+                stored = own(g, lo, hi)
+                copied = group.dtype.itemsize < 4 or (on_host and stored.is_cuda)
+                segments.append(
+                    Segment(
+                        _copy(stored, on_host) if copied else nn.Parameter(stored),
+                        stored if copied else None,
+                        lambda view=gradient(g, lo, hi): view,  # type: ignore[misc]
+                        contents,
+                        number,
+                        count,
+                    )
+                )
+    return segments
+
+
+def _copy(tensor: torch.Tensor, on_host: bool) -> nn.Parameter:
+    """An fp32 copy for the optimizer."""
+    values = tensor.detach().float()
+    return nn.Parameter(values.cpu() if on_host else values)
+
+
+def _stretches(
+    group: FlatGroup,
+    lo: int,
+    hi: int,
+    settings_of: Mapping[nn.Parameter, int],
+    counted: Callable[[nn.Parameter], bool],
+) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
+    """[lo, hi) cut where the settings change: (first, last, settings, counted, contents)."""
+    found: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
+    pieces = group.layout.within(lo, hi)
+    for at, (n, first, last, offset) in enumerate(pieces):
+        parameter = group.parameters[n]
+        end = pieces[at + 1][3] if at + 1 < len(pieces) else hi
+        key = (settings_of.get(parameter, -1), counted(parameter))
+        if found and found[-1][2:4] == key:
+            begin, _, _, _, contents = found.pop()
+        else:
+            begin, contents = (lo if at == 0 else offset), ()
+        found.append((begin, end, *key, (*contents, (parameter, first, last, offset - begin))))
+    return found
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    return {p: number for number, settings in enumerate(optimizer.param_groups) for p in settings["params"]}
+
+
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
+        raise InputError(
+            f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
+            "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`",
+            agreed=True,
+        )
+
+
+def hand_over(optimizer: torch.optim.Optimizer, segments: Sequence[Segment]) -> None:
+    """Let the optimizer update the segments in place of the parameters it was made for."""
+    if optimizer.state:
+        raise InputError(
+            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after",
+            agreed=True,
+        )
+    for number, settings in enumerate(optimizer.param_groups):
+        settings["params"] = [s.value for s in segments if s.settings == number]

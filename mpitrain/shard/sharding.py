@@ -1,0 +1,212 @@
+"""One mechanism for DDP and ZeRO: a stage's placements of parameters, gradients and optimizer states, put together.
+
+                     stage 0            1                    2                    3
+    parameters       the module's own   one per node, or     one per node, or     one per node, or shares,
+                                        private and gathered private and gathered gathered unit by unit
+    gradients        whole              whole                shares               shares
+    optimizer states whole              shares               shares               shares
+
+Where the ranks of a node can share memory, stages 1 to 3 keep one copy of the parameters per node: a rank updates
+its share in place, and nothing has to be gathered inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mpitrain.comm import Communicator
+from mpitrain.comm.compression import Compression
+from mpitrain.comm.node_copy import NodeCopy
+from mpitrain.errors import InputError
+from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.gradients import Reduction, ShardedGradients, WholeGradients
+from mpitrain.shard.offload import HOST
+from mpitrain.shard.parameters import NodeParameters, Parameters, PrivateParameters, shard_order
+from mpitrain.shard.placement import STAGES
+from mpitrain.shard.reducer import Reducer
+from mpitrain.shard.segments import Segment, hand_over, shared_out_segments, whole_segments
+from mpitrain.shard.units import ShardedParameters, members, unit_groups, units_of
+
+EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
+
+
+@dataclass(frozen=True)
+class Options:
+    """zero: the stage. share_node: keep one copy of the parameters per node where memory can be shared.
+    shard_within: "all" ranks, or the "node": shares are then cut inside each node and replicated over the nodes.
+    reduce_dtype: in which gradients are added up and reduced; None: the parameters' own.
+    offload: "host", for optimizer states in host memory, or a folder for files they are kept in.
+    reproducible: reduce in an order that does not depend on the number of ranks.
+    """
+
+    zero: int = 0
+    bucket_mb: float = 25.0
+    algorithm: str = "auto"
+    compression: Compression | None = None
+    reduce_dtype: torch.dtype | None = None
+    share_node: bool = True
+    shard_within: str = "all"
+    reshard_after_forward: bool = True
+    reproducible: bool = False
+    offload: str = ""
+
+
+class Sharding:
+    """A module and its optimizer, placed over the ranks of `comm` by `options`. Collective to make.
+
+    Parameters must be the same on all ranks. counted: whether a parameter's gradient belongs to this rank's part of
+    the norm (False for what a rank of another axis counts). staged: the module is a stage of a pipeline, whose
+    gradients are added up without backward hooks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        comm: Communicator,
+        options: Options,
+        counted: Callable[[nn.Parameter], bool] = lambda p: True,
+        *,
+        staged: bool = False,
+    ) -> None:
+        self.module, self.optimizer, self.comm, self.options = module, optimizer, comm, options
+        self.stage = STAGES[options.zero]
+        self._staged = staged
+        self.shard, self.replicas = self._ranks()
+        names = {p: name for name, p in module.named_parameters()}
+        named = [(name, p) for p, name in names.items()]
+        if not in_backward_order(named):
+            raise InputError("the model has no parameter to train; let some require a gradient", agreed=True)
+        self.groups, self.parameters = self._place_parameters(named)
+        gradients = self._place_gradients()
+        self.reducer = Reducer(
+            gradients, names, unused_allowed=True, forget_unused=not self.stage.states and not staged
+        )
+        if isinstance(self.parameters, ShardedParameters) and isinstance(gradients, ShardedGradients):
+            gradients.taken = self.parameters.bucket_done
+        self.segments = self._segments(gradients, counted)
+        if self.stage.states or any(s.stored is not None for s in self.segments):
+            hand_over(optimizer, self.segments)
+
+    def _ranks(self) -> tuple[Communicator, Communicator | None]:
+        """The ranks the shares are cut over, and those that have the same share as this one."""
+        comm = self.comm
+        if not self.stage.states or comm.size == 1:
+            return comm, None
+        if self.options.shard_within == "node":
+            node = comm.split(comm.node, label=f"{comm.label}/shard")
+            replicas = comm.split(comm.local_rank, label=f"{comm.label}/replicas")
+            assert node is not None and replicas is not None
+            if shard_order(comm) is None:
+                raise InputError("sharding within nodes needs as many ranks on each node; start them so", agreed=True)
+            return node, replicas if replicas.size > 1 else None
+        order = shard_order(comm)
+        if comm.num_nodes > 1 and order is not None and self.options.share_node:
+            ordered = comm.split(0, order, label=f"{comm.label}/shard")
+            assert ordered is not None
+            return ordered, None
+        return comm, None
+
+    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters | None]:
+        options, shard = self.options, self.shard
+        multiple = EXACT_BLOCK if options.reproducible else 16
+        parts = shard.size if self.stage.states else 1
+        groups = flat_groups(in_backward_order(named), options.bucket_mb, parts, multiple)
+        if not self.stage.states:
+            return groups, None
+        placed = self._on_node(groups)
+        if placed is not None:
+            return groups, placed
+        if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged)):
+            return groups, PrivateParameters(groups, shard)
+        if self._staged and shard.size > 1:
+            raise InputError(
+                "parallel.zero 3 in a pipeline needs the data-parallel ranks to share memory on each node, and as many "
+                "on one as on another; use parallel.zero 2",
+                agreed=True,
+            )
+        units = units_of(self.module)
+        groups = unit_groups(members(self.module, units), parts, multiple)
+        if shard.size == 1:
+            return groups, PrivateParameters(groups, shard)
+        reshard = options.reshard_after_forward
+        return groups, ShardedParameters(self.module, units, groups, shard, reshard_after_forward=reshard)
+
+    def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
+        comm = self.comm
+        if not self.options.share_node or any(g.device.type != "cpu" for g in groups) or shard_order(comm) is None:
+            return None
+        copies: list[NodeCopy] = []
+        for group in groups:
+            copy = comm.node_copy(group.layout.numel, group.dtype)
+            if copy is None:
+                for made in copies:
+                    made.free()
+                return None
+            copies.append(copy)
+        carriers = None
+        if comm.num_nodes > 1 and self.replicas is None:
+            carriers = comm.split(comm.local_rank, label=f"{comm.label}/carriers")
+        return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
+
+    def _place_gradients(self) -> WholeGradients | ShardedGradients:
+        options = self.options
+        reduction = Reduction(
+            [self.shard],
+            "sum",
+            algorithm=options.algorithm,
+            compression=options.compression,
+            replicas=self.replicas,
+            # in a fixed order also for stages, so that copies of tied parameters stay equal to the bit
+            reproducible=options.reproducible or self._staged,
+        )
+        if self.stage.gradients and not options.reproducible:
+            return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype)
+        return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=options.reduce_dtype)
+
+    def _segments(
+        self, gradients: WholeGradients | ShardedGradients, counted: Callable[[nn.Parameter], bool]
+    ) -> list[Segment]:
+        on_host = self.options.offload == HOST
+        if self.parameters is not None:
+            own, gradient = self.parameters.own, gradients.own
+            return shared_out_segments(
+                self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
+            )
+        places = {
+            p: (g, place.offset, place.offset + place.numel)
+            for g, group in enumerate(self.groups)
+            for p, place in zip(group.parameters, group.layout.places, strict=True)
+        }
+        apart = self.options.reduce_dtype is not None
+
+        def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+            if apart:
+                return gradients.own(*places[parameter]).view(parameter.shape)
+            return parameter.grad
+
+        return whole_segments(self.optimizer, gradient_of, counted, on_host=on_host)
+
+    @property
+    def gradients(self) -> WholeGradients | ShardedGradients:
+        return self.reducer.gradients
+
+    def end_of_backward(self) -> None:
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.end_of_backward()
+
+    def publish(self) -> None:
+        """Show all ranks the updated parameters. Collective."""
+        if self.parameters is not None:
+            self.parameters.publish()
+
+    def close(self) -> None:
+        """Give every parameter memory of its own, and release the arenas. Collective."""
+        self.reducer.close()
+        if self.parameters is not None:
+            self.parameters.free()
+        self.gradients.free()

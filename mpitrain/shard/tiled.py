@@ -1,0 +1,69 @@
+"""A linear layer too large to be gathered at once, as a grid of smaller ones (memory-centric tiling).
+
+ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3): with sharded parameters each tile is a unit of its own, so
+that one tile at a time is whole. x [.., in], weight [out, in], 2 x 2 tiles:
+
+    y0 = x0 W00' + x1 W01' + b0        x = [x0 x1]  along in
+    y1 = x0 W10' + x1 W11' + b1        y = [y0 y1]  along out
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from mpitrain.errors import InputError
+from mpitrain.layout import split
+
+
+class TiledLinear(nn.Module):
+    """nn.Linear(in_features, out_features, bias) in in_tiles x out_tiles tiles. Sizes need not be divisible."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, in_tiles: int = 1, out_tiles: int = 1
+    ) -> None:
+        super().__init__()
+        if not (1 <= in_tiles <= in_features and 1 <= out_tiles <= out_features):
+            raise InputError(
+                f"{in_tiles} x {out_tiles} tiles of a linear layer of {in_features} x {out_features}: use between 1 "
+                "and as many as there are features"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self._columns = [hi - lo for lo, hi in pairwise(split(in_features, in_tiles))]
+        rows = [hi - lo for lo, hi in pairwise(split(out_features, out_tiles))]
+        # the bias of an output is added once, with its first tile
+        self.tiles = nn.ModuleList(
+            nn.Linear(width, height, bias=bias and number == 0)
+            for height in rows
+            for number, width in enumerate(self._columns)
+        )
+
+    @staticmethod
+    def of(linear: nn.Linear, *, in_tiles: int = 1, out_tiles: int = 1) -> TiledLinear:
+        """The same layer in tiles."""
+        made = TiledLinear(
+            linear.in_features, linear.out_features, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles
+        )
+        columns, rows = split(linear.in_features, in_tiles), split(linear.out_features, out_tiles)
+        tiles = iter(made.tiles)
+        with torch.no_grad():
+            for top, bottom in pairwise(rows):
+                for left, right in pairwise(columns):
+                    tile = next(tiles)
+                    assert isinstance(tile, nn.Linear)
+                    tile.weight.copy_(linear.weight[top:bottom, left:right])
+                    if tile.bias is not None:
+                        tile.bias.copy_(linear.bias[top:bottom])
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.split(self._columns, dim=-1)
+        outputs, tiles = [], iter(self.tiles)
+        for _ in range(len(self.tiles) // len(parts)):
+            total = next(tiles)(parts[0])
+            for part in parts[1:]:
+                total = total + next(tiles)(part)
+            outputs.append(total)
+        return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]

@@ -1,0 +1,93 @@
+"""The optimizer's update of this rank's segments: norm, clipping, unscaling, rounding into 16 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.layout import split
+from mpitrain.shard.offload import MappedFiles
+from mpitrain.shard.optim import update
+from mpitrain.shard.segments import Segment
+from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
+
+SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
+
+
+class Updater:
+    """axes: communicators of the other axes of the mesh, over which the norm is summed further. files: where the
+    optimizer's states are to be kept.
+    """
+
+    def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
+        self._sharding, self._axes, self._files = sharding, list(axes), files
+        self._rounds = _rounds(sharding.segments, files is not None)
+
+    def norm(self) -> float:
+        """The 2-norm of all gradients as they are, over all axes. Collective; the same on every rank."""
+        if self._sharding.options.reproducible:
+            return math.sqrt(self._exact_squares())
+        gradients = [g for s in self._sharding.segments if s.counted and (g := s.gradient()) is not None]
+        total = torch.zeros(1, dtype=torch.float64)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            total += norms.double().square_().sum().cpu()
+        if self._sharding.stage.states:
+            self._sharding.shard.all_reduce(total)
+        for axis in self._axes:
+            axis.all_reduce(total)
+        return math.sqrt(float(total)) if math.isfinite(total) else math.nan
+
+    def _exact_squares(self) -> float:
+        """The sum of squares, the same bits for any number of ranks: of fixed blocks, then summed exactly."""
+        sharding = self._sharding
+        sums = []
+        for g, group in enumerate(sharding.groups):
+            for b in range(group.layout.buckets):
+                lo, hi = group.layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
+                blocks = sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)
+                sums.append(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_())
+        mine = torch.cat(sums)
+        if sharding.stage.states and sharding.shard.size > 1:
+            everyone = torch.empty(mine.numel() * sharding.shard.size, dtype=torch.float64)
+            sharding.shard.all_gather(everyone, mine)
+            mine = everyone
+        values = mine.tolist()
+        return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+    @torch.no_grad()
+    def apply(self, factor: float) -> None:
+        """Update with the gradients times `factor`, and show every rank the result. Collective."""
+        optimizer = self._sharding.optimizer
+        for chosen in self._rounds:
+            for segment in chosen:
+                segment.value.grad = self._gradient(segment, factor)
+            update(optimizer)
+            for segment in chosen:
+                if segment.stored is not None or self._sharding.stage.states:
+                    segment.value.grad = None
+                segment.store()
+                if self._files is not None:
+                    self._files.take(segment, optimizer.state[segment.value])
+        self._sharding.publish()
+
+    def _gradient(self, segment: Segment, factor: float) -> torch.Tensor | None:
+        gradient = segment.gradient()
+        if gradient is None:
+            return None
+        gradient = gradient.to(segment.value)  # in its type, where it is
+        return gradient.mul_(factor) if factor != 1.0 else gradient
+
+
+def _rounds(segments: Sequence[Segment], files: bool) -> list[list[Segment]]:
+    """Segments updated together: all of them, or, where memory is needed for it meanwhile, about SCRATCH elements."""
+    if not files and all(s.stored is None for s in segments):
+        return [list(segments)]
+    total = sum(s.value.numel() for s in segments)
+    count = min(len(segments), max(1, -(-total // SCRATCH)))
+    bounds = split(len(segments), count)
+    return [list(segments[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]

@@ -1,0 +1,87 @@
+"""Small models and the steps of one process that sharded training is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from mpitrain.models.gpt import GPT
+from mpitrain.models.resnet import ResNet
+from mpitrain.shard.engine import Engine
+from mpitrain.shard.leaves import Cut
+from mpitrain.shard.sharding import Options
+
+VOCABULARY, SEQUENCE, BATCH, STEPS = 17, 6, 10, 10
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+}
+
+
+def gpt() -> GPT:
+    """Tied embeddings, odd sizes."""
+    torch.manual_seed(3)
+    return GPT(vocabulary=VOCABULARY, layers=2, width=12, heads=2)
+
+
+def resnet() -> nn.Module:
+    torch.manual_seed(3)
+    return ResNet(18, 4, 1, 3, nn.functional.cross_entropy, small=True, channels_last=False)
+
+
+def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    return x, (x * 3 + 1) % VOCABULARY
+
+
+def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(24, 1, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator)
+
+
+def alone(model, loss, optimizer, data, *, steps=STEPS, clip=0.5) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and parameters of plain torch training in one process."""
+    losses = []
+    for step in range(steps):
+        x, y = data(step)
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def steps_of(
+    engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
+) -> list[float]:
+    """The losses of training with an engine, every step's global batch cut over the ranks."""
+    cut = Cut.of(comm, bool(workers), workers)
+    losses = []
+    for step in range(first, first + steps):
+        x, y = data(step)
+        start, stop = cut.share(len(x))
+        mine = x[start:stop], y[start:stop]
+        largest = max(hi - lo for lo, hi in Cut.within(Cut(0, 1, cut.leaves), len(x)))
+        size = -(-largest // microbatches)
+        leaves = [
+            [(mine[0][at : min(at + size, hi)], mine[1][at : min(at + size, hi)]) for at in range(lo, hi, size)]
+            for lo, hi in cut.within(len(x))
+        ]
+        delay()
+        parts = engine.forward_backward(leaves, len(x), rounds=cut.rounds(len(x), size))
+        delay()
+        engine.step()
+        losses.append(cut.total(comm, parts))
+    return losses
+
+
+def engine_of(model, comm, optimizer="adamw", *, precision="fp32", clip=0.5, **options) -> Engine:
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return Engine(model, model.loss, made, comm, Options(**options), precision=precision, clip=clip)

@@ -1,0 +1,195 @@
+"""DistributedDataParallel does what users of torch's class of that name rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.errors import CommunicationError, InputError
+
+MANY = pytest.mark.ranks(1, 2, 3)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 1))
+
+
+def samples(world, each=4):
+    """(this rank's, everybody's) inputs."""
+    x = torch.randn(each * world.size, 6, generator=torch.Generator().manual_seed(1))
+    return x[each * world.rank : each * (world.rank + 1)], x
+
+
+def same_gradients(model, whole, rtol=1e-5):
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=1e-6)
+
+
+@MANY
+@pytest.mark.parametrize("bucket_mb", [25, 1e-5])
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_gradients_are_those_of_the_whole_batch(world, bucket_mb, static_graph):
+    mine, everybody = samples(world)
+    model = mt.DistributedDataParallel(net(), world, bucket_mb=bucket_mb, static_graph=static_graph)
+    whole = net()
+    for _ in range(3):  # buckets may be laid out anew after the first
+        for module, x in ((model, mine), (whole, everybody)):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        same_gradients(model, whole)
+
+
+@MANY
+def test_parameters_and_buffers_begin_as_those_of_rank_0(world):
+    torch.manual_seed(world.rank)
+    model = mt.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), world)
+    model.module[1].running_mean.fill_(world.rank)
+    model(torch.randn(4, 3)).sum().backward()
+    torch.manual_seed(0)
+    assert torch.equal(model.module[0].weight, nn.Linear(3, 3).weight)
+    mean = model.module[1].running_mean.clone()
+    world.broadcast(mean, 0)
+    if world.rank:  # rank 0's buffers as they were before the pass, then its own statistics
+        assert float(model.module[1].running_mean.abs().max()) < 1
+
+
+@MANY
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_no_sync_accumulates_and_the_next_backward_reduces_all(world, static_graph):
+    mine, everybody = samples(world)
+    model, whole = mt.DistributedDataParallel(net(), world, static_graph=static_graph), net()
+    for _ in range(2):
+        model.zero_grad()
+        whole.zero_grad()
+        with model.no_sync():
+            model(mine).square().mean().backward()
+            model(mine + 1).square().mean().backward()
+        model(mine + 2).square().mean().backward()
+        for shift in range(3):
+            whole(everybody + shift).square().mean().backward()
+        same_gradients(model, whole)
+
+
+class Branches(nn.Module):
+    """Uses branch 0 or 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.branches = nn.ModuleList(nn.Linear(6, 1) for _ in range(3))
+
+    def forward(self, x, which):
+        return self.branches[which](x)
+
+
+@MANY
+def test_unused_parameters_count_as_zero_and_those_nobody_used_keep_no_gradient(world):
+    model = mt.DistributedDataParallel(Branches(), world, find_unused_parameters=True)
+    x = torch.ones(2, 6)
+    which = world.rank % 2
+    model(x, which).sum().backward()
+    share = len([r for r in range(world.size) if r % 2 == 0]) / world.size
+    torch.testing.assert_close(model.module.branches[0].weight.grad, torch.full((1, 6), 2 * share))
+    assert model.module.branches[2].weight.grad is None
+    if world.size > 1:
+        torch.testing.assert_close(model.module.branches[1].weight.grad, torch.full((1, 6), 2 * (1 - share)))
+
+
+@MANY
+def test_unused_parameters_are_named_without_the_flag(world):
+    model = mt.DistributedDataParallel(Branches(), world)
+    with pytest.raises(CommunicationError, match=r"4 parameters.*branches\.1\.weight.*find_unused_parameters"):
+        model(torch.ones(2, 6), 0).sum().backward()
+
+
+@MANY
+def test_a_static_graph_learns_which_parameters_are_unused(world):
+    model = mt.DistributedDataParallel(Branches(), world, static_graph=True)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 6) * (world.rank + 1), 1).sum().backward()
+        average = 2 * sum(r + 1 for r in range(world.size)) / world.size
+        torch.testing.assert_close(model.module.branches[1].weight.grad, torch.full((1, 6), average))
+        assert model.module.branches[0].weight.grad is None
+
+
+@MANY
+@pytest.mark.parametrize("divide_by_all", [True, False])
+def test_ranks_with_fewer_batches_join_the_steps_of_the_others(world, divide_by_all):
+    model = mt.DistributedDataParallel(nn.Linear(2, 1, bias=False), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = model.module.weight.detach().clone()
+    with model.join(divide_by_initial_world_size=divide_by_all):
+        for _ in range(world.rank + 1):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    wanted = start.clone()
+    for step in range(world.size):
+        training = world.size - step  # ranks that still have a batch
+        wanted -= 0.1 * (training / world.size if divide_by_all else 1.0)
+    torch.testing.assert_close(model.module.weight.detach(), wanted)
+
+
+@MANY
+def test_shared_and_frozen_parameters_and_several_backward_passes(world):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.a = nn.Linear(6, 6)
+            self.b = nn.Linear(6, 6)
+            self.b.weight = self.a.weight
+            self.b.bias.requires_grad_(False)
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+
+    mine, everybody = samples(world)
+    model, whole = mt.DistributedDataParallel(Tied(), world), Tied()
+    for module, x in ((model, mine), (whole, everybody)):
+        module(x).square().mean().backward()
+        module(x * 2).square().mean().backward()
+    # the second pass averages what the first left, which is the same everywhere already
+    torch.testing.assert_close(model.module.a.weight.grad, whole.a.weight.grad, rtol=1e-5, atol=1e-6)
+    assert model.module.b.bias.grad is None
+
+
+@pytest.mark.ranks(2)
+def test_sparse_gradients_are_refused(world):
+    model = mt.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), world)
+    with pytest.raises(InputError, match="sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "topk", "powersgd"])
+def test_compressed_gradients_train(world, name):
+    mine, everybody = samples(world, each=16)
+    model = mt.DistributedDataParallel(net(), world, compression=name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with torch.no_grad():
+        first = float((model(everybody) - 1).square().mean())
+    for _ in range(120):
+        optimizer.zero_grad()
+        (model(mine) - 1).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert float((model(everybody) - 1).square().mean()) < 0.5 * first
+    for p in model.parameters():
+        other = p.detach().clone()
+        world.broadcast(other, 0)
+        assert torch.equal(other, p.detach())
+
+
+@pytest.mark.ranks(2)
+def test_several_communicators_take_turns(world):
+    comms = [world, world.split(0), world.split(0)]
+    mine, everybody = samples(world)
+    model, whole = mt.DistributedDataParallel(net(), comms, bucket_mb=1e-5), net()
+    for module, x in ((model, mine), (whole, everybody)):
+        module(x).square().mean().backward()
+    same_gradients(model, whole)

@@ -1,0 +1,122 @@
+"""A checkpoint of any stage and number of ranks loads at any other, and training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from shard.steps import engine_of, gpt, steps_of, tokens
+
+from mpitrain.checkpoint import Store
+
+PLACEMENTS = {
+    "ddp": {"zero": 0},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "zero3-units": {"zero": 3, "share_node": False},
+}
+
+
+@pytest.fixture
+def folder(world, mpi_tmp_path):
+    return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
+def save(engine, comm, folder):
+    parts, values = engine.parts()
+    with Store(folder, comm, 3) as store:
+        store.prepare(set_aside=False)
+        return store.save(3, parts, values)
+
+
+def load(engine, comm, folder):
+    with Store(folder.parent, comm, 3) as store:
+        engine.finish_load(store.load(folder, engine.parts_to_load))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
+    """Also on one rank: what N ranks wrote at a stage, one rank reads at another."""
+    alone = world.subgroup([world.rank])
+    whole = engine_of(gpt(), world, optimizer, bucket_mb=0.004)
+    wanted = steps_of(whole, world, tokens, steps=6)
+    whole.close()
+    saved = {}
+    for name, placement in PLACEMENTS.items():
+        engine = engine_of(gpt(), world, optimizer, bucket_mb=0.004, **placement)
+        steps_of(engine, world, tokens, steps=3)
+        saved[name] = save(engine, world, folder / name)
+        engine.close()
+    cases = list(itertools.product(PLACEMENTS, PLACEMENTS))
+    for source, target in cases:
+        engine = engine_of(gpt(), world, optimizer, bucket_mb=0.007, **PLACEMENTS[target])
+        load(engine, world, saved[source])
+        assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(wanted[3:], rel=1e-5), (
+            source,
+            target,
+        )
+        engine.close()
+    for source, target in cases[:: len(PLACEMENTS) + 1]:
+        engine = engine_of(gpt(), alone, optimizer, **PLACEMENTS[target])
+        load(engine, alone, saved[source])
+        assert steps_of(engine, alone, tokens, first=3, steps=3) == pytest.approx(wanted[3:], rel=1e-5), (
+            source,
+            target,
+        )
+        engine.close()
+    alone.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_sixteen_bit_training_goes_on_with_the_same_bits(world, folder, placement, precision):
+    engine = engine_of(gpt(), world, precision=precision, **PLACEMENTS[placement])
+    steps_of(engine, world, tokens, steps=3)
+    saved = save(engine, world, folder / "a")
+    wanted = steps_of(engine, world, tokens, first=3, steps=3)
+    state = engine.state_dict()
+    engine.close()
+    engine = engine_of(gpt(), world, precision=precision, **PLACEMENTS[placement])
+    load(engine, world, saved)
+    assert steps_of(engine, world, tokens, first=3, steps=3) == wanted
+    again = engine.state_dict()
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    engine.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
+    for source, target, rel in (("fp32", "bf16", 0.02), ("bf16", "fp32", 0.02), ("fp16", "bf16", 0.02)):
+        engine = engine_of(gpt(), world, precision=source, zero=1)
+        steps_of(engine, world, tokens, steps=3)
+        saved = save(engine, world, folder / source / target)
+        copies = {n: p.float() for n, p in engine.state_dict().items()}
+        wanted = steps_of(engine, world, tokens, first=3, steps=3)
+        engine.close()
+        engine = engine_of(gpt(), world, precision=target, zero=2)
+        load(engine, world, saved)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value.float(), copies[name], rtol=0.01, atol=1e-3)
+        assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(wanted, rel=rel)
+        engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_states_in_mapped_files_train_the_same_bits(world, folder):
+    for placement in ({"zero": 0}, {"zero": 2}):
+        for precision in ("fp32", "bf16"):
+            plain = engine_of(gpt(), world, precision=precision, **placement)
+            wanted = steps_of(plain, world, tokens, steps=5)
+            plain.close()
+            engine = engine_of(gpt(), world, precision=precision, offload=str(folder / "states"), **placement)
+            assert steps_of(engine, world, tokens, steps=5) == wanted
+            moments = [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
+            mapped = Path("/proc/self/maps").read_text()
+            assert moments and str(folder / "states") in mapped
+            assert not list((folder / "states").iterdir())  # nothing to be left behind
+            engine.close()

@@ -1,0 +1,188 @@
+"""Every stage of sharding trains like one process."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, resnet, steps_of, tokens
+
+from mpitrain.errors import InputError
+from mpitrain.shard.batchnorm import SyncBatchNorm
+
+MANY = pytest.mark.ranks(1, 2, 3, 4, 8)
+PLACEMENTS = {
+    "ddp": {"zero": 0},
+    "zero1": {"zero": 1},
+    "zero1-private": {"zero": 1, "share_node": False},
+    "zero2": {"zero": 2},
+    "zero2-private": {"zero": 2, "share_node": False},
+    "zero3": {"zero": 3},
+    "zero3-units": {"zero": 3, "share_node": False},
+    "zero3-kept": {"zero": 3, "share_node": False, "reshard_after_forward": False},
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses and parameters of one process, by optimizer."""
+    return {name: alone(m := gpt(), m.loss, make(m.parameters()), tokens) for name, make in OPTIMIZERS.items()}
+
+
+def close(engine, wanted):
+    state = engine.state_dict()
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@MANY
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ten_steps_are_those_of_one_process(world, expected, placement, optimizer):
+    for microbatches in (1, 3):
+        engine = engine_of(gpt(), world, optimizer, bucket_mb=0.004, **PLACEMENTS[placement])
+        losses = steps_of(engine, world, tokens, microbatches=microbatches)
+        assert losses == pytest.approx(expected[optimizer][0], rel=1e-5)
+        close(engine, expected[optimizer][1])
+        engine.close()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3-units"])
+def test_random_delays_change_nothing(world, expected, placement):
+    chance = random.Random(world.rank)
+    engine = engine_of(gpt(), world, bucket_mb=0.004, **PLACEMENTS[placement])
+    reduction = engine.sharding.gradients.reduction
+    scatter, publish = reduction.scatter, engine.sharding.publish
+
+    def late(call):
+        def delayed(*args, **kwargs):
+            time.sleep(chance.choice([0, 0, 0.005]))
+            return call(*args, **kwargs)
+
+        return delayed
+
+    reduction.scatter, engine.sharding.publish = late(scatter), late(publish)
+    losses = steps_of(engine, world, tokens, microbatches=3, delay=late(lambda: None))
+    assert losses == pytest.approx(expected["adamw"][0], rel=1e-5)
+    close(engine, expected["adamw"][1])
+    engine.close()
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3", "zero3-units"])
+def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(world, placement):
+    options = {**PLACEMENTS[placement], "reproducible": True, "bucket_mb": 0.004}
+    single = world.subgroup([world.rank])
+    wanted = engine_of(gpt(), single, **options)
+    losses = steps_of(wanted, single, tokens, steps=5, workers=8)
+    engine = engine_of(gpt(), world, **options)
+    assert steps_of(engine, world, tokens, steps=5, workers=8) == losses
+    mine, theirs = engine.state_dict(), wanted.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    engine.close()
+    wanted.close()
+    single.free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3", "zero3-units"])
+def test_a_resnet_with_batch_statistics_of_all_ranks_trains_like_one_process(world, placement):
+    model = resnet()
+    wanted, _ = alone(model, model.loss, torch.optim.SGD(model.parameters(), lr=0.02), images, steps=4)
+    model = SyncBatchNorm.convert(resnet(), world)
+    engine = engine_of(model, world, "sgd", **PLACEMENTS[placement])
+    for settings in engine.optimizer.param_groups:
+        settings.update(lr=0.02, momentum=0.0)
+    assert steps_of(engine, world, images, steps=4) == pytest.approx(wanted, rel=2e-5)
+    engine.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shares_inside_nodes_and_replicas_between_them(world, expected, zero, monkeypatch):
+    topology = world._topology
+    monkeypatch.setattr(world, "_topology", type(topology)(topology.rank, (0, 0, 1, 1), topology.world_ranks))
+    engine = engine_of(gpt(), world, bucket_mb=0.004, zero=zero, shard_within="node", share_node=False)
+    assert engine.sharding.shard.size == 2 and engine.sharding.replicas.size == 2
+    losses = steps_of(engine, world, tokens, microbatches=3)
+    assert losses == pytest.approx(expected["adamw"][0], rel=1e-5)
+    close(engine, expected["adamw"][1])
+    engine.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2-private", "zero3", "zero3-units"])
+def test_sixteen_bit_training_with_fp32_copies_learns_like_fp32(world, placement, precision):
+    engine = engine_of(gpt(), world, precision=precision, bucket_mb=0.004, **PLACEMENTS[placement])
+    assert all(p.dtype != torch.float32 for p in engine.module.parameters())
+    losses = steps_of(engine, world, tokens, steps=40)
+    wanted, _ = alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=40)
+    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] == pytest.approx(wanted[-1], rel=0.05)
+    engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(world, zero):
+    engine = engine_of(gpt(), world, precision="fp16", zero=zero)
+    before = engine.state_dict()
+    scale = engine.scale.value
+    x, y = tokens(0)
+    weight = engine.module.blocks[0].mlp.up.weight
+    hook = weight.register_hook(lambda grad: grad * (float("inf") if world.rank == world.size - 1 else 1.0))
+    engine.forward_backward([[(x, y)]], len(x))
+    hook.remove()
+    assert engine.step().skipped
+    assert engine.scale.value == scale / 2
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.forward_backward([[(x, y)]], len(x))
+    assert not engine.step().skipped
+    engine.close()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(world):
+    model = gpt()
+    with pytest.raises(InputError, match="Adafactor cannot be sharded"):
+        from mpitrain.shard.engine import Engine
+        from mpitrain.shard.sharding import Options
+
+        Engine(model, model.loss, torch.optim.Adafactor(model.parameters()), world, Options(zero=1))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3", "zero3-units"])
+def test_frozen_parameters_stay_and_the_others_train(world, placement):
+    def frozen():
+        model = gpt()
+        for p in model.blocks[0].parameters():
+            p.requires_grad_(False)
+        return model
+
+    model = frozen()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted, parameters = alone(model, model.loss, OPTIMIZERS["adamw"](trained), tokens, steps=4)
+    engine = engine_of(frozen(), world, bucket_mb=0.004, **PLACEMENTS[placement])
+    assert steps_of(engine, world, tokens, steps=4) == pytest.approx(wanted, rel=1e-5)
+    close(engine, parameters)
+    state = engine.state_dict()
+    assert torch.equal(state["blocks.0.mlp.up.weight"], before["blocks.0.mlp.up.weight"])
+    engine.close()
+
+
+@pytest.mark.ranks(2)
+def test_sharded_parameters_look_missing_not_wrong_between_passes(world):
+    engine = engine_of(gpt(), world, zero=3, share_node=False)
+    steps_of(engine, world, tokens, steps=1)
+    weight = engine.module.blocks[0].mlp.up.weight
+    assert weight.shape == (48, 12) and bool(weight.isnan().all())
+    with engine.whole_parameters():
+        assert bool(engine.module.blocks[0].mlp.up.weight.isfinite().all())
+    engine.close()
