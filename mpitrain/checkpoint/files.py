@@ -1,15 +1,17 @@
-"""One rank's file: an HDF5 structure, and the bytes in it written and read at their places.
+"""The files of a checkpoint: an HDF5 structure, and the bytes in it written at their places, hashed on the way.
 
-HDF5 lays the data sets out and is closed; the bytes go in with positioned writes, hashed on the way. So a full
-disk is met by our calls and not inside HDF5 (2.0 may crash closing a file it cannot flush), and writing is as
-fast as the disk.
+A file belongs to a rank, or to all ranks of a node: the first of them makes the structure, then each writes its
+own pieces. HDF5 is only asked where the data sets lie (`image`); all bytes are written with positioned writes, so
+that a full disk is an OSError of ours, and writing is as fast as the disk.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +19,13 @@ import h5py
 import numpy as np
 import torch
 
-from mpitrain.checkpoint.manifest import HASHED, Extent, TensorSpec
-from mpitrain.errors import CheckpointError
-from mpitrain.layout import Piece, overlaps
+from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
+from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
+from mpitrain.layout import Piece
 
-VERSION = ("v110", "v110")  # metadata with checksums, and readable by HDF5 1.10
-_STRUCTURE = 4096  # bytes allowed per data set for HDF5's own records
+_WRITTEN = 8 << 20  # bytes of one write
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2), which Python's os lacks
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 @dataclass(frozen=True)
@@ -34,140 +37,147 @@ class Part:
     data: torch.Tensor
 
 
-def write_file(path: Path, parts: Sequence[Part]) -> list[Extent]:
-    """Write the parts into a new file, durable; returns where each lies. Raises OSError."""
-    offsets = _create(path, parts)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        extents = []
-        for part, offset in zip(parts, offsets, strict=True):
-            raw = _bytes_of(part.data)
-            hashes = []
-            for lo in range(0, len(raw), HASHED):
-                block = raw[lo : lo + HASHED]
-                hashes.append(zlib.crc32(block))
-                _write_all(descriptor, block, offset + lo)
-            extents.append(Extent(part.piece, path.name, offset, tuple(hashes)))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return extents
+@dataclass(frozen=True)
+class Place:
+    """A piece in a file yet to be written."""
+
+    spec: TensorSpec
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.numel * self.spec.itemsize
 
 
-def read_part(folder: Path, extents: Sequence[Extent], part: Part, open_files: OpenFiles) -> None:
-    """Fill a part from the extents of its tensor, whoever wrote them. Raises CheckpointError, OSError.
+@dataclass(frozen=True)
+class Structure:
+    """A file without its data. content: HDF5's own bytes, (offset, bytes). offsets: of each piece, in bytes.
 
-    Every byte used is checked against its hash.
+    rest: CRC-32 of all bytes of the file that are no piece's.
     """
-    item, filled = part.data.element_size(), 0
-    target = _bytes_of(part.data)
-    for extent in extents:
-        for overlap in overlaps(extent.piece, part.piece):
-            into = target[overlap.target * item : (overlap.target + overlap.length) * item]
-            _read_checked(folder, extent, overlap.source * item, into, extent.piece.numel * item, open_files)
-            filled += overlap.length
-    if filled != part.piece.numel:
-        raise CheckpointError(
-            f"{folder} holds {filled} of the {part.piece.numel} elements wanted of {part.spec.name}; "
-            "it was not written whole"
-        )
+
+    size: int
+    content: tuple[tuple[int, bytes], ...]
+    offsets: tuple[int, ...]
+    rest: int
 
 
-class OpenFiles:
-    """The files of a checkpoint, opened when first read."""
+def dataset_names(names: Sequence[str]) -> list[str]:
+    """The HDF5 names of pieces of these tensors in one file: the tensor's, with #1, #2, ... for further pieces.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._descriptors: dict[str, int] = {}
-
-    def descriptor(self, name: str) -> int:
-        if name not in self._descriptors:
-            self._descriptors[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        return self._descriptors[name]
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+    #0 where a tensor's name is also the beginning of another's path.
+    """
+    groups = {name[:at] for name in set(names) for at in range(1, len(name)) if name[at] == "/"}
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        number = seen.get(name, 0)
+        seen[name] = number + 1
+        found.append(f"{name}#{number}" if number or name in groups else name)
+    return found
 
 
-def _read_checked(folder: Path, extent: Extent, first: int, into: memoryview, size: int, files: OpenFiles) -> None:
-    """Copy bytes [first, first + len(into)) of an extent of `size` bytes, hashing every block they lie in."""
-    descriptor, done = files.descriptor(extent.file), 0
-    while done < len(into):
-        number = (first + done) // HASHED
-        lo, hi = number * HASHED, min((number + 1) * HASHED, size)
-        begin, end = first + done, min(hi, first + len(into))
-        whole = begin == lo and end == hi
-        block = into[done : done + end - begin] if whole else memoryview(bytearray(hi - lo))
-        _read_all(descriptor, block, extent.offset + lo, folder / extent.file)
-        if zlib.crc32(block) != extent.hashes[number]:
-            raise CheckpointError(
-                f"{folder / extent.file}: bytes {extent.offset + lo} to {extent.offset + hi} ({extent.piece.name}) "
-                "are damaged: their hash does not match"
-            )
-        if not whole:
-            into[done : done + end - begin] = block[begin - lo : end - lo]
-        done += end - begin
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat contiguous CPU tensor, shared with it."""
-    return tensor.detach().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-
-
-def _create(path: Path, parts: Sequence[Part]) -> list[int]:
-    """Make the file with a data set per part, without content; the offset of each, in bytes."""
-    content = sum(part.data.numel() * part.data.element_size() for part in parts)
-    with open(path, "xb") as file:  # met here, a full disk is an OSError
-        file.write(bytes(_STRUCTURE * (len(parts) + 2)))
-        file.truncate(content + _STRUCTURE * (len(parts) + 2))
-        os.fsync(file.fileno())
+def make_structure(places: Sequence[Place]) -> Structure:
+    """The file that holds these pieces, a data set for each, one after the other."""
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     how.set_layout(h5py.h5d.CONTIGUOUS)
     how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
+    scalar = h5py.h5s.create(h5py.h5s.SCALAR)
+    pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
     offsets = []
-    with h5py.File(path, "w", libver=VERSION, locking=False) as file:  # ours alone, in a folder of ours
-        for part in parts:
-            space = h5py.h5s.create_simple((part.data.numel(),))
-            made = h5py.h5d.create(file.id, None, hdf5_type(part.data.dtype), space, how)
-            h5py.h5o.link(made, file["/"].id, part.spec.name.encode(), lcpl=links)
-            dataset = h5py.Dataset(made)
-            dataset.attrs["shape"] = np.array(part.spec.shape, dtype=np.int64)
-            dataset.attrs["elements"] = np.array([part.piece.lo, part.piece.hi], dtype=np.int64)
+    image = Image()
+    with hdf5_image(image) as file:
+        for place, name in zip(places, dataset_names([p.spec.name for p in places]), strict=True):
+            space = h5py.h5s.create_simple((place.piece.numel,)) if place.spec.shape else scalar
+            made = h5py.h5d.create(file.id, None, hdf5_type(DTYPES[place.spec.dtype]), space, how)
+            link(file, name, made)
+            elements = np.array([place.piece.lo, place.piece.hi], dtype=np.int64)
+            h5py.h5a.create(made, b"elements", number, pair).write(elements)
+            shape = np.array(place.spec.shape, dtype=np.int64)
+            h5py.h5a.create(made, b"shape", number, h5py.h5s.create_simple(shape.shape)).write(shape)
             offsets.append(made.get_offset() or 0)
-    return offsets
+    content = tuple(image.content())
+    return Structure(image.size, content, tuple(offsets), _rest_of(content, image.size, places, offsets))
 
 
-def hdf5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
-    """The HDF5 type of a torch dtype; bfloat16 is a float type of its own that other tools read as float32."""
-    if dtype == torch.bfloat16:
-        kind = h5py.h5t.IEEE_F32LE.copy()
-        kind.set_fields(15, 7, 8, 0, 7)
-        kind.set_size(2)
-        kind.set_ebias(127)
-        return kind
-    if dtype == torch.bool:
-        dtype = torch.uint8
-    return h5py.h5t.py_create(torch.empty(0, dtype=dtype).numpy().dtype)
+def _rest_of(content: Sequence[tuple[int, bytes]], size: int, places: Sequence[Place], offsets: Sequence[int]) -> int:
+    def read(lo: int, hi: int) -> bytes:
+        data = bytearray(hi - lo)
+        for offset, piece in content:
+            first, last = max(lo, offset), min(hi, offset + len(piece))
+            if first < last:
+                data[first - lo : last - lo] = piece[first - offset : last - offset]
+        return bytes(data)
+
+    crc = 0
+    for lo, hi in gaps([(o, p.nbytes) for o, p in zip(offsets, places, strict=True)], size):
+        crc = zlib.crc32(read(lo, hi), crc)
+    return crc
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """The parts [lo, hi) of a file of `size` bytes that lie in none of the stretches (offset, bytes)."""
+    found, end = [], 0
+    for offset, nbytes in sorted(s for s in stretches if s[1]):
+        if offset > end:
+            found.append((end, offset))
+        end = max(end, offset + nbytes)
+    if size > end:
+        found.append((end, size))
+    return found
+
+
+def begin_file(path: Path, structure: Structure) -> None:
+    """Make a new file with the structure in it. Raises OSError."""
+    with open(path, "xb") as file:
+        file.truncate(structure.size)
+        for offset, data in structure.content:
+            write_at(file.fileno(), memoryview(data), offset)
+
+
+def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> list[Extent]:
+    """Write these parts at their offsets in a file that has its structure, durable. Raises OSError.
+
+    Another thread hashes while this one writes, and the disk begins before all is in the page cache.
+    """
+    raws = [bytes_of(part.data) for part in parts]
+    with ThreadPoolExecutor(1, "mpitrain-hash") as pool:
+        hashing = pool.submit(lambda: [block_hashes(raw) for raw in raws])
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            begun = min(offsets, default=0)
+            for raw, offset in zip(raws, offsets, strict=True):
+                for lo in range(0, len(raw), _WRITTEN):
+                    end = offset + min(lo + _WRITTEN, len(raw))
+                    write_at(descriptor, raw[lo : lo + _WRITTEN], offset + lo)
+                    if end - begun >= _WRITTEN:
+                        _start_writeback(descriptor, begun, end - begun)
+                        begun = end
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        hashes = hashing.result()
+    return [Extent(part.piece, path.name, offset, of) for part, offset, of in zip(parts, offsets, hashes, strict=True)]
+
+
+def block_hashes(raw: memoryview) -> tuple[int, ...]:
+    """CRC-32 of each HASHED bytes."""
+    return tuple(zlib.crc32(raw[lo : lo + HASHED]) for lo in range(0, len(raw), HASHED))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat contiguous CPU tensor, shared with it."""
+    return tensor.detach().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
-def _read_all(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
-        done += count
+def _start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Let the kernel begin to write these bytes to the disk; only a hint."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)

@@ -2,13 +2,14 @@
 
     checkpoints/step-00000100/
       manifest.json      written last; {"crc32": of the payload's text, "payload": {...}}
-      rank-00000.h5      one file per rank: each tensor's piece a contiguous HDF5 data set
+      rank-00000.h5      one file per rank (or node-00000.h5 per node): each tensor's piece a contiguous data set
       rank-00001.h5
+      model.h5           a view of the whole model for people and tools
 
 The payload lists the tensors (name, shape, dtype), the files (bytes), and for every piece its place: which
-elements of which tensor (`layout.Piece`), at which byte of which file, with a CRC-32 per `HASHED` bytes. The
-HDF5 structure is for people and tools; restoring uses the manifest alone. A folder is a checkpoint only if its
-manifest is whole and its files have the sizes it says.
+elements of which tensor (`layout.Piece`), at which byte of which file, with a CRC-32 per `HASHED` bytes; and one
+CRC-32 per file of all bytes that are no tensor's. The HDF5 structure is for people and tools; restoring uses the
+manifest alone. A folder is a checkpoint only if its manifest is whole and its files have the sizes it says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +28,9 @@ import torch
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Box, Piece
 
-FORMAT = "mpitrain checkpoint 1"
+FORMAT = "mpitrain checkpoint 2"
 MANIFEST = "manifest.json"
+MODEL = "model/"  # what the names of parameters and buffers begin with
 HASHED = 4 << 20  # bytes under one hash
 
 DTYPES = {
@@ -74,14 +76,34 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class ParitySet:
+    """Files that protect each other, at most one per node; see `mpitrain.checkpoint.parity`.
+
+    files: of each member, empty where a member has none. parities: what each member holds for the others.
+    chunk: bytes of a parity.
+    """
+
+    files: tuple[str, ...]
+    parities: tuple[str, ...]
+    chunk: int
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """values: whatever else the job needs to go on (JSON)."""
+    """values: whatever else the job needs to go on (JSON).
+
+    files: bytes of each file with tensors in it. rest: CRC-32 of each file's bytes outside of all extents.
+    views: (bytes, CRC-32) of files that nothing is restored from. parity: how files on lost nodes are rebuilt.
+    """
 
     step: int
     tensors: dict[str, TensorSpec]
     files: dict[str, int]
     extents: tuple[Extent, ...]
     values: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, int] = field(default_factory=dict)
+    views: dict[str, tuple[int, int]] = field(default_factory=dict)
+    parity: tuple[ParitySet, ...] = ()
 
     @cached_property
     def extents_of(self) -> dict[str, list[Extent]]:
@@ -103,54 +125,70 @@ def decode_extent(values: list[Any]) -> Extent:
     return Extent(Piece(name, Box(outer, dim, inner, start, stop), lo, hi), file, offset, tuple(hashes))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, durable."""
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file."""
     payload = {
         "format": FORMAT,
         "step": manifest.step,
         "tensors": [[t.name, list(t.shape), t.dtype] for t in manifest.tensors.values()],
         "files": manifest.files,
+        "rest": manifest.rest,
+        "views": manifest.views,
+        "parity": [[s.files, s.parities, s.chunk] for s in manifest.parity],
         "extents": [encode_extent(extent) for extent in manifest.extents],
         "values": manifest.values,
     }
     text = json.dumps(payload)
-    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
-        file.write(f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n')
+    return f'{{"crc32": {zlib.crc32(text.encode())}, "payload": {text}}}\n'.encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """Raises ValueError, KeyError or TypeError when these are not the bytes of a manifest."""
+    text = data.decode("utf-8")
+    head, _, body = text.rstrip("\n").partition(', "payload": ')
+    stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
+    if zlib.crc32(payload_text.encode()) != stored:
+        raise ValueError("its hash does not match")
+    payload = json.loads(payload_text)
+    if payload["format"] != FORMAT:
+        raise ValueError(f"its format is {payload['format']!r}, this version reads {FORMAT!r}")
+    return Manifest(
+        payload["step"],
+        {name: TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in payload["tensors"]},
+        payload["files"],
+        tuple(decode_extent(values) for values in payload["extents"]),
+        payload["values"],
+        payload["rest"],
+        {name: (size, crc) for name, (size, crc) in payload["views"].items()},
+        tuple(ParitySet(tuple(files), tuple(parities), chunk) for files, parities, chunk in payload["parity"]),
+    )
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, durable. Raises OSError."""
+    with open(folder / MANIFEST, "xb") as file:
+        file.write(encode(manifest))
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError naming the folder and what is wrong with it. Looks at file sizes, not at content."""
+    """Raises CheckpointError naming the folder and what is wrong with its manifest. Looks at no other file."""
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        manifest = decode((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from None
-    try:
-        head, _, body = text.rstrip("\n").partition(', "payload": ')
-        stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
-        if zlib.crc32(payload_text.encode()) != stored:
-            raise ValueError("its hash does not match")
-        payload = json.loads(payload_text)
-        if payload["format"] != FORMAT:
-            raise ValueError(f"its format is {payload['format']!r}, this version reads {FORMAT!r}")
-        manifest = Manifest(
-            payload["step"],
-            {name: TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in payload["tensors"]},
-            payload["files"],
-            tuple(decode_extent(values) for values in payload["extents"]),
-            payload["values"],
-        )
+    except OSError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
-    for problem in missing_files(folder, manifest.files.items()):
-        raise CheckpointError(problem)
+    named = folder.name.removeprefix("step-")
+    if named != folder.name and named.isdecimal() and int(named) != manifest.step:
+        raise CheckpointError(f"{folder / MANIFEST} is that of step {manifest.step}; it does not belong here")
     return manifest
 
 
-def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterable[str]:
+def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterator[str]:
     """A sentence for each file that is not there in its full size."""
     for name, size in files:
         try:
@@ -160,3 +198,9 @@ def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterable[st
             continue
         if found != size:
             yield f"{folder / name} has {found} bytes, its manifest says {size}"
+
+
+def require_files(folder: Path, files: Iterable[tuple[str, int]]) -> None:
+    """Raises CheckpointError for the first file that is not there in its full size."""
+    for problem in missing_files(folder, files):
+        raise CheckpointError(problem)

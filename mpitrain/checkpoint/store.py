@@ -1,74 +1,117 @@
-"""The folder `checkpoints/` of a run: commit, choose, prune.
+"""Saving and loading: what the ranks of a job do together with the checkpoints of its run.
 
-    step-00000100.tmp-<id>/   being written; never read, removed when found at a start
-    step-00000100/            after the rename: whole
-    latest                    a hint for people; the folders themselves decide
-
-The order of a commit: every rank's file written and fsynced; all ranks agree that it went well; the manifest
-written and fsynced; the folder fsynced, renamed, its parent fsynced; only then are older checkpoints removed.
+The order of a commit: every file written and fsynced; all ranks agree that it went well; the manifest written and
+fsynced; the folder fsynced, renamed, its parent fsynced; only then are older checkpoints removed. With node-local
+folders (`checkpoint.local`) the first rank of each node does that in its node's folder, after the copies or parities
+for the other nodes are there.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.checkpoint.files import OpenFiles, Part, read_part, write_file
-from mpitrain.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    TensorSpec,
-    decode_extent,
-    encode_extent,
-    read_manifest,
-    write_manifest,
-)
-from mpitrain.comm import Communicator
-from mpitrain.errors import CheckpointError, InputError
+import numpy as np
 
-_NAME = re.compile(r"step-(\d{8,})")
-LATEST = "latest"
+from mpitrain.checkpoint import folders
+from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
+from mpitrain.checkpoint.files import Part
+from mpitrain.checkpoint.local import LocalFolders
+from mpitrain.checkpoint.manifest import Manifest, read_manifest, require_files
+from mpitrain.checkpoint.once import Once
+from mpitrain.checkpoint.reading import Block, files_of, plan, read
+from mpitrain.checkpoint.snapshot import Snapshot, Task
+from mpitrain.errors import CheckpointError, InputError, MpitrainError
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 
 class Store:
-    """The checkpoints of a run. Every method is collective over `comm`."""
+    """The checkpoints of a run. Every method is collective over `comm`. Use it in `with`, or call `finish`.
 
-    def __init__(self, root: Path, comm: Communicator, keep: int) -> None:
-        self.root, self.comm, self.keep = root, comm, keep
+    keep: newest checkpoints kept. files: "rank" or "node", whose file it is. local: a folder on a disk of this
+    rank's node; checkpoints then go there, protected by `redundancy` ("none", "partner", "xor"), and every
+    flush_every-th into `root`. nodes: of each rank, where it is not what the communicator says.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        comm: Communicator,
+        keep: int,
+        *,
+        files: str = "rank",
+        local: str = "",
+        redundancy: str = "none",
+        flush_every: int = 10,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        self.root, self.comm, self.keep, self.flush_every = root, comm, keep, flush_every
+        self._files = files
+        self._nodes = tuple(nodes) if nodes is not None else comm.nodes
+        if redundancy != "none" and not local:
+            raise InputError(
+                f"checkpoint.redundancy {redundancy} protects checkpoints in checkpoint.local, which is not set; give "
+                "a folder on each node's own disk",
+                agreed=True,
+            )
+        self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
+        self._saving: Communicator | None = None  # of the thread that writes, made by the first save
+        self._layout: Layout | None = None
+        self._once = Once()
+        self._snapshot = Snapshot()
+        self._task: Task | None = None
+        self._removal: Task | None = None
+        self._since_flush = 0
+        self._verified: set[int] = set()  # steps that this job has written or read whole
+        self._unusable: set[int] = set()
+
+    @property
+    def remark(self) -> str:
+        """What whoever started the job should know of these settings; empty if nothing."""
+        if self._local is None or len(set(self._nodes)) > 1:
+            return ""
+        return (
+            f"checkpoint.local on one node: up to {self.flush_every} checkpoints are lost with the node "
+            "(checkpoint.redundancy needs two)"
+        )
+
+    # -- the folders
 
     def prepare(self, set_aside: bool) -> None:
-        """Make the folder, and remove what killed saves left.
+        """Make the folders, and remove what killed saves left. Only for the job that holds the run's lock.
 
         set_aside: checkpoints that are there belong to a run that is not gone on with; they are kept under
-        another name. Raises InputError when the folder cannot be used.
+        another name. Raises InputError when a folder cannot be used.
         """
 
         def make() -> None:
             try:
-                if set_aside and finished_steps(self.root):
-                    number = 1
-                    while (aside := self.root.with_name(f"{self.root.name}.{number}")).exists():
-                        number += 1
-                    os.rename(self.root, aside)
+                if set_aside:
+                    folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
-                for path in self.root.iterdir():
-                    if ".tmp-" in path.name:
-                        shutil.rmtree(path, ignore_errors=True)
+                folders.remove_leftovers(self.root)
             except OSError as error:
                 raise InputError(
                     f"checkpoint folder {self.root} cannot be used: {error.strerror}; choose another run.dir"
                 ) from None
 
         self.comm.on_root(make)
+        if self._local is not None:
+            self._local.prepare(self.comm, self.root)
 
     def newest_first(self) -> list[Path]:
-        """The folders of the finished checkpoints."""
-        return [self.folder(step) for step in self.comm.on_root(lambda: finished_steps(self.root))]
+        """The folders of the finished checkpoints: also those on the nodes' own disks."""
+        steps = self.comm.on_root(lambda: folders.finished_steps(self.root))
+        found = [(step, 0, self.folder(step)) for step in steps]
+        if self._local is not None:
+            found += [(step, 1, self._local.folder(step)) for step in self._local.steps(self.comm)]
+        return [folder for *_, folder in sorted(found, reverse=True)]
 
     def at(self, path: Path) -> list[Path]:
         """The checkpoint folders a path means: itself, or those of a run folder, newest first.
@@ -77,11 +120,8 @@ class Store:
         """
 
         def find() -> list[str]:
-            if (path / MANIFEST).exists():
-                return [str(path)]
-            for root in (path, path / "checkpoints"):
-                if steps := finished_steps(root):
-                    return [str(root / f"step-{step:08d}") for step in steps]
+            if found := folders.find(path):
+                return [str(folder) for folder in found]
             raise InputError(
                 f"checkpoint.resume {path} is no checkpoint and no run folder with one; give auto, never "
                 "or the path of either"
@@ -90,35 +130,129 @@ class Store:
         return [Path(found) for found in self.comm.on_root(find)]
 
     def folder(self, step: int) -> Path:
-        return self.root / f"step-{step:08d}"
+        return self.root / folders.folder_name(step)
 
-    def save(self, step: int, parts: Sequence[Part], values: dict[str, Any]) -> Path:
-        """Write a checkpoint of what the ranks hold together. parts: this rank's; values: JSON, rank 0's count.
+    def owns(self, folder: Path) -> bool:
+        """Whether a checkpoint folder is of this run."""
+        return folder.parent == self.root or (self._local is not None and self._local.owns(folder))
 
-        Raises CheckpointError on every rank, and leaves no trace, when any rank cannot write its part.
+    # -- saving
+
+    def save(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        values: dict[str, Any],
+        *,
+        background: bool = False,
+        durable: bool = False,
+    ) -> Path:
+        """Write a checkpoint of what the ranks hold together; returns its folder.
+
+        parts: this rank's; a piece that several ranks hold is written by the first of them. values: JSON, rank 0's
+        count. background: return when the parts are copied, and write from a thread. durable: into the run folder
+        also where this checkpoint would only go onto the nodes' disks (for the last one of a job).
+        First waits for the last save. Raises InputError or CheckpointError on every rank, and leaves no trace,
+        when any rank cannot write its part; a save in the background raises in the next `save`, `check`, `finish`.
         """
-        rank, final = self.comm.rank, self.folder(step)
-        temporary = self.root / self.comm.broadcast_object(f"{final.name}.tmp-{secrets.token_hex(4)}")
-        self.comm.on_root(lambda: temporary.mkdir())
-        file = temporary / f"rank-{rank:05d}.h5"
-        try:
-            error: BaseException | None = None
-            told: list[Any] = []
+        self.finish()
+        if self._saving is None:
+            self._saving = self.comm.split(0, self.comm.rank, label="checkpoint")
+            assert self._saving is not None
+            self._layout = Layout(self._saving, self._nodes, self._files)
+        if background:
+            self._require_threads()
+        parts = self._once.of(self.comm, parts)
+        self._since_flush += 1
+        shared = self._local is None or durable or self._since_flush >= self.flush_every
+        if shared:
+            self._since_flush = 0
+        write = partial(self._write, step, shared=shared)
+        if background:
+            copies = self._snapshot.copy(parts)
+            self._task = Task(partial(write, copies, values))
+        else:
+            write(parts, values)
+        return self.folder(step) if self._local is None or shared else self._local.folder(step)
+
+    @property
+    def failing(self) -> bool:
+        """Whether a save in the background has failed on this rank. Not collective: add it to what is summed anyway,
+        and call `finish` on all ranks when any says so."""
+        return self._task is not None and self._task.error is not None
+
+    def check(self) -> None:
+        """Raise on every rank if a save in the background has failed."""
+        failed = np.array([self.failing], dtype=np.int64)
+        self.comm.all_reduce(failed, "max")
+        if failed[0]:
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when nothing is being written; raises what a save in the background has raised."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.wait()
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal.wait()
+
+    def abandon(self) -> None:
+        """Return when nothing is being written any more. Not collective: for when ranks have died."""
+        for task in (self._task, self._removal):
+            if task is not None:
+                with suppress(Exception):
+                    task.wait()
+        self._task = self._removal = None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        elif isinstance(error, MpitrainError) and error.agreed:  # all ranks are here: let a good save end well
             try:
-                extents = write_file(file, parts)
-                tensors = [[p.spec.name, list(p.spec.shape), p.spec.dtype] for p in parts]
-                told = [file.stat().st_size, tensors, [encode_extent(e) for e in extents]]
-            except OSError as caught:
-                error = unwritable(final, caught)
-            self.comm.agree(error)
-            everyone = self.comm.gather_objects(told)
-            self.comm.on_root(lambda: _commit(temporary, final, step, everyone, values))
-        except BaseException:
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        self.comm.on_root(self._prune)
-        return final
+                self.finish()
+            except MpitrainError:
+                return
+
+    def _write(self, step: int, parts: Sequence[Part], values: dict[str, Any], *, shared: bool) -> None:
+        comm, layout = self._saving, self._layout
+        assert comm is not None and layout is not None
+        if not shared and self._local is not None:
+            self._local.save(comm, layout, step, parts, values)
+            return
+        target = Target(self.folder(step), comm.rank == 0, alone=True)
+
+        def after() -> None:
+            folders.point_to(self.folder(step))
+            steps = folders.finished_steps(self.root)
+            old = folders.doomed(steps, self.keep, self._verified | {step}, self._unusable - {step})
+            hidden = [folders.hide(self.folder(step)) for step in old]
+            if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
+                self._removal = Task(partial(folders.remove, *hidden))
+
+        write_checkpoint(comm, layout, target, step, parts, values, after=after)
+        self._verified.add(step)
+        self._unusable.discard(step)
+        if self._local is not None:
+            self._local.forget(comm, step)
+
+    def _require_threads(self) -> None:
+        from mpitrain.comm.inspection import mpi_facts
+
+        level = mpi_facts(self.comm).thread_level
+        if level != "MULTIPLE":
+            raise InputError(
+                f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
+                "set checkpoint.background = false",
+                agreed=True,
+            )
+
+    # -- loading
 
     def load(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]]) -> Manifest:
         """Fill this rank's parts from a checkpoint, written by any number of ranks in any layout.
@@ -126,77 +260,37 @@ class Store:
         parts_for: gives the parts to fill, once it is known what the checkpoint holds.
         Raises CheckpointError on every rank when any byte any rank needs is missing or damaged.
         """
-        error: BaseException | None = None
-        manifest = None
+        self.finish()
+        local = self._local is not None and self._local.owns(folder)
         try:
-            manifest = read_manifest(folder)
-            with OpenFiles(folder) as files:
-                for part in parts_for(manifest):
-                    _check_spec(folder, manifest, part.spec)
-                    read_part(folder, manifest.extents_of.get(part.spec.name, []), part, files)
-        except CheckpointError as caught:
-            error = caught
-        except OSError as caught:
-            error = CheckpointError(f"{folder} cannot be read: {caught.strerror or caught}")
-        self.comm.agree(error)
-        assert manifest is not None
+            manifest = self._read(folder, parts_for, local)
+        except CheckpointError:
+            if not local and folder.parent == self.root:
+                self._unusable.update(s for s in folders.finished_steps(self.root) if self.folder(s) == folder)
+            raise
+        if folder.parent == self.root:
+            self._verified.add(manifest.step)
         return manifest
 
-    def _prune(self) -> None:
-        """Keep the newest `keep`."""
-        for step in finished_steps(self.root)[self.keep :]:
-            doomed = self.folder(step)
-            hidden = doomed.with_name(f"{doomed.name}.tmp-old")  # never half a checkpoint under a whole one's name
-            os.rename(doomed, hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+    def _read(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: bool) -> Manifest:
+        manifest: Manifest | None = None
+        blocks: list[Block] = []
 
+        def prepare() -> None:
+            nonlocal manifest, blocks
+            if manifest is None:
+                manifest = read_manifest(folder)
+                if self.comm.rank == 0:
+                    require_files(folder, manifest.files.items())
+            blocks = plan(folder, manifest, parts_for(manifest))
+            if not local:
+                require_files(folder, [(name, manifest.files[name]) for name in sorted(files_of(blocks))])
 
-def finished_steps(root: Path) -> list[int]:
-    """Steps whose folders have their final name, newest first. Whether they are whole is another question."""
-    if not root.is_dir():
-        return []
-    found = [_NAME.fullmatch(path.name) for path in root.iterdir()]
-    return sorted((int(match[1]) for match in found if match), reverse=True)
-
-
-def _commit(temporary: Path, final: Path, step: int, everyone: Sequence[Any], values: dict[str, Any]) -> None:
-    tensors = {name: TensorSpec(name, tuple(shape), dtype) for _, specs, _ in everyone for name, shape, dtype in specs}
-    files = {f"rank-{rank:05d}.h5": size for rank, (size, _, _) in enumerate(everyone)}
-    extents = tuple(decode_extent(values) for _, _, extents in everyone for values in extents)
-    try:
-        write_manifest(temporary, Manifest(step, tensors, files, extents, values))
-        _sync(temporary)
-        if final.exists():  # a checkpoint of this step from before a restart: damaged, or this would not be saved again
-            aside = final.with_name(f"{final.name}.tmp-replaced-{secrets.token_hex(4)}")
-            os.rename(final, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-        os.rename(temporary, final)
-        _sync(final.parent)
-        pointer = final.parent / f"{LATEST}.tmp-{secrets.token_hex(4)}"
-        pointer.write_text(final.name + "\n", encoding="utf-8")
-        os.replace(pointer, final.parent / LATEST)
-    except OSError as error:
-        raise unwritable(final, error) from None
-
-
-def unwritable(folder: Path, error: OSError) -> InputError:
-    return InputError(f"{folder} could not be saved: {error.strerror or error}; make room, or choose another run.dir")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_spec(folder: Path, manifest: Manifest, wanted: TensorSpec) -> None:
-    found = manifest.tensors.get(wanted.name)
-    if found is None:
-        raise CheckpointError(f"{folder} holds no {wanted.name}; it belongs to another model or optimizer")
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise CheckpointError(
-            f"{folder}: {wanted.name} is {found.dtype} {list(found.shape)} there and {wanted.dtype} "
-            f"{list(wanted.shape)} here; the model must be the one that was saved"
-        )
+        if local and self._local is not None:
+            manifest = self._local.manifest(self.comm, folder)
+        attempt(self.comm, prepare, folder)
+        assert manifest is not None
+        if local and self._local is not None:
+            self._local.bring(self.comm, folder, manifest, files_of(blocks))
+        attempt(self.comm, partial(read, folder, blocks), folder)
+        return manifest

@@ -174,8 +174,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(worl
         def full(*args):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("mpitrain.checkpoint.store.write_file", full)
-    with pytest.raises(Exception, match="step-00000002 could not be saved: No space left on device"):
+        monkeypatch.setattr("mpitrain.checkpoint.commit.write_parts", full)
+    with pytest.raises(Exception, match="step-00000002 could not be saved: the disk is full"):
         store.save(2, _shared_out({"x": torch.arange(9.0)}, world), {})
     world.barrier()
     assert sorted(os.listdir(folder / "c")) == ["latest", "step-00000001"]

@@ -1,0 +1,154 @@
+"""`python -m mpitrain.checkpoint ls | show | verify | diff | export | import | prune`. Needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpitrain.checkpoint import contents, convert, folders
+from mpitrain.checkpoint.verify import damages
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckpointError, InputError, MpitrainError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    act: Callable[[argparse.Namespace], int] = arguments.act
+    try:
+        return act(arguments)
+    except MpitrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpitrain.checkpoint",
+        description="look at checkpoints, check them, convert them. PATH: a run folder, or one step-... folder in it "
+        "(of a run folder: its newest whole one).",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(act=act)
+        return made
+
+    command("ls", _ls, "list the checkpoints of a run").add_argument("path", type=Path, metavar="PATH")
+    show = command("show", _show, "what a checkpoint holds")
+    show.add_argument("path", type=Path, metavar="PATH")
+    show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
+    verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
+    verify.add_argument("path", type=Path, metavar="PATH", help="of a run folder: all its checkpoints")
+    diff = command("diff", _diff, "compare two checkpoints; exit code 1 if they are not bitwise the same")
+    diff.add_argument("a", type=Path, metavar="PATH")
+    diff.add_argument("b", type=Path, metavar="PATH")
+    export = command("export", _export, "write the model's weights into a .safetensors or .pt (torch.load) file")
+    export.add_argument("path", type=Path, metavar="PATH")
+    export.add_argument("out", type=Path, metavar="FILE")
+    take = command("import", _import, "make a checkpoint of step 0 from a .safetensors or torch.save file of weights")
+    take.add_argument("file", type=Path, metavar="FILE")
+    take.add_argument("run", type=Path, metavar="RUN", help="a new run folder; train with --run.dir RUN")
+    prune = command("prune", _prune, "remove all but the newest checkpoints, never the last one that verifies")
+    prune.add_argument("path", type=Path, metavar="RUN")
+    prune.add_argument("--keep", type=int, required=True, metavar="N")
+    return parser
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    print(*contents.listing(arguments.path), sep="\n")
+    return EXIT_DONE
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    print(*contents.description(contents.only(arguments.path), arguments.tensors), sep="\n")
+    return EXIT_DONE
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    bad = 0
+    for folder in contents.found(arguments.path):
+        problems = list(damages(folder))
+        print(f"{folder}: {contents.counted(len(problems), 'damaged place') if problems else 'all right'}")
+        for problem in problems:
+            print(f"  {problem}")
+        bad += bool(problems)
+    return EXIT_FAILED if bad else EXIT_DONE
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    count = 0
+    for line in contents.differences(contents.only(arguments.a), contents.only(arguments.b)):
+        print(line)
+        count += 1
+    print(f"{contents.counted(count, 'tensor')} not the same" if count else "bitwise the same")
+    return EXIT_FAILED if count else EXIT_DONE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    folder = contents.only(arguments.path)
+    count = convert.export(folder, arguments.out)
+    print(f"{arguments.out}: {count} tensors of {folder}")
+    return EXIT_DONE
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    with _occupied(arguments.run, make=True):
+        folder = convert.import_weights(arguments.file, arguments.run / "checkpoints")
+    print(f"{folder}; train on from it with --run.dir {arguments.run}")
+    return EXIT_DONE
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    if arguments.keep < 1:
+        raise InputError(f"--keep {arguments.keep} would keep nothing; give 1 or more")
+    listed = contents.found(arguments.path)
+    root = listed[0].parent
+    if listed == [arguments.path]:
+        raise InputError(f"{arguments.path} is one checkpoint; give its run folder")
+    with _occupied(root.parent, make=False):
+        verified: list[int] = []
+        unusable: set[int] = set()
+        steps = folders.finished_steps(root)
+        for step in steps:
+            if not any(damages(root / folders.folder_name(step))):
+                verified.append(step)
+                break
+            unusable.add(step)
+        if not verified:
+            raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
+        for step in folders.doomed(steps, arguments.keep, verified, unusable):
+            folders.discard(root / folders.folder_name(step))
+            print(f"removed {folders.folder_name(step)}")
+    print(f"{len(folders.finished_steps(root))} left; {folders.folder_name(verified[0])} verifies")
+    return EXIT_DONE
+
+
+@contextmanager
+def _occupied(run: Path, *, make: bool) -> Iterator[None]:
+    """Hold the run folder's lock, as a job does. Raises InputError when a job has it."""
+    if make:
+        run.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"run folder {run} is in use by a job; wait until it has ended") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

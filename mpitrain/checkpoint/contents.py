@@ -1,0 +1,134 @@
+"""What is in a checkpoint, for people: `ls`, `show` and `diff`. Reading for tools: whole tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from fnmatch import fnmatch
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mpitrain.checkpoint import folders
+from mpitrain.checkpoint.files import Part
+from mpitrain.checkpoint.manifest import DTYPES, MANIFEST, MODEL, Manifest, TensorSpec, missing_files, read_manifest
+from mpitrain.checkpoint.reading import plan, read
+from mpitrain.errors import CheckpointError, InputError
+from mpitrain.layout import Piece
+
+
+def found(path: Path) -> list[Path]:
+    """The checkpoint folders a path means, newest first. Raises InputError when there are none."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist; give a checkpoint folder or a run folder")
+    if listed := folders.find(path):
+        return listed
+    raise InputError(f"{path} is no checkpoint and no run folder with one; give the path of either")
+
+
+def only(path: Path) -> Path:
+    """The checkpoint a path means: itself, or the newest whole one of a run folder."""
+    listed = found(path)
+    return next((folder for folder in listed if state(folder) == "whole"), listed[0])
+
+
+def state(folder: Path) -> str:
+    """ "whole", or what is wrong at first sight: the manifest and the files' sizes; no content is read."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
+    return next(iter(missing_files(folder, manifest.files.items())), "whole")
+
+
+def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
+    """A whole tensor, its bytes checked. Raises CheckpointError, OSError."""
+    spec = manifest.tensors[name]
+    data = torch.empty(prod(spec.shape), dtype=DTYPES[spec.dtype])
+    part = Part(spec, Piece.whole(name, data.numel()), data)
+    read(folder, plan(folder, manifest, [part]))
+    return data.view(spec.shape)
+
+
+def listing(path: Path) -> Iterator[str]:
+    """A line for each checkpoint."""
+    yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
+    for folder in found(path):
+        number = int(folder.name.partition("-")[2])
+        try:
+            manifest = read_manifest(folder)
+            files, size = str(len(manifest.files)), readable(sum(manifest.files.values()))
+            time = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
+        except (CheckpointError, OSError):
+            files = size = time = "?"
+        yield f"{number:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}"
+
+
+def description(folder: Path, pattern: str = "*") -> Iterator[str]:
+    """What a manifest says. pattern: of the tensors' names (* and ?)."""
+    manifest = read_manifest(folder)
+    numel = sum(prod(spec.shape) for name, spec in manifest.tensors.items() if name.startswith(MODEL))
+    yield f"{folder}"
+    yield f"step         {manifest.step}"
+    yield f"model        {numel:,} numbers in parameters and buffers"
+    yield f"files        {len(manifest.files)}, {readable(sum(manifest.files.values()))}"
+    for name, size in manifest.files.items():
+        pieces = sum(extent.file == name for extent in manifest.extents)
+        yield f"  {name}  {readable(size):>11}  {counted(pieces, 'piece')}"
+    names = sorted(name for name in manifest.tensors if fnmatch(name, pattern))
+    yield f"tensors      {len(names)} of {len(manifest.tensors)}"
+    width = max(map(len, names), default=0)
+    for name in names:
+        spec = manifest.tensors[name]
+        nbytes = readable(prod(spec.shape) * spec.itemsize)
+        written = counted(len(manifest.extents_of.get(name, ())), "piece")
+        yield f"  {name:{width}}  {_kind(spec):24}  {nbytes:>11}  {written}"
+    yield "values"
+    for key, value in manifest.values.items():
+        text = json.dumps(value)
+        yield f"  {key}: {text if len(text) <= 100 else f'{text[:97]}...'}"
+
+
+def differences(a: Path, b: Path) -> Iterator[str]:
+    """A line for each tensor that is not bitwise the same in both."""
+    first, second = read_manifest(a), read_manifest(b)
+    for name in sorted(first.tensors.keys() | second.tensors.keys()):
+        if name not in second.tensors or name not in first.tensors:
+            yield f"{name}: only in {a if name in first.tensors else b}"
+            continue
+        if first.tensors[name] != second.tensors[name]:
+            yield f"{name}: {_kind(first.tensors[name])} and {_kind(second.tensors[name])}"
+            continue
+        x, y = load_tensor(a, first, name).reshape(-1), load_tensor(b, second, name).reshape(-1)
+        if x.numel() and not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+            yield f"{name}: {_distance(x, y)}"
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> str:
+    different = int((x != y).sum())
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    gap = (x.to(wide) - y.to(wide)).abs()
+    if bool(gap.isnan().any()):
+        return f"{different} of {x.numel()} elements differ, some are NaN"
+    if not different:
+        return "equal numbers, other bits (signs of zero)"
+    return f"{different} of {x.numel()} elements differ, by at most {float(gap.max()):.3g}"
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def readable(nbytes: int) -> str:
+    """Bytes, with a unit."""
+    value, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"

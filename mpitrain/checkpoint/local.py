@@ -1,0 +1,267 @@
+"""Checkpoints on the nodes' own disks: written there, protected by the other nodes, brought back after a loss.
+
+    LOCAL/mpitrain-<id of the run>/step-00000100/
+      manifest.json      the same on every node
+      rank-00002.h5      of this node's ranks
+      rank-00000.h5      partner: a copy for the node before
+      parity-00001-00000.bin     xor: see `parity`
+
+The id is kept in the run's checkpoint folder and made anew when a run begins anew, so that a disk which was away
+meanwhile brings nothing back from an abandoned run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.checkpoint import folders
+from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
+from mpitrain.checkpoint.exchange import Message, exchange
+from mpitrain.checkpoint.files import Part
+from mpitrain.checkpoint.manifest import MANIFEST, Manifest, ParitySet, decode, read_manifest
+from mpitrain.checkpoint.parity import (
+    Move,
+    copy_rounds,
+    parity_rounds,
+    parity_sets,
+    partner_copies,
+    ranks_of,
+    rebuild_rounds,
+)
+from mpitrain.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+IDENTITY = "identity"
+_BROUGHT = ".tmp-brought"
+
+
+class LocalFolders:
+    """The node-local checkpoints of a run. Methods that take a communicator are collective over it.
+
+    base: the folder on this rank's node. nodes: of each rank. redundancy: "none", "partner" or "xor".
+    """
+
+    def __init__(self, base: Path, nodes: Sequence[int], redundancy: str) -> None:
+        self._base, self._nodes, self._redundancy = base, tuple(nodes), redundancy
+        self._leaders = {node: ranks[0] for node, ranks in ranks_of(nodes).items()}
+        self._root: Path | None = None
+
+    @property
+    def root(self) -> Path:
+        assert self._root is not None, "prepare() comes first"
+        return self._root
+
+    def folder(self, step: int) -> Path:
+        return self.root / folders.folder_name(step)
+
+    def owns(self, folder: Path) -> bool:
+        return self._root is not None and folder.parent == self._root
+
+    def _leads(self, comm: Communicator) -> bool:
+        return self._leaders[self._nodes[comm.rank]] == comm.rank
+
+    def prepare(self, comm: Communicator, shared: Path) -> None:
+        """Make the folders and remove leftovers. shared: the run's checkpoint folder.
+
+        Raises InputError where a folder cannot be used, or nodes see one and the same.
+        """
+        identity = comm.on_root(lambda: _identity(shared))
+        self._root = self._base / f"mpitrain-{identity}"
+        probe = comm.broadcast_object(f"probe.tmp-{secrets.token_hex(4)}")
+        leads = self._leads(comm)
+        attempt(comm, self._make if leads else None)
+        try:
+            attempt(comm, partial(self._check_own, comm, probe) if leads else None)
+            attempt(comm, partial(self._check_others, comm, probe) if leads else None)
+        finally:
+            if leads:
+                self._probe(comm, probe).unlink(missing_ok=True)
+
+    def _make(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            folders.remove_leftovers(self.root)
+        except OSError as error:
+            raise InputError(
+                f"checkpoint.local {self._base} cannot be used: {error.strerror}; give a folder on each node's disk"
+            ) from None
+
+    def _probe(self, comm: Communicator, probe: str) -> Path:
+        return self.root / f"{probe}-{self._nodes[comm.rank]}"
+
+    def _check_own(self, comm: Communicator, probe: str) -> None:
+        self._probe(comm, probe).touch()
+
+    def _check_others(self, comm: Communicator, probe: str) -> None:
+        if len(list(self.root.glob(f"{probe}-*"))) > 1:
+            raise InputError(
+                f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
+                "or leave it empty"
+            )
+
+    # -- saving
+
+    def save(
+        self, comm: Communicator, layout: Layout, step: int, parts: Sequence[Part], values: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
+        target = Target(self.folder(step), self._leads(comm), alone=False)
+        write_checkpoint(comm, layout, target, step, parts, values, partial(self._protect, comm))
+        self.forget(comm, step - 1)
+
+    def _protect(
+        self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
+    ) -> Sequence[ParitySet]:
+        if self._redundancy == "partner":
+            exchange(comm, copy_rounds(partner_copies(owners, sizes, self._nodes), folder, folder))
+        if self._redundancy != "xor":
+            return ()
+        sets = parity_sets(owners, sizes, self._nodes)
+        exchange(comm, parity_rounds(sets, sizes, folder))
+        for one, ranks in sets:
+            for parity, rank in zip(one.parities, ranks, strict=True):
+                if rank == comm.rank and (folder / parity).exists():
+                    folders.sync(folder / parity)
+        return [one for one, _ in sets]
+
+    def forget(self, comm: Communicator, step: int) -> None:
+        """Remove the checkpoints up to this step."""
+
+        def remove() -> None:
+            for old in folders.finished_steps(self.root):
+                if old <= step:
+                    folders.discard(self.folder(old))
+            with suppress(OSError):  # nothing is left behind on the nodes by a run that ended well
+                self.root.rmdir()
+
+        attempt(comm, remove if self._leads(comm) else None)
+
+    # -- loading
+
+    def steps(self, comm: Communicator) -> list[int]:
+        """Steps that any node has something of."""
+        mine = folders.finished_steps(self.root) if self._leads(comm) else []
+        return sorted({step for steps in comm.all_gather_object(mine) for step in steps}, reverse=True)
+
+    def manifest(self, comm: Communicator, folder: Path) -> Manifest:
+        """The manifest of a checkpoint, from any node that has it; nodes without get it. Raises CheckpointError."""
+        mine = _content_of(folder) if self._leads(comm) else None
+        held = comm.all_gather_object(mine and mine[0])
+        chosen = [rank for rank, crc in enumerate(held) if crc]
+        if not chosen:
+            raise CheckpointError(f"{folder} has no readable {MANIFEST} on any node", agreed=True)
+        most = max(chosen, key=lambda rank: (held.count(held[rank]), -rank))
+        text = comm.broadcast_object(mine[1].decode() if mine and comm.rank == most else "", most)
+
+        def keep() -> None:
+            if mine is None or mine[0] != held[most]:  # lost, or of another life of this run
+                if folder.exists():
+                    folders.discard(folder)
+                folder.mkdir(parents=True)
+                (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+        attempt(comm, keep if self._leads(comm) else None)
+        return decode(text.encode())
+
+    def bring(self, comm: Communicator, folder: Path, manifest: Manifest, needed: Collection[str]) -> None:
+        """Have the files that this node's ranks need in this node's folder, from wherever they are.
+
+        Raises CheckpointError when a file is on no node and cannot be rebuilt.
+        """
+        attempt(comm, partial(_clear, folder) if self._leads(comm) else None, folder)
+        names = sorted(manifest.files) + [p for one in manifest.parity for p in one.parities]
+        mine = {n: (folder / n).stat().st_size for n in names if (folder / n).exists()} if self._leads(comm) else {}
+        held = comm.all_gather_object([n for n, size in mine.items() if manifest.files.get(n, size) == size])
+        wanted: dict[int, set[str]] = {node: set() for node in self._leaders}
+        for rank, of in enumerate(comm.all_gather_object(sorted(needed))):
+            wanted[self._nodes[rank]].update(of)
+        where: dict[str, int] = {}
+        for rank in self._leaders.values():
+            for name in held[rank]:
+                where.setdefault(name, rank)
+        missing = sorted({name for of in wanted.values() for name in of} - set(where))
+        built = {n: next(self._leaders[node] for node in sorted(wanted) if n in wanted[node]) for n in missing}
+        work = chain.from_iterable([_rebuild(folder, manifest, n, where, built[n]) for n in missing])
+        attempt(comm, lambda: exchange(comm, work), folder)
+        attempt(comm, partial(_arrive, folder, [n for n, rank in built.items() if rank == comm.rank]), folder)
+        where |= built
+        moves = []
+        for node, leader in self._leaders.items():
+            lacking = sorted(n for n in wanted[node] if n not in held[leader] and built.get(n) != leader)
+            moves += [Move(name, manifest.files[name], where[name], leader) for name in lacking]
+        brought = folder / _BROUGHT
+        attempt(comm, (lambda: brought.mkdir(exist_ok=True)) if self._leads(comm) else None, folder)
+        attempt(comm, lambda: exchange(comm, copy_rounds(moves, folder, brought)), folder)
+        arrived = [m.file for m in moves if m.dest == comm.rank]
+
+        def settle() -> None:
+            for name in arrived:
+                os.replace(brought / name, folder / name)
+            shutil.rmtree(brought, ignore_errors=True)
+
+        attempt(comm, settle if self._leads(comm) else None, folder)
+
+
+def _rebuild(
+    folder: Path, manifest: Manifest, name: str, where: Mapping[str, int], builder: int
+) -> Iterator[Sequence[Message]]:
+    """Messages that rebuild a file on rank `builder`. where: a rank that has each file. Raises CheckpointError."""
+    one = next((s for s in manifest.parity if name in s.files), None)
+    if one is None:
+        raise CheckpointError(f"{folder / name} is on no node of this job, and there is no copy", agreed=True)
+    lost = one.files.index(name)
+    others = [file for file in one.files if file not in ("", name)]
+    others += [parity for holder, parity in enumerate(one.parities) if holder != lost]
+    absent = [other for other in others if other not in where]
+    if absent:
+        raise CheckpointError(
+            f"{folder / name} is on no node of this job, and cannot be rebuilt without {absent[0]}", agreed=True
+        )
+    target = folder / f"{name}{_BROUGHT}"
+    return rebuild_rounds(one, lost, manifest.files, where.__getitem__, builder, folder, target)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an interrupted restart left."""
+    for path in folder.glob(f"*{_BROUGHT}"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _arrive(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        folders.sync(folder / f"{name}{_BROUGHT}")
+        os.replace(folder / f"{name}{_BROUGHT}", folder / name)
+
+
+def _identity(shared: Path) -> str:
+    try:
+        path = shared / IDENTITY
+        if not path.exists():
+            path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise InputError(f"{shared / IDENTITY} cannot be used: {error.strerror}; choose another run.dir") from None
+
+
+def _content_of(folder: Path) -> tuple[int, bytes] | None:
+    """The CRC-32 and the bytes of a manifest; None where it is not whole."""
+    try:
+        read_manifest(folder)
+        data = (folder / MANIFEST).read_bytes()
+    except (CheckpointError, OSError):
+        return None
+    return zlib.crc32(data), data

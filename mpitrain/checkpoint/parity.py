@@ -1,0 +1,216 @@
+"""Copies and parities of files on node-local disks, so that a lost node loses nothing.
+
+partner: every file is also kept on the next node.
+
+xor: files of different nodes form sets; a member's file is cut into as many segments as there are other members,
+and each of those holds the exclusive or of one segment of every other. As in SCR (Moody, Bronevetsky, Mohror,
+de Supinski, "Design, Modeling, and Evaluation of a Scalable Multi-level Checkpointing System", SC 2010):
+
+    member 0    member 1    member 2         a0 is segment 0 of member 0's file;
+    a0 a1       b0 b1       c0 c1            a member holds what is lost with none
+    b0 ^ c0     a0 ^ c1     a1 ^ b1          of the segments in it
+
+So a set survives any one lost member, for 1 / (members - 1) of the bytes. The functions here decide who sends what;
+`exchange` moves it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from mpitrain.checkpoint.exchange import WINDOW, Message
+from mpitrain.checkpoint.files import write_at
+from mpitrain.checkpoint.manifest import ParitySet
+from mpitrain.checkpoint.reading import read_at
+from mpitrain.layout import split
+
+GROUP = 8  # nodes of a parity set, about
+
+
+@dataclass(frozen=True)
+class Move:
+    """A file of `size` bytes, from one rank's folder to another's."""
+
+    file: str
+    size: int
+    source: int
+    dest: int
+
+
+def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]) -> list[Move]:
+    """Every file to the next node. owners: the rank that wrote each. nodes: of each rank. None on a single node."""
+    ranks = ranks_of(nodes)
+    numbers = sorted(ranks)
+    if len(numbers) < 2:
+        return []
+    moves = []
+    for file, owner in owners.items():
+        here = nodes[owner]
+        there = ranks[numbers[(numbers.index(here) + 1) % len(numbers)]]
+        moves.append(Move(file, sizes[file], owner, there[ranks[here].index(owner) % len(there)]))
+    return moves
+
+
+def ranks_of(nodes: Sequence[int]) -> dict[int, list[int]]:
+    """The ranks of each node, in order."""
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return found
+
+
+def parity_sets(
+    owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]
+) -> list[tuple[ParitySet, tuple[int, ...]]]:
+    """Sets of files that protect each other, each with the ranks that act for its members. None on a single node."""
+    ranks = ranks_of(nodes)
+    numbers = sorted(ranks)
+    bounds = split(len(numbers), max(1, len(numbers) // GROUP))
+    sets = []
+    for lo, hi in pairwise(bounds):
+        members = numbers[lo:hi]
+        if len(members) < 2:
+            continue
+        held = [sorted((owner, file) for file, owner in owners.items() if nodes[owner] == node) for node in members]
+        for lane in range(max(len(files) for files in held)):
+            files = tuple(of[lane][1] if lane < len(of) else "" for of in held)
+            largest = max(sizes[file] for file in files if file)
+            parities = tuple(f"parity-{node:05d}-{lane:05d}.bin" for node in members)
+            acting = tuple(
+                of[lane][0] if lane < len(of) else ranks[node][lane % len(ranks[node])]
+                for of, node in zip(held, members, strict=True)
+            )
+            sets.append((ParitySet(files, parities, -(-largest // (len(members) - 1))), acting))
+    return sets
+
+
+def segment(member: int, holder: int) -> int:
+    """The number of the segment of `member`'s file that goes into `holder`'s parity."""
+    return holder if holder < member else holder - 1
+
+
+def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[list[Message]]:
+    """Messages that copy files from this rank's `source` folder into other ranks' `dest`, and the reverse."""
+    for first in range(0, max((m.size for m in moves), default=0), WINDOW):
+        yield [
+            Message(
+                m.source,
+                m.dest,
+                min(WINDOW, m.size - first),
+                partial(_read, source / m.file, first),
+                partial(_write, dest / m.file, first, m.size),
+            )
+            for m in moves
+            if m.size > first
+        ]
+
+
+def parity_rounds(
+    sets: Sequence[tuple[ParitySet, tuple[int, ...]]], sizes: Mapping[str, int], folder: Path
+) -> Iterator[list[Message]]:
+    """Messages that make the parities."""
+    for one, ranks in sets:
+        size = len(one.files)
+        for first in range(0, one.chunk, WINDOW):
+            window = min(WINDOW, one.chunk - first)
+            yield [
+                Message(
+                    ranks[member],
+                    ranks[holder],
+                    window,
+                    partial(_read_segment, folder, one, sizes, member, holder, first),
+                    partial(_add, folder / one.parities[holder], first, one.chunk),
+                )
+                for holder in range(size)
+                for member in range(size)
+                if member != holder and one.files[member]
+            ]
+
+
+def rebuild_rounds(
+    one: ParitySet,
+    lost: int,
+    sizes: Mapping[str, int],
+    holder_of: Callable[[str], int],
+    builder: int,
+    folder: Path,
+    target: Path,
+) -> Iterator[list[Message]]:
+    """Messages that rebuild member `lost`'s file as `target` on rank `builder`.
+
+    holder_of: a rank that has a file of the set or a parity in its `folder`.
+    """
+    total = sizes[one.files[lost]]
+    for holder in range(len(one.files)):
+        if holder == lost:
+            continue
+        begin = segment(lost, holder) * one.chunk
+        for first in range(0, min(one.chunk, max(0, total - begin)), WINDOW):
+            window = min(WINDOW, one.chunk - first)
+            add = partial(_add, target, begin + first, total)
+            messages = [
+                Message(
+                    holder_of(one.parities[holder]),
+                    builder,
+                    window,
+                    partial(_read, folder / one.parities[holder], first),
+                    add,
+                )
+            ]
+            for member in range(len(one.files)):
+                if member not in (lost, holder) and one.files[member]:
+                    get = partial(_read_segment, folder, one, sizes, member, holder, first)
+                    messages.append(Message(holder_of(one.files[member]), builder, window, get, add))
+            yield messages
+
+
+def _read(path: Path, offset: int, into: memoryview) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        read_at(descriptor, into, offset, path)
+    finally:
+        os.close(descriptor)
+
+
+def _read_segment(
+    folder: Path, one: ParitySet, sizes: Mapping[str, int], member: int, holder: int, first: int, into: memoryview
+) -> None:
+    """Bytes of a member's segment from `first` on; what lies beyond its file is zero."""
+    file = one.files[member]
+    if not file:
+        return
+    offset = segment(member, holder) * one.chunk + first
+    available = min(len(into), one.chunk - first, sizes[file] - offset)
+    if available > 0:
+        _read(folder / file, offset, into[:available])
+
+
+def _write(path: Path, offset: int, size: int, data: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(descriptor, data, offset)
+        if offset + len(data) >= size:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
+    """Exclusive or of these bytes into a file that has `size` bytes, zeros at first; what goes beyond is dropped."""
+    data = data[: max(0, size - offset)]
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(descriptor, size)
+        before = bytearray(len(data))
+        read_at(descriptor, memoryview(before), offset, path)
+        mixed = np.bitwise_xor(np.frombuffer(before, np.uint8), np.frombuffer(data, np.uint8))
+        write_at(descriptor, mixed.data, offset)
+    finally:
+        os.close(descriptor)

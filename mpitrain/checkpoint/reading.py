@@ -1,0 +1,234 @@
+"""Restoring: each rank reads the blocks that hold its elements, whoever wrote them, and checks their hashes.
+
+First a plan, from the manifest alone (which blocks of which files, and where their bytes belong); then the reading,
+block by block in the order of the files, by a few threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from mpitrain.checkpoint.files import Part, bytes_of
+from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
+from mpitrain.errors import CheckpointError
+from mpitrain.layout import Piece, stretches
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Use:
+    """Stretches of a block's bytes that go to `places` in the memory of a part."""
+
+    memory: np.ndarray
+    firsts: np.ndarray
+    places: np.ndarray
+    lengths: np.ndarray
+
+    def copy(self, block: np.ndarray) -> None:
+        count = len(self.firsts)
+        if count > 4 and _even(self.firsts) and _even(self.places) and (self.lengths[1:-1] == self.lengths[1]).all():
+            shape = (count - 2, int(self.lengths[1]))  # the first and the last may be cut
+            into = _rows(self.memory, self.places[1:], shape)
+            np.copyto(into, _rows(block, self.firsts[1:], shape))
+            ends: Iterable[int] = (0, count - 1)
+        else:
+            ends = range(count)
+        for i in ends:
+            first, place, length = int(self.firsts[i]), int(self.places[i]), int(self.lengths[i])
+            self.memory[place : place + length] = block[first : first + length]
+
+
+def _even(numbers: np.ndarray) -> bool:
+    """Whether those after the first lie at equal distances."""
+    return bool((np.diff(numbers[1:-1]) == numbers[2] - numbers[1]).all())
+
+
+def _rows(memory: np.ndarray, firsts: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Rows of a matrix that begin at evenly spaced places of flat memory."""
+    step = int(firsts[1] - firsts[0])
+    return np.lib.stride_tricks.as_strided(memory[int(firsts[0]) :], shape, (step, 1))
+
+
+@dataclass
+class Block:
+    """At most HASHED bytes under one hash, and what they are read for."""
+
+    extent: Extent
+    number: int
+    size: int  # bytes
+    uses: list[Use] = field(default_factory=list)
+
+    @property
+    def offset(self) -> int:
+        return self.extent.offset + self.number * HASHED
+
+    @property
+    def whole(self) -> memoryview | None:
+        """The memory to read into where all of the block goes to one place."""
+        if len(self.uses) != 1 or len(self.uses[0].lengths) != 1 or self.uses[0].lengths[0] != self.size:
+            return None
+        place = int(self.uses[0].places[0])
+        return self.uses[0].memory[place : place + self.size].data
+
+
+def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]:
+    """The blocks that fill the parts, in order of file and offset. Raises CheckpointError.
+
+    It is an error when the checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
+    """
+    blocks: dict[tuple[str, int, int], Block] = {}
+    for part in parts:
+        _check_spec(folder, manifest, part.spec)
+        item = part.spec.itemsize
+        memory = np.frombuffer(bytes_of(part.data), dtype=np.uint8)
+        filled = []
+        for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
+            sources, targets, lengths = stretches(extent.piece, part.piece)
+            if not len(lengths):
+                continue
+            filled.append((targets, lengths))
+            size = extent.piece.numel * item
+            for number, use in _by_block(memory, sources * item, targets * item, lengths * item):
+                key = (extent.file, extent.offset, number)
+                if key not in blocks:
+                    blocks[key] = Block(extent, number, min(HASHED, size - number * HASHED))
+                blocks[key].uses.append(use)
+        found = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
+        if found != part.piece.numel:
+            raise CheckpointError(
+                f"{folder} holds {found} of the {part.piece.numel} elements wanted of {part.spec.name}; "
+                "it was not written whole"
+            )
+    return [blocks[key] for key in sorted(blocks)]
+
+
+def _by_block(
+    memory: np.ndarray, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray
+) -> Iterator[tuple[int, Use]]:
+    """Stretches of an extent's bytes, cut at its blocks: (number of the block, its use)."""
+    begin, last = sources // HASHED, (sources + lengths - 1) // HASHED
+    counts = last - begin + 1
+    of = np.repeat(np.arange(len(sources)), counts)
+    number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts - begin, counts)
+    lo = np.maximum(sources[of], number * HASHED)
+    hi = np.minimum((sources + lengths)[of], (number + 1) * HASHED)
+    places = targets[of] + lo - sources[of]
+    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(number)]
+    for first, end in pairwise(bounds):
+        one = slice(first, end)
+        yield int(number[first]), Use(memory, lo[one] - number[one] * HASHED, places[one], (hi - lo)[one])
+
+
+def files_of(blocks: Iterable[Block]) -> set[str]:
+    return {block.extent.file for block in blocks}
+
+
+def read(folder: Path, blocks: Sequence[Block]) -> None:
+    """Fill what the plan is for. Raises CheckpointError naming the damaged bytes, OSError."""
+    descriptors: dict[str, int] = {}
+    scratch = threading.local()
+    try:
+        for name in sorted(files_of(blocks)):
+            descriptors[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+
+        def fill(block: Block) -> None:
+            descriptor = descriptors[block.extent.file]
+            direct = block.whole
+            if direct is not None:
+                _read_block(folder, block, descriptor, direct)
+                return
+            if not hasattr(scratch, "memory"):
+                scratch.memory = np.empty(HASHED, dtype=np.uint8)
+            memory = scratch.memory[: block.size]
+            _read_block(folder, block, descriptor, memory.data)
+            for use in block.uses:
+                use.copy(memory)
+
+        with ThreadPoolExecutor(_THREADS, "mpitrain-read") as pool:
+            futures = [pool.submit(fill, block) for block in blocks]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:
+    """Re-hash an extent: a sentence for each damaged block of it."""
+    size = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
+    problems = []
+    for number in range(len(extent.hashes)):
+        block = Block(extent, number, min(HASHED, size - number * HASHED))
+        try:
+            _read_block(folder, block, descriptor, scratch[: block.size])
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _read_block(folder: Path, block: Block, descriptor: int, into: memoryview) -> None:
+    path = folder / block.extent.file
+    read_at(descriptor, into, block.offset, path)
+    if zlib.crc32(into) != block.extent.hashes[block.number]:
+        raise CheckpointError(
+            f"{path}: bytes {block.offset} to {block.offset + block.size} ({block.extent.piece.name}) "
+            "are damaged: their hash does not match"
+        )
+
+
+def read_at(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
+    """Read exactly these bytes. Raises CheckpointError where the file ends, OSError."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
+        done += count
+
+
+def distinct(extents: Iterable[Extent]) -> list[Extent]:
+    """Without pieces that were written twice."""
+    return list({extent.piece: extent for extent in reversed(list(extents))}.values())
+
+
+def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
+    """Elements in any of these stretches."""
+    order = np.argsort(firsts, kind="stable")
+    lo = firsts[order]
+    hi = lo + lengths[order]
+    before = np.concatenate([[0], np.maximum.accumulate(hi)[:-1]]) if len(lo) else lo
+    return int(np.maximum(hi - np.maximum(lo, before), 0).sum())
+
+
+def covered(pieces: Iterable[Piece]) -> int:
+    """Elements of a tensor that lie in any of these pieces of it."""
+    runs = [piece.runs() for piece in set(pieces)]
+    if not runs:
+        return 0
+    return union(np.concatenate([starts for starts, *_ in runs]), np.concatenate([of for _, of, _ in runs]))
+
+
+def _check_spec(folder: Path, manifest: Manifest, wanted: TensorSpec) -> None:
+    found = manifest.tensors.get(wanted.name)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no {wanted.name}; it belongs to another model or optimizer")
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise CheckpointError(
+            f"{folder}: {wanted.name} is {found.dtype} {list(found.shape)} there and {wanted.dtype} "
+            f"{list(wanted.shape)} here; the model must be the one that was saved"
+        )

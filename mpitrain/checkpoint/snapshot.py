@@ -1,0 +1,74 @@
+"""Saving while training goes on: a copy of the state in host memory, and the thread that writes it.
+
+The copy is one pass over the state, into memory that is kept from save to save. Whatever goes wrong in the thread
+is agreed upon by all ranks there, and raised where the training calls next.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from mpitrain.checkpoint.files import Part
+
+_ALIGNMENT = 64  # bytes
+_ROUNDING = 2 << 20  # bytes; a huge page
+
+
+class Snapshot:
+    """Host memory for the parts of one rank. Grows when it must."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have memory for so many bytes of parts, in huge pages: touching small ones costs more than the copy."""
+        if nbytes <= self._memory.numel():
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
+        block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(block, dtype=torch.uint8)
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The same parts, in this memory: valid until the next copy."""
+        self.reserve(needed(parts))
+        copies, begin = [], 0
+        for part in parts:
+            end = begin + part.data.numel() * part.data.element_size()
+            into = self._memory[begin:end].view(part.data.dtype)
+            into.copy_(part.data)
+            copies.append(replace(part, data=into))
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return copies
+
+
+def needed(parts: Sequence[Part]) -> int:
+    """Bytes of a snapshot of these parts."""
+    return sum(-(-p.data.numel() * p.data.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parts)
+
+
+class Task:
+    """A function that runs in a thread."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._function = function
+        self._thread = threading.Thread(target=self._run, name="mpitrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # raised by wait()
+            self.error = error
+
+    def wait(self) -> None:
+        """Return when it has ended; raises what it raised."""
+        self._thread.join()
+        if self.error is not None:
+            raise self.error

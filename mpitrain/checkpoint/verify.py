@@ -1,0 +1,66 @@
+"""Whether a checkpoint is what was saved: every byte of every file against the manifest."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+from mpitrain.checkpoint.files import gaps
+from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, missing_files, read_manifest
+from mpitrain.checkpoint.reading import check, covered, read_at
+from mpitrain.errors import CheckpointError
+
+
+def damages(folder: Path, progress: Callable[[int], None] = lambda nbytes: None) -> Iterator[str]:
+    """A sentence for each damage: the file, the bytes and the tensor. progress: called with bytes read."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    by_file: dict[str, list[Extent]] = {name: [] for name in manifest.files}
+    for extent in manifest.extents:
+        by_file[extent.file].append(extent)
+    sizes = manifest.files | {name: size for name, (size, _) in manifest.views.items()}
+    for name, size in sizes.items():
+        problem = next(iter(missing_files(folder, [(name, size)])), None)
+        if problem is not None:
+            yield problem
+            continue
+        try:
+            yield from _file_damages(folder, manifest, name, size, by_file.get(name, []), progress)
+        except OSError as error:
+            yield f"{folder / name} cannot be read: {error.strerror or error}"
+    for name, spec in manifest.tensors.items():
+        found = covered(extent.piece for extent in manifest.extents_of.get(name, ()))
+        if found != prod(spec.shape):
+            yield f"{folder} holds {found} of the {prod(spec.shape)} elements of {name}"
+
+
+def _file_damages(
+    folder: Path, manifest: Manifest, name: str, size: int, extents: list[Extent], progress: Callable[[int], None]
+) -> Iterator[str]:
+    scratch = memoryview(bytearray(HASHED))
+    descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        stretches = []
+        for extent in extents:
+            nbytes = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
+            stretches.append((extent.offset, nbytes))
+            yield from check(folder, manifest, extent, descriptor, scratch)
+            progress(nbytes)
+        crc, rest = 0, gaps(stretches, size)
+        for lo, hi in rest:
+            for first in range(lo, hi, HASHED):
+                block = scratch[: min(HASHED, hi - first)]
+                read_at(descriptor, block, first, folder / name)
+                crc = zlib.crc32(block, crc)
+        stored = manifest.rest[name] if name in manifest.files else manifest.views[name][1]
+        if crc != stored:
+            what = "the HDF5 structure around the tensors is" if extents else "its content is"
+            yield f"{folder / name}: {what} damaged: its hash does not match (nothing is restored from it)"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""States to save, and ways to share them out among ranks."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from mpitrain.checkpoint import Part, TensorSpec
+from mpitrain.layout import Box, Piece, shares, split
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)
+
+
+def some_tensors(prefix="", seed=3):
+    """Every dtype and number of dimensions that matters; the largest have more than one hash."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(), (1,), (5, 7), (0, 3), (300, 41), (1_100_000,)]
+    made = {}
+    for number, shape in enumerate(shapes):
+        dtype = DTYPES[number % len(DTYPES)]
+        made[f"{prefix}t{number}.weight"] = (torch.rand(shape, generator=generator) * 100).to(dtype)
+    made[f"{prefix}last"] = torch.arange(2_500_000, dtype=torch.float32) + seed
+    return made
+
+
+def small_tensors(prefix="model/", seed=3):
+    """A few kilobytes in several dimensions and dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (11, 7), "b.weight": (3, 5, 6), "c.bias": (13,), "d.table": (40, 2, 3, 2), "n": ()}
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.int64]
+    return {
+        prefix + name: (torch.rand(shape, generator=generator) * 100).to(dtype)
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+    }
+
+
+def spec(name, tensor):
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def part(name, tensor, lo, hi, box=None):
+    """Elements [lo, hi) of a tensor, or of a box of it."""
+    within = box or Box.whole(tensor.numel())
+    piece = Piece(name, within, lo, hi)
+    flat = tensor.reshape(within.outer, within.dim, within.inner) if tensor.numel() else tensor
+    data = flat[:, within.start : within.stop].reshape(-1)[lo:hi].clone() if tensor.numel() else flat.reshape(-1)
+    return Part(spec(name, tensor), piece, data)
+
+
+def in_shares(tensors, rank, size):
+    """Each rank its share of the elements, as a replicated model is written."""
+    names = list(tensors)
+    stretches = shares([tensors[n].numel() for n in names], size, rank, multiple=4)
+    parts = [part(names[number], tensors[names[number]], lo, hi) for number, lo, hi in stretches]
+    return parts + ([part(n, t, 0, 0) for n, t in tensors.items() if not t.numel()] if rank == 0 else [])
+
+
+def in_slices(tensors, rank, size):
+    """Each rank a flat slice of each tensor: ZeRO."""
+    return [part(n, t, *split(t.numel(), size)[rank : rank + 2]) for n, t in tensors.items()]
+
+
+def in_boxes(tensors, rank, size):
+    """Each rank a slice of each tensor along its second dimension, or a copy of the whole: tensor parallel."""
+    parts = []
+    for name, tensor in tensors.items():
+        box = None
+        if tensor.dim() >= 2 and tensor.numel():
+            box = Box.along(tensor.shape, 1, *split(tensor.shape[1], size)[rank : rank + 2])
+        parts.append(part(name, tensor, 0, box.numel if box else tensor.numel(), box))
+    return parts
+
+
+def empty(parts):
+    """The same parts, to be filled."""
+    return [Part(p.spec, p.piece, torch.zeros_like(p.data)) for p in parts]
+
+
+def whole_parts(tensors):
+    return empty([part(n, t, 0, t.numel()) for n, t in tensors.items()])
+
+
+def same(parts, others):
+    """Bitwise."""
+    return len(parts) == len(others) and all(
+        torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) if a.data.numel() else a.piece == b.piece
+        for a, b in zip(parts, others, strict=True)
+    )
+
+
+def nbytes(parts):
+    return sum(prod(p.data.shape) * p.data.element_size() for p in parts)

@@ -1,0 +1,103 @@
+"""Long: checkpoints damaged in every way, disks that fill up, saves killed at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support import clean_environment, job, launcher
+
+from mpitrain.checkpoint.contents import load_tensor
+from mpitrain.checkpoint.folders import finished_steps
+from mpitrain.checkpoint.manifest import read_manifest
+from mpitrain.checkpoint.verify import damages
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_no_damage_ever_leads_to_a_wrong_load(ranks, tmp_path, full):
+    cases = 1500 if full else 200
+    ended = job(
+        ranks, [sys.executable, str(HERE / "damage_cases.py"), "damage", str(tmp_path), str(ranks), str(cases)],
+        timeout=800,
+    )  # fmt: skip
+    assert ended.returncode == 0 and f"{cases} cases" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+@contextmanager
+def _small_disk(folder, size):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here: " + mounted.stderr.decode().strip())
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_disk_that_fills_up_at_any_write_costs_only_that_save(ranks, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with _small_disk(folder, "2m"):
+        ended = job(ranks, [sys.executable, str(HERE / "damage_cases.py"), "full", str(folder)], timeout=240)
+    assert ended.returncode == 0 and "saves failed" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1500)
+def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_alone(tmp_path, full):
+    from endless_saves import state
+
+    chance = random.Random(11)
+    reached = 0
+    for number in range(150 if full else 16):
+        ranks = chance.choice([0, 0, 2])
+        for name in ("pids", "saving"):
+            (tmp_path / name).unlink(missing_ok=True)
+        command = [*(launcher(ranks) if ranks else []), sys.executable, str(HERE / "endless_saves.py")]
+        with open(tmp_path / "out", "w") as out:
+            process = subprocess.Popen(
+                [*command, str(tmp_path), str(number)], stdout=out, stderr=out, env=clean_environment()
+            )
+        try:
+            _wait_for(tmp_path / "saving", process, tmp_path / "out")
+            time.sleep(chance.random() * 0.4)
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            os.kill(chance.choice(pids), signal.SIGKILL)
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait(60)
+        steps = finished_steps(tmp_path / "c")
+        assert steps and steps[0] >= reached, f"kill {number}: {steps} after {reached}"
+        for step in steps:
+            folder = tmp_path / "c" / f"step-{step:08d}"
+            assert list(damages(folder)) == [], f"kill {number}"
+            manifest = read_manifest(folder)
+            assert manifest.step == step == manifest.values["position"]
+            for name, tensor in state(step).items():
+                assert torch.equal(load_tensor(folder, manifest, name), tensor), f"kill {number}: {name}"
+        reached = steps[0]
+
+
+def _wait_for(path, process, out):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, out.read_text()[-4000:]
+        time.sleep(0.01)

@@ -1,0 +1,112 @@
+"""Any layout writes, any layout reads; one file per rank or per node; pieces that several ranks have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_states import (
+    empty,
+    in_boxes,
+    in_shares,
+    in_slices,
+    part,
+    same,
+    small_tensors,
+    some_tensors,
+    spec,
+    whole_parts,
+)
+
+from mpitrain.checkpoint import Store
+from mpitrain.checkpoint.manifest import read_manifest
+from mpitrain.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(world, mpi_tmp_path):
+    return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("files", ["rank", "node"])
+def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
+    tensors = small_tensors()
+    layouts = [in_shares, in_slices, in_boxes]
+    nodes = [rank // 2 for rank in range(world.size)]
+    for number, write in enumerate(layouts):
+        store = Store(folder / f"c{number}", world, keep=2, files=files, nodes=nodes)
+        store.prepare(set_aside=False)
+        path = store.save(1, write(tensors, world.rank, world.size), {})
+        expected = {"rank": world.size, "node": len(set(nodes))}[files]
+        assert len(list(path.glob(f"{files}-*.h5"))) == expected
+        for read in layouts:
+            parts = read(tensors, world.rank, world.size)
+            filled = empty(parts)
+            store.load(path, lambda manifest, filled=filled: filled)
+            assert same(filled, parts), (write, read)
+
+
+@pytest.mark.ranks(2, 3)
+def test_large_tensors_of_every_dtype_in_node_files(world, folder):
+    tensors = some_tensors("model/")
+    store = Store(folder / "c", world, keep=2, files="node")
+    store.prepare(set_aside=False)
+    path = store.save(1, in_slices(tensors, world.rank, world.size), {})
+    wholes = whole_parts(tensors)
+    store.load(path, lambda manifest: wholes)
+    for each in wholes:
+        assert torch.equal(each.data.view(each.spec.shape), tensors[each.spec.name])
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_piece_that_all_ranks_have_is_written_once(world, folder):
+    tensor = torch.arange(1000.0)
+    store = Store(folder / "c", world, keep=2)
+    store.prepare(set_aside=False)
+    path = store.save(1, [part("model/x", tensor, 0, 1000)], {})
+    manifest = read_manifest(path)
+    assert [extent.file for extent in manifest.extents] == ["rank-00000.h5"]
+    # pieces that overlap in other ways are kept, and counted once
+    path = store.save(2, [part("model/x", tensor, world.rank * 10, 1000)], {})
+    filled = whole_parts({"model/x": tensor})
+    store.load(path, lambda manifest: filled)
+    assert torch.equal(filled[0].data, tensor)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_state_with_a_hole_is_not_saved(world, folder):
+    tensor = torch.arange(100.0)
+    store = Store(folder / "c", world, keep=2)
+    store.prepare(set_aside=False)
+    lo, hi = (0, 40) if world.rank == 0 else (41, 100)
+    with pytest.raises(CheckpointError, match=r"hold \d+ of the 100 elements of model/x"):
+        store.save(1, [part("model/x", tensor, lo, hi)], {})
+    assert not store.newest_first()
+    assert spec("model/x", tensor).itemsize == 4
+
+
+@pytest.mark.ranks(1, 2)
+def test_retention_keeps_the_checkpoint_just_saved_beside_a_newer_damaged_one(world, folder):
+    tensors = small_tensors()
+    parts = in_slices(tensors, world.rank, world.size)
+    store = Store(folder / "c", world, keep=1)
+    store.prepare(set_aside=False)
+    newer = store.save(400, parts, {})
+    if world.rank == 0:
+        file = newer / "rank-00000.h5"
+        data = bytearray(file.read_bytes())
+        data[read_manifest(newer).extents[0].offset] ^= 4
+        file.write_bytes(data)
+    world.barrier()
+    resumed = Store(folder / "c", world, keep=1)
+    resumed.prepare(set_aside=False)
+    with pytest.raises(CheckpointError, match="damaged"):
+        resumed.load(newer, lambda manifest: whole_parts(tensors))
+    for step in (300, 310):
+        resumed.save(step, parts, {})
+    filled = empty(parts)
+    assert [p.name for p in resumed.newest_first()] == ["step-00000400", "step-00000310"]
+    assert resumed.load(resumed.newest_first()[1], lambda manifest: filled).step == 310
+    assert same(filled, parts)

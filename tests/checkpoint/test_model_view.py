@@ -1,0 +1,104 @@
+"""model.h5: any HDF5 tool sees the whole parameters."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from math import prod
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from checkpoint_states import in_boxes, in_shares, in_slices, part, small_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.checkpoint import Store
+from mpitrain.checkpoint.view import rectangles
+from mpitrain.layout import Box, Piece
+
+
+@pytest.fixture
+def folder(world, mpi_tmp_path):
+    return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("files", ["rank", "node"])
+def test_every_parameter_is_seen_whole_under_its_name(world, folder, files):
+    tensors = small_tensors() | {"optimizer/exp_avg/a.weight": torch.ones(11, 7)}
+    tensors["model/none"] = torch.empty(0, 4)
+    for number, layout in enumerate((in_shares, in_slices, in_boxes)):
+        store = Store(folder / f"c{number}", world, 2, files=files)
+        store.prepare(set_aside=False)
+        path = store.save(1, layout(tensors, world.rank, world.size), {"tied": {"head.weight": "a.weight"}})
+        if world.rank == 0:
+            moved = path.with_name("moved")  # the view finds its files beside it
+            path.rename(moved)
+            with h5py.File(moved / "model.h5") as file:
+                assert set(file) == {"a.weight", "b.weight", "c.bias", "d.table", "n", "head.weight", "none"}
+                for name, tensor in tensors.items():
+                    if name.startswith("model/"):
+                        shown = file[name.removeprefix("model/")]
+                        assert shown.shape == tuple(tensor.shape)
+                        wanted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+                        assert shown[()].dtype == wanted.numpy().dtype, name
+                        assert np.array_equal(shown[()], wanted.numpy()), (layout, name)
+                assert np.array_equal(file["head.weight"][()], tensors["model/a.weight"].numpy())
+            if number == 0:
+                (moved / ("rank-00000.h5" if files == "rank" else "node-00000.h5")).unlink()
+                with h5py.File(moved / "model.h5") as file:
+                    assert np.isnan(file["a.weight"][0, 0])
+        world.barrier()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump is not installed (apt-get install hdf5-tools)")
+def test_h5dump_reads_the_view(world, folder):
+    tensors = small_tensors()
+    store = Store(folder / "c", world, 2)
+    store.prepare(set_aside=False)
+    path = store.save(1, in_slices(tensors, world.rank, world.size), {})
+    if world.rank == 0:
+        for name in ("a.weight", "b.weight"):
+            out = folder / f"{name}.txt"
+            command = ["h5dump", "-y", "-w", "0", "-m", "%.9g", "-d", name, "-o", out, path / "model.h5"]
+            subprocess.run(command, check=True, capture_output=True, timeout=30)
+            seen = np.array(out.read_text().replace(",", " ").split(), dtype=np.float32)
+            assert np.array_equal(seen, tensors[f"model/{name}"].float().reshape(-1).numpy())
+        header = subprocess.run(["h5dump", "-H", path / "model.h5"], check=True, capture_output=True, text=True).stdout
+        assert '"d.table"' in header and "( 40, 2, 3, 2 )" in header
+    world.barrier()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_piece_is_cut_into_rectangles_that_hold_its_elements_in_order(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    kind = data.draw(st.sampled_from(["whole", "axis", "merged"]))
+    numel = prod(shape)
+    if kind == "whole":
+        box = Box.whole(numel)
+    elif kind == "axis":
+        axis = data.draw(st.integers(0, len(shape) - 1))
+        start = data.draw(st.integers(0, shape[axis] - 1))
+        box = Box.along(shape, axis, start, data.draw(st.integers(start + 1, shape[axis])))
+    else:  # a slice of the elements as they would lie in two other dimensions
+        outer = data.draw(st.sampled_from([n for n in range(1, numel + 1) if numel % n == 0]))
+        start = data.draw(st.integers(0, numel // outer - 1))
+        box = Box(outer, numel // outer, 1, start, data.draw(st.integers(start + 1, numel // outer)))
+    lo = data.draw(st.integers(0, box.numel))
+    piece = Piece("x", box, lo, data.draw(st.integers(lo, box.numel)))
+    tensor = torch.arange(numel).reshape(shape)
+    wanted = part("x", tensor, piece.lo, piece.hi, box).data
+    found, place = [], 0
+    for first, size, at in rectangles(piece, shape):
+        assert at == place
+        chosen = tensor[tuple(slice(f, f + s) for f, s in zip(first, size, strict=True))].reshape(-1)
+        found.append(chosen)
+        place += len(chosen)
+    assert torch.equal(torch.cat(found) if found else torch.empty(0, dtype=torch.int64), wanted)
+    if kind == "whole":
+        assert len(found) <= 2 * len(shape) - 1
