@@ -1,0 +1,107 @@
+"""The mesh: every rank's place along three axes, and one Communicator per axis.
+
+rank = (data * P + pipeline) * T + tensor          P = 2 pipeline stages, T = 2 tensor ranks
+
+             pipeline 0   pipeline 1
+data 0          0 1          2 3
+data 1          4 5          6 7        tensor ranks are neighbours: inside a node, where messages are fast
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from mpitrain.comm import Communicator
+from mpitrain.errors import InputError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """world: all ranks. data, pipeline, tensor: the ranks that differ from this one along that axis alone.
+
+    Their sizes are the mesh's shape and their ranks this rank's coordinates.
+    """
+
+    world: Communicator
+    data: Communicator
+    pipeline: Communicator
+    tensor: Communicator
+
+    @staticmethod
+    def make(world: Communicator, data: int | str = "auto", pipeline: int = 1, tensor: int = 1) -> Mesh:
+        """Collective. data: a number, or "auto" for what the ranks allow.
+
+        Raises InputError, on all ranks alike, when the shape does not fit the number of ranks.
+        """
+        shape = mesh_shape(world.size, data, pipeline, tensor)
+        _, p, t = shape
+        if world.rank == 0 and _crosses_nodes(world.nodes, t):
+            warnings.warn(
+                f"a tensor group of {t} ranks spans several nodes, so that each layer waits for the network; make "
+                "parallel.tensor a divisor of the ranks on a node",
+                stacklevel=2,
+            )
+        d_rank, p_rank, t_rank = coordinates(world.rank, shape)
+        axes = (
+            world.split(p_rank * t + t_rank, d_rank, label="data"),
+            world.split(d_rank * t + t_rank, p_rank, label="pipeline"),
+            world.split(d_rank * p + p_rank, t_rank, label="tensor"),
+        )
+        data_axis, pipeline_axis, tensor_axis = axes
+        assert data_axis is not None and pipeline_axis is not None and tensor_axis is not None
+        return Mesh(world, data_axis, pipeline_axis, tensor_axis)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Ranks along data, pipeline and tensor."""
+        return self.data.size, self.pipeline.size, self.tensor.size
+
+    @property
+    def coordinates(self) -> tuple[int, int, int]:
+        """This rank's number along data, pipeline and tensor."""
+        return self.data.rank, self.pipeline.rank, self.tensor.rank
+
+    def rank_at(self, data: int, pipeline: int, tensor: int) -> int:
+        """The rank in the world of a place."""
+        _, p, t = self.shape
+        return (data * p + pipeline) * t + tensor
+
+
+def coordinates(rank: int, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """A rank's place along data, pipeline and tensor."""
+    _, p, t = shape
+    return rank // (p * t), rank // t % p, rank % t
+
+
+def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple[int, int, int]:
+    """(data, pipeline, tensor), whose product is the number of ranks. Raises InputError naming what would fit."""
+    if pipeline < 1 or tensor < 1 or (data != "auto" and int(data) < 1):
+        raise InputError(
+            f"parallel.data {data}, parallel.pipeline {pipeline}, parallel.tensor {tensor}: each must be at least 1",
+            agreed=True,
+        )
+    each = pipeline * tensor
+    if data == "auto" and ranks % each == 0:
+        return ranks // each, pipeline, tensor
+    if data != "auto" and int(data) * each == ranks:
+        return int(data), pipeline, tensor
+    raise InputError(
+        f"parallel.data {data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} does not make {ranks} ranks; "
+        f"{_what_fits(ranks, pipeline, tensor)}",
+        agreed=True,
+    )
+
+
+def _what_fits(ranks: int, pipeline: int, tensor: int) -> str:
+    """The nearest shapes that fit, that with this pipeline and tensor first."""
+    shapes = [
+        (ranks // (p * t), p, t) for p in range(1, ranks + 1) for t in range(1, ranks // p + 1) if ranks % (p * t) == 0
+    ]
+    shapes.sort(key=lambda s: (abs(s[1] - pipeline) + abs(s[2] - tensor), s))
+    listed = ", ".join("x".join(map(str, shape)) for shape in shapes[:4])
+    return f"data x pipeline x tensor may be {listed}"
+
+
+def _crosses_nodes(nodes: tuple[int, ...], tensor: int) -> bool:
+    return any(len(set(nodes[lo : lo + tensor])) > 1 for lo in range(0, len(nodes), tensor))

@@ -1,0 +1,119 @@
+"""Where a model is cut into stages: bounds in its list of blocks.
+
+A model lists its blocks as `pipeline_blocks() -> [(name, module), ...]`, such that feeding its input through them
+in order gives its output, or is an nn.Sequential. Names are those of the modules in the whole model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.errors import InputError
+from mpitrain.layout import split
+
+_TRIES = 3  # of a block's timing; the fastest counts
+
+
+def blocks_of(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """(name, module) in order. Raises InputError when the model does not say how it may be cut."""
+    if not isinstance(model, nn.Module):
+        return list(model)
+    if callable(listing := getattr(model, "pipeline_blocks", None)):
+        blocks = list(listing())
+    elif isinstance(model, nn.Sequential):
+        blocks = list(model.named_children())
+    else:
+        raise InputError(
+            f"{type(model).__name__} does not say where it may be cut; make it an nn.Sequential or give it a method "
+            "pipeline_blocks() that lists (name, module) in order",
+            agreed=True,
+        )
+    inside = {id(p) for _, block in blocks for p in block.parameters()}
+    outside = [name for name, p in model.named_parameters() if id(p) not in inside]
+    if outside:
+        raise InputError(f"parameters {outside[:3]} of the model are in none of its blocks; put them into one")
+    return blocks
+
+
+def partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Bounds (parts + 1) of contiguous, non-empty parts whose largest sum of costs is as small as possible.
+
+    Among such cuts, that with the smallest sum of squares, so that the rest is even too. Dynamic programming over
+    (blocks taken, parts made).
+    """
+    total = [0.0, *accumulate(costs)]
+    n = len(costs)
+    best: list[tuple[float, float]] = [(float("inf"), 0.0)] * (n + 1)
+    best[0] = 0.0, 0.0
+    choices: list[list[int]] = []
+    for part in range(parts):
+        following: list[tuple[float, float]] = [(float("inf"), 0.0)] * (n + 1)
+        choice = [0] * (n + 1)
+        for end in range(part + 1, n - (parts - part - 1) + 1):
+            for begin in range(part, end):
+                here = total[end] - total[begin]
+                largest, squares = best[begin]
+                score = max(largest, here), squares + here * here
+                if score < following[end]:
+                    following[end], choice[end] = score, begin
+        best = following
+        choices.append(choice)
+    bounds = [n]
+    for choice in reversed(choices):
+        bounds.append(choice[bounds[-1]])
+    return bounds[::-1]
+
+
+def cut_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequence[float] | None) -> list[int]:
+    """Bounds of the stages: equally many blocks each, or by costs."""
+    if len(blocks) < stages:
+        raise InputError(
+            f"the model has {len(blocks)} blocks, but there are {stages} stages (pipeline ranks x chunks); use fewer "
+            "stages or a deeper model"
+        )
+    return split(len(blocks), stages) if costs is None else partition(costs, stages)
+
+
+def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
+    """Parameters of each block."""
+    return [float(sum(p.numel() for p in block.parameters())) for _, block in blocks]
+
+
+def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
+    """Seconds each block takes forward and backward for input x of the model. Leaves no trace in the model."""
+    costs = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for _, block in blocks:
+            buffers = [(b, b.clone()) for b in block.buffers()]
+            seconds, y = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
+            costs.append(seconds)
+            x = y
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+    return costs
+
+
+def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
+    """Seconds, and the block's output cut off from its graph."""
+    tensors = _leaves(x)
+    x = tensors[0] if isinstance(x, torch.Tensor) else tuple(tensors)
+    begin = time.perf_counter()
+    y = block(x)
+    outputs = [t for t in ((y,) if isinstance(y, torch.Tensor) else y) if t.requires_grad]
+    wanted = [t for t in [*tensors, *block.parameters()] if t.requires_grad]
+    if outputs and wanted:
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    seconds = time.perf_counter() - begin
+    return seconds, y.detach() if isinstance(y, torch.Tensor) else tuple(t.detach() for t in y)
+
+
+def _leaves(x: Any) -> list[torch.Tensor]:
+    tensors = [x] if isinstance(x, torch.Tensor) else list(x)
+    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]

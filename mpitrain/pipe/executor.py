@@ -1,0 +1,197 @@
+"""Runs a pipeline program on this rank: the one runtime of all schedules.
+
+The program is compiled once, for a number of microbatches, into a list of bound calls; a batch walks it. Sends and
+receives only begin where the program says, and a step waits for its own input alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpitrain.comm import Work
+from mpitrain.errors import InputError
+from mpitrain.pipe.record import Recorder
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Program, Receive, Send, Step
+from mpitrain.pipe.simulate import needs
+from mpitrain.pipe.stage import Kept, Past, Stage
+from mpitrain.pipe.wire import Spec, Wire, as_tuple
+
+Loss = Callable[[Any, Any], torch.Tensor]
+Known = dict[int, Spec]  # the outputs of stages on this rank or before it, of microbatches that look alike
+
+
+@dataclass
+class Batch:
+    """What a program is run on. known[i]: of microbatch i; None of a stage: a header tells."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: Sequence[float]
+    known: Sequence[Known]
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # weighted, on the last stage's rank
+
+
+@dataclass
+class Arriving:
+    """Tensors on their way from another rank, or (without works) from a stage of this one."""
+
+    tensors: list[torch.Tensor]
+    works: list[Work]
+
+
+class Executor:
+    """One program on one rank. stages: those of this rank by number; loss: None where the last stage is not."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, Stage],
+        loss: Loss | None,
+        wire: Wire,
+        recorder: Recorder | None,
+    ) -> None:
+        self.schedule = program.schedule
+        self.stages, self.loss, self.wire = stages, loss, wire
+        self._last = self.schedule.stages - 1
+        self._headers = False
+        self._batch = Batch((), (), (), ())
+        self._arriving: dict[tuple[int, int, bool], Arriving] = {}
+        self._abandoned: list[dict[tuple[int, int, bool], Arriving]] = []  # MPI may still write there
+        self._leaving: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._past: dict[tuple[int, int], Past] = {}
+        self.most_kept = 0  # stage-microbatches held at once, at most, in the last batch
+        self._calls: list[Callable[[], None]] = []
+        for step in program.steps[rank]:
+            need = None if isinstance(step, Send | Receive) else needs(step, self._last)
+            if need is not None and need[1] not in stages:
+                self._calls.append(partial(self._wait, (need[1], step.microbatch, need[0] is not Forward)))
+            call = self._bind(step)
+            self._calls.append(call if recorder is None else recorder.timed(step, call))
+
+    def run(self, batch: Batch, headers: bool) -> list[torch.Tensor]:
+        """The weighted losses, in order of microbatches, where the last stage is. headers: shapes are told anew."""
+        self._batch, self._headers, self.most_kept = batch, headers, 0
+        try:
+            for call in self._calls:
+                call()
+            self.wire.finish()
+            return [batch.losses[j] for j in sorted(batch.losses)]
+        except BaseException:
+            self._abandoned.append(self._arriving)
+            self._arriving = {}
+            raise
+        finally:
+            self._batch = Batch((), (), (), ())
+            for held in (self._leaving, self._kept, self._past):
+                held.clear()
+
+    def _bind(self, step: Step) -> Callable[[], None]:
+        if isinstance(step, Send):
+            return partial(self._send, step.stage, step.microbatch, step.gradient, step.to)
+        if isinstance(step, Receive):
+            return partial(self._receive, step.stage, step.microbatch, step.gradient, step.source)
+        runs: dict[type, Callable[[int, Stage, int], None]] = {
+            Forward: self._forward,
+            Backward: partial(self._backward, Stage.backward, True),
+            BackwardInput: partial(self._backward, Stage.backward_input, False),
+            BackwardWeight: self._backward_weight,
+        }
+        return partial(runs[type(step)], step.stage, self.stages[step.stage], step.microbatch)
+
+    # -- compute
+
+    def _forward(self, number: int, stage: Stage, microbatch: int) -> None:
+        batch = self._batch
+        x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
+        past = None
+        if self.schedule.slices > 1:
+            past = self._past.setdefault((number, microbatch // self.schedule.slices), Past())
+        ending = partial(self._ending, microbatch) if number == self._last else None
+        output, kept = stage.forward(x, ending, past)
+        if torch.is_grad_enabled():
+            self._kept[number, microbatch] = kept
+            self.most_kept = max(self.most_kept, len(self._kept))
+        if ending is not None:
+            batch.losses[microbatch] = output.detach()
+            return
+        self._tell(number, microbatch, Spec.of(output))
+        self._pass_on(number, microbatch, False, list(as_tuple(output)), number + 1)
+
+    def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
+        """The microbatch's part of the loss."""
+        assert self.loss is not None
+        return self.loss(output, self._batch.targets[microbatch]) * self._batch.weights[microbatch]
+
+    def _backward(
+        self,
+        run: Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]],
+        release: bool,
+        number: int,
+        stage: Stage,
+        microbatch: int,
+    ) -> None:
+        gradients = [] if number == self._last else self._take(number + 1, microbatch, True)
+        kept = self._kept[number, microbatch]
+        if release:
+            del self._kept[number, microbatch]
+        found = run(stage, kept, gradients)
+        if number > 0:
+            self._pass_on(number, microbatch, True, found, number - 1)
+
+    def _backward_weight(self, number: int, stage: Stage, microbatch: int) -> None:
+        stage.backward_weight(self._kept.pop((number, microbatch)))
+
+    # -- messages
+
+    def _pass_on(self, number: int, microbatch: int, gradient: bool, tensors: list[torch.Tensor], to: int) -> None:
+        """Keep for the Send that follows, or hand to a stage of this rank."""
+        key = number, microbatch, gradient
+        if to in self.stages:
+            self._arriving[key] = Arriving([t.detach() for t in tensors], [])
+        else:
+            self._leaving[key] = tensors
+
+    def _send(self, number: int, microbatch: int, gradient: bool, to: int) -> None:
+        if self._headers and not gradient:
+            self.wire.send_header(self._batch.known[microbatch][number], to)
+        self.wire.send(self._leaving.pop((number, microbatch, gradient)), to, gradient)
+
+    def _receive(self, number: int, microbatch: int, gradient: bool, source: int) -> None:
+        if self._headers and not gradient:
+            self._tell(number, microbatch, self.wire.receive_header(source))
+        known = self._batch.known[microbatch]
+        specs = known[number - 1].gradients if gradient else known[number].tensors
+        self._arriving[number, microbatch, gradient] = Arriving(*self.wire.receive(specs, source, gradient))
+
+    def _wait(self, key: tuple[int, int, bool]) -> None:
+        for work in self._arriving[key].works:
+            self.wire.wait(work)
+
+    def _take(self, number: int, microbatch: int, gradient: bool) -> list[torch.Tensor]:
+        """What stage `number` made for its neighbour on this rank."""
+        return self._arriving.pop((number, microbatch, gradient)).tensors
+
+    def _input(self, number: int, microbatch: int) -> Any:
+        """The output of stage `number` as input of the next: leaves of a graph of their own."""
+        spec = self._batch.known[microbatch][number]
+        tensors = self._take(number, microbatch, False)
+        if torch.is_grad_enabled():
+            for t, told in zip(tensors, spec.tensors, strict=True):
+                t.requires_grad_(told.gradient)
+        return tensors[0] if spec.single else tuple(tensors)
+
+    def _tell(self, number: int, microbatch: int, spec: Spec) -> None:
+        """Remember a stage's output; it must be as remembered."""
+        known = self._batch.known[microbatch].setdefault(number, spec)
+        if known != spec:
+            raise InputError(
+                f"stage {number} gave {spec} for microbatch {microbatch}, and {known} for one that looked the same; "
+                "make the pipeline with static_shapes=False"
+            )

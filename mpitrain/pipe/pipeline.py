@@ -1,0 +1,237 @@
+"""A model cut into stages over the ranks of a pipeline, and the training step of one batch through it.
+
+Every rank builds the same whole model (same seed), and keeps the blocks of its own stages; the rest is freed as
+soon as the caller drops the model. So while it is being built a rank needs memory for all of it: for a model that
+does not fit and shares no parameters, build it under `torch.device("meta")`, then
+`pipeline.module.to_empty(device="cpu")` and load a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.comm import Communicator
+from mpitrain.errors import InputError
+from mpitrain.layout import split
+from mpitrain.mesh import Mesh
+from mpitrain.pipe.cut import blocks_of, cut_blocks, parameter_costs, time_costs
+from mpitrain.pipe.executor import Batch, Executor, Known, Loss
+from mpitrain.pipe.passes import forward_only, with_messages
+from mpitrain.pipe.record import Recorder, to_json
+from mpitrain.pipe.schedule import BackwardInput, Schedule
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.stage import Stage
+from mpitrain.pipe.tied import Tied, find_tied, sum_gradients
+from mpitrain.pipe.wire import Wire, look
+
+_REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
+
+
+class Pipeline:
+    """Stages of a model on the ranks of a pipeline. Collective to make, and so is all of it unless it says otherwise.
+
+    module: this rank's blocks under their names in the whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[tuple[str, nn.Module]],
+        loss: Loss,
+        mesh: Mesh | Communicator,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int = 1,
+        chunks: int = 1,
+        slices: int = 1,
+        cut: str = "uniform",
+        sample: Any = None,
+        recompute: bool = False,
+        record: bool = False,
+        static_shapes: bool = True,
+    ) -> None:
+        """model: an nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list.
+
+        loss(output, y): a scalar, the mean over the samples; as a method of the model it keeps all of that in memory
+        on the last stage's rank. schedule: gpipe, 1f1b, interleaved, zero-bubble or terapipe. microbatches: of an
+        evaluation; a training step runs as many as it is given. chunks: stages a rank. slices: of the sequence, for
+        terapipe, where every block that looks at earlier positions has a forward_slice (see `stage`). cut: uniform,
+        parameters or time, which needs a `sample` input. recompute: stages keep their input and run forward again
+        before backward. record: note when each step runs. static_shapes: microbatches that look alike have the same
+        shapes inside the model, so that these are told once; False: they are told with every message.
+        """
+        self.comm = mesh.pipeline if isinstance(mesh, Mesh) else mesh
+        self._named = schedule, chunks, slices
+        self._microbatches, self._static = microbatches, static_shapes
+        plan = self._schedule(max(1, microbatches))
+        blocks = blocks_of(model)
+        if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
+            raise InputError(
+                "terapipe cuts sequences: blocks that look at earlier positions need a method forward_slice(x, past), "
+                "and this model has none; choose another schedule"
+            )
+        bounds = cut_blocks(blocks, plan.stages, self._costs(blocks, cut, sample))
+        parts = [blocks[lo:hi] for lo, hi in pairwise(bounds)]
+        mine = plan.stages_of(self.comm.rank)
+        self.bounds = tuple(bounds)  # stage s has blocks bounds[s] .. bounds[s + 1] - 1
+        self.module = _named_tree([named for number in mine for named in parts[number]])
+        halves = any(isinstance(step, BackwardInput) for step in plan.steps[self.comm.rank])
+        self._stages = {
+            number: Stage([block for _, block in parts[number]], first=number == 0, recompute=recompute, halves=halves)
+            for number in mine
+        }
+        self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
+        self._last_rank = plan.rank_of[-1]
+        self._loss = loss if self.comm.rank == self._last_rank else None  # elsewhere it may be the way to a whole model
+        device = next((t.device for t in self.module.parameters() if t.device.type != "meta"), torch.device("cpu"))
+        self._wire = Wire(self.comm, device)
+        self._recorder = Recorder() if record else None
+        self._recorded: Schedule | None = None
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._known: dict[Any, Known] = {}
+        self.peak_in_flight = 0.0  # microbatches this rank held at most in the last batch
+
+    def forward_backward(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float]) -> float:
+        """The sum of weights[i] * loss_i, on every rank; adds its gradients to the parameters' .grad.
+
+        microbatches: (x, y), the same on all ranks; the first stage uses x, the last y.
+        """
+        if len(weights) != len(microbatches):
+            raise InputError(f"{len(microbatches)} microbatches came with {len(weights)} weights; give one for each")
+        if not microbatches:
+            return 0.0
+        with torch.enable_grad():
+            return self._run(microbatches, weights, training=True)
+
+    def evaluate(self, x: Any, y: Any) -> float:
+        """The loss of the samples on every rank, in evaluation mode and without gradients.
+
+        A tensor is cut along its first dimension into as many microbatches as it allows.
+        """
+        parts, shares = [(x, y)], [1.0]
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            bounds = split(len(x), max(1, min(self._microbatches, len(x))))
+            parts = [(x[lo:hi], y[lo:hi]) for lo, hi in pairwise(bounds)]
+            shares = [len(part) / len(x) for part, _ in parts] if len(x) else [1.0]
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                return self._run(parts, shares, training=False)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def synchronize_tied(self) -> None:
+        """Sum the gradients of parameters that stages on several ranks share. Call after the last backward."""
+        sum_gradients(self._tied)
+
+    def counted_elsewhere(self) -> set[str]:
+        """This rank's parameters that a lower rank of the pipeline has a copy of; norms leave them out."""
+        return {t.name for t in self._tied if t.group.rank > 0}
+
+    def recording(self) -> dict[str, Any] | None:
+        """What all ranks did in the last batch (see `record`), on rank 0; None elsewhere."""
+        if self._recorder is None or self._recorded is None:
+            raise InputError("nothing is recorded; make the pipeline with record=True and run a batch")
+        rows = self.comm.gather_objects(self._recorder.rows)
+        return to_json(self._recorded, rows) if self.comm.rank == 0 else None
+
+    def write_recording(self, path: Path) -> None:
+        """The recording as a JSON file, written by rank 0."""
+        recording = self.recording()
+        self.comm.on_root(lambda: path.write_text(json.dumps(recording), encoding="utf-8"))
+
+    # -- inside
+
+    def _run(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], training: bool) -> float:
+        slices = self._named[2]
+        if slices > 1:
+            microbatches, weights = _sliced(microbatches, weights, slices)
+        executor = self._executor(len(microbatches) // slices, training)
+        known, headers = self._shapes(microbatches, training)
+        inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
+        if self._recorder is not None:
+            self.comm.barrier()
+            self._recorder.start()
+            self._recorded = executor.schedule
+        losses = executor.run(Batch(inputs, targets, weights, known), headers)
+        self.peak_in_flight = executor.most_kept / executor.schedule.chunks
+        return self._wire.share_loss(sum(float(loss) for loss in losses), self._last_rank)
+
+    def _executor(self, microbatches: int, training: bool) -> Executor:
+        key = microbatches, training
+        if key not in self._executors:
+            schedule = self._schedule(microbatches)
+            program = with_messages(schedule if training else forward_only(schedule))
+            self._executors[key] = Executor(
+                program, self.comm.rank, self._stages, self._loss, self._wire, self._recorder
+            )
+        return self._executors[key]
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        name, chunks, slices = self._named
+        return make_schedule(name, self.comm.size, microbatches, chunks, slices)
+
+    def _shapes(self, microbatches: Sequence[tuple[Any, Any]], training: bool) -> tuple[list[Known], bool]:
+        """What is known of each microbatch, and whether it has to be told. All ranks come to the same answer."""
+        if not self._static:
+            return [{} for _ in microbatches], True
+        mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        kinds = [(mode, look(x), look(y)) for x, y in microbatches]
+        if all(kind in self._known for kind in kinds):
+            return [self._known[kind] for kind in kinds], False
+        if len(self._known) > _REMEMBERED:
+            self._known.clear()
+        return [self._known.setdefault(kind, {}) for kind in kinds], True
+
+    def _costs(self, blocks: Sequence[tuple[str, nn.Module]], cut: str, sample: Any) -> list[float] | None:
+        if cut == "uniform":
+            return None
+        if cut == "parameters":
+            return parameter_costs(blocks)
+        if cut == "time":
+            if sample is None:
+                raise InputError('cut="time" measures the blocks: give the input of a microbatch as sample')
+            return list(self.comm.on_root(lambda: time_costs(blocks, sample)))
+        raise InputError(f"there is no cut {cut!r}; choose uniform, parameters or time")
+
+
+def _named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
+    """A module whose parameters have the names they have in the whole model; never called."""
+    root = nn.Module()
+    for name, block in blocks:
+        *path, last = name.split(".")
+        place = root
+        for part in path:
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.add_module(last, block)
+    return root
+
+
+def _sliced(
+    microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], slices: int
+) -> tuple[list[tuple[Any, Any]], list[float]]:
+    """Each microbatch [samples, sequence, ...] cut along its sequence, and weighted by the length of the slices."""
+    cut: list[tuple[Any, Any]] = []
+    shares: list[float] = []
+    for (x, y), weight in zip(microbatches, weights, strict=True):
+        length = x.shape[1] if isinstance(x, torch.Tensor) and x.dim() > 1 else 0
+        if length < slices or y.shape[:2] != x.shape[:2]:
+            raise InputError(
+                f"a microbatch of x {look(x)} and y {look(y)} does not give {slices} slices of the sequence; both must "
+                "be one tensor [samples, sequence, ...]; use fewer slices"
+            )
+        bounds = split(length, slices)
+        for lo, hi in pairwise(bounds):
+            cut.append((x[:, lo:hi], y[:, lo:hi]))
+            shares.append(weight * (hi - lo) / length)
+    return cut, shares

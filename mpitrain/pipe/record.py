@@ -1,0 +1,87 @@
+"""What a pipeline did and when, step by step; as a JSON file that `python -m mpitrain.report schedule` draws.
+
+    {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "chunks": 1, "slices": 1,
+     "runs": [[["Forward", stage, microbatch, begin, end], ...] of every rank]}         seconds
+
+Times count from a barrier before the batch. Waiting for a step's input is no part of its time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import InputError
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Receive, Schedule, Send, Step
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import Costs, Run, Simulation, held
+
+_KINDS = {kind.__name__: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
+Row = list[Any]  # kind, stage, microbatch, begin, end
+
+
+class Recorder:
+    """The compute steps of one rank in the last batch."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._begin = 0.0
+
+    def start(self) -> None:
+        self.rows = []
+        self._begin = time.perf_counter()
+
+    def timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
+        """The call, noting when it ran."""
+        if isinstance(step, Send | Receive):
+            return call
+
+        def run() -> None:
+            begin = time.perf_counter()
+            call()
+            end = time.perf_counter()
+            row = [type(step).__name__, step.stage, step.microbatch, begin - self._begin, end - self._begin]
+            self.rows.append(row)
+
+        return run
+
+
+def to_json(schedule: Schedule, rows: list[list[Row]]) -> dict[str, Any]:
+    """The recording of all ranks."""
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches // schedule.slices,
+        "chunks": schedule.chunks,
+        "slices": schedule.slices,
+        "runs": rows,
+    }
+
+
+def from_json(recording: dict[str, Any]) -> Simulation:
+    """As if it had been simulated. Raises KeyError, TypeError or ValueError where it is no recording."""
+    names = ("ranks", "microbatches", "chunks", "slices")
+    schedule = make_schedule(recording["schedule"], *(int(recording[name]) for name in names))
+    runs = tuple(
+        tuple(
+            Run(_KINDS[kind](int(stage), int(microbatch)), begin, end) for kind, stage, microbatch, begin, end in rows
+        )
+        for rows in recording["runs"]
+    )
+    peaks, memory = zip(*(held([run.step for run in rows], Costs()) for rows in runs), strict=True)
+    return Simulation(schedule, runs, peaks, memory)
+
+
+def load(path: Path) -> Simulation:
+    """A recording from its file. Raises InputError when it is none."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"recording {path} cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is no recording of a pipeline ({error!r}); give a file that write_recording made"
+        ) from None

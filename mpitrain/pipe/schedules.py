@@ -1,0 +1,179 @@
+"""The schedules, as functions of (ranks p, microbatches m, chunks v): each says an order and nothing else.
+
+    gpipe         F0 F1 F2 F3 B0 B1 B2 B3      Huang et al. 2019; all activations are held. m = 1 is plain model
+                                               parallelism.
+    1f1b          F0 F1 F2 B0 F3 B1 B2 B3      Narayanan et al. 2019 (PipeDream-Flush): at most p - rank held
+    interleaved   v stages a rank, 1f1b over   Narayanan et al. 2021, "Efficient Large-Scale Language Model
+                  groups of p microbatches     Training on GPU Clusters"; v times less idle, more messages
+    zero_bubble   backward in two: I (input)   Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 with one
+                  and W (weights) fill gaps    stage a rank, ZB-V with two, placed as a V
+    terapipe      slices of the sequence as    Li et al. 2021, for causal models: a slice needs earlier slices only
+                  microbatches
+
+Idle fraction with F = I = W = 1 and no communication, and microbatches held at most:
+
+    gpipe, 1f1b   (p-1) / (m+p-1)              m;  min(m, p)
+    interleaved   (p-1) / (vm+p-1)             p + (p-1)/v for m = n p, n > 1
+    zero_bubble   (p-1) / (3m+p-1), v = 1      p for m >= p
+                  (p-1) / (6m+p-1), v = 2      p for m >= 2p
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from mpitrain.errors import InputError
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
+
+Kind: TypeAlias = "type[Forward] | type[Backward] | type[BackwardInput] | type[BackwardWeight]"
+Entry: TypeAlias = "tuple[Kind, int]"  # a kind of step and its stage
+Maker: TypeAlias = "Callable[[int, int, int], Schedule]"
+
+
+def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """All forward, then all backward."""
+    _check("gpipe", ranks, microbatches, chunks, (1,))
+
+    def order(rank: int) -> list[Entry]:
+        f, b = _entries(rank, Forward, Backward)
+        return [f] * microbatches + [b] * microbatches
+
+    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
+    return Schedule("gpipe", ranks, microbatches, tuple(range(ranks)), steps)
+
+
+def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """As many forwards as there are stages behind, then one backward for each forward."""
+    _check("1f1b", ranks, microbatches, chunks, (1,))
+
+    def order(rank: int) -> list[Entry]:
+        f, b = _entries(rank, Forward, Backward)
+        ahead = min(ranks - 1 - rank, microbatches)
+        return [f] * ahead + [f, b] * (microbatches - ahead) + [b] * ahead
+
+    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
+    return Schedule("1f1b", ranks, microbatches, tuple(range(ranks)), steps)
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B over v stages a rank; a rank takes p microbatches through one stage before it turns to the next.
+
+    Made for a multiple of p microbatches; those beyond m are then left out.
+    """
+    _check("interleaved", ranks, microbatches, chunks, range(1, 1 << 20))
+    groups = -(-microbatches // ranks)
+    units = [(c, g * ranks + j) for g in range(groups) for c in range(chunks) for j in range(ranks)]
+
+    def order(rank: int) -> tuple[Compute, ...]:
+        forward: list[Compute] = [Forward(c * ranks + rank, j) for c, j in units]
+        backward: list[Compute] = [Backward((chunks - 1 - c) * ranks + rank, j) for c, j in units]
+        ahead = (chunks - 1) * ranks + (ranks - 1 - rank) * (2 if chunks > 1 else 1)
+        ahead = min(ahead, len(units))
+        steady = [s for pair in zip(forward[ahead:], backward, strict=False) for s in pair]
+        steps = forward[:ahead] + steady + backward[len(units) - ahead :]
+        return tuple(s for s in steps if s.microbatch < microbatches)
+
+    rank_of = tuple(range(ranks)) * chunks
+    return Schedule("interleaved", ranks, microbatches, rank_of, tuple(order(r) for r in range(ranks)))
+
+
+def zero_bubble(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """ZB-H1 with one stage a rank, ZB-V with two."""
+    _check("zero-bubble", ranks, microbatches, chunks, (1, 2))
+    return zb_h1(ranks, microbatches) if chunks == 1 else zb_v(ranks, microbatches)
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1F1B whose weight gradients come `rank` steps late, so that every rank holds p microbatches."""
+
+    def order(rank: int) -> list[Entry]:
+        f, i, w = _entries(rank, Forward, BackwardInput, BackwardWeight)
+        ahead = min(ranks - 1 - rank, microbatches)
+        late = min(rank, microbatches - ahead)
+        steady = [f, i] * late + [f, i, w] * (microbatches - ahead - late)
+        return [f] * ahead + steady + [i, w] * ahead + [w] * late
+
+    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
+    return Schedule("zero-bubble", ranks, microbatches, tuple(range(ranks)), steps)
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """Stages down the ranks and up again, so that the first rank has the loss and starts backward at once.
+
+    Made for at least 2p - 1 microbatches; those beyond m are then left out.
+    """
+    m = max(microbatches, 2 * ranks - 1)
+
+    def order(rank: int) -> list[Entry]:
+        back = 2 * ranks - 1 - rank  # the second stage of this rank
+        f0, i0, w0 = _entries(rank, Forward, BackwardInput, BackwardWeight)
+        f1, i1, w1 = _entries(back, Forward, BackwardInput, BackwardWeight)
+        below = ranks - rank
+        warm = [f0] * (2 * below - 1) + [f1, f0] * rank + [f1, i1, w1] * below
+        steady = [f0, i0, w0, f1, i1, w1] * (m - 2 * ranks + 1 + rank) + [i0, w0, f1, i1, w1] * (below - 1)
+        cool = [i0, i1] * rank + [i0, w0] * below + [w1] * rank + [w0] * rank
+        return warm + steady + cool
+
+    steps = tuple(_numbered(order(r), microbatches) for r in range(ranks))
+    rank_of = (*range(ranks), *reversed(range(ranks)))
+    return Schedule("zero-bubble", ranks, microbatches, rank_of, steps)
+
+
+def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
+    """GPipe over the slices of all microbatches; backward takes the slices of a microbatch from the last one on."""
+    _check("terapipe", ranks, microbatches, 1, (1,))
+    if slices < 1:
+        raise InputError(f"terapipe: {slices} slices of the sequence are not possible; give 1 or more")
+    forward = range(microbatches * slices)
+    backward = [j * slices + s for j in range(microbatches) for s in reversed(range(slices))]
+
+    def order(rank: int) -> tuple[Compute, ...]:
+        return (*(Forward(rank, unit) for unit in forward), *(Backward(rank, unit) for unit in backward))
+
+    steps = tuple(order(r) for r in range(ranks))
+    return Schedule("terapipe", ranks, microbatches * slices, tuple(range(ranks)), steps, slices)
+
+
+SCHEDULES: dict[str, Maker] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
+    """The schedule a user names. Raises InputError for a name or a number it does not go with."""
+    if name == "terapipe":
+        return terapipe(ranks, microbatches, slices)
+    if name not in SCHEDULES:
+        raise InputError(f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}")
+    if slices != 1:
+        raise InputError(f"{name}: only terapipe cuts the sequence into slices; choose it or leave slices at 1")
+    return SCHEDULES[name](ranks, microbatches, chunks)
+
+
+def _entries(stage: int, *kinds: Kind) -> list[Entry]:
+    return [(kind, stage) for kind in kinds]
+
+
+def _numbered(order: Iterable[Entry], microbatches: int) -> tuple[Compute, ...]:
+    """Each kind of step on each stage takes the microbatches in turn; those beyond the last are left out."""
+    taken: Counter[Entry] = Counter()
+    steps: list[Compute] = []
+    for kind, stage in order:
+        number = taken[kind, stage]
+        taken[kind, stage] += 1
+        if number < microbatches:
+            steps.append(kind(stage, number))
+    return tuple(steps)
+
+
+def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:
+    if ranks < 1 or microbatches < 1:
+        raise InputError(f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each")
+    if chunks not in possible:
+        choices = ", ".join(map(str, possible)) if not isinstance(possible, range) else "1 or more"
+        raise InputError(f"{name}: {chunks} chunks a rank are not possible; set parallel.chunks to {choices}")

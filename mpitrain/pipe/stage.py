@@ -1,0 +1,198 @@
+"""A stage: some of a model's blocks in order, and what it keeps of each microbatch between forward and backward.
+
+Recompute: forward keeps the stage's input alone, and backward first runs forward again, from the same state of the
+random generators. (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", with a stage as the segment.)
+
+Backward in halves: the graph is cut every few blocks, because the weight half runs the engine many times, and it
+looks at all of a graph each time. See `split_backward`.
+
+Slices of a sequence (TeraPipe): a block that looks back has `forward_slice(x, past) -> (y, state)`; past: the states
+of earlier slices, in order. Each state is cut off from its slice's graph, and collects the gradients that later
+slices have for it until its own slice's backward step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from mpitrain.pipe.split_backward import backward_inputs
+from mpitrain.pipe.wire import as_tuple
+
+State = tuple[torch.Tensor, ...]
+_TOGETHER = 4  # blocks in one graph, with backward in halves
+RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # of the CPU; devices and theirs
+Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
+
+
+@dataclass
+class Past:
+    """Of one microbatch in one stage: for every block that looks back, the states of the slices so far."""
+
+    states: dict[int, list[State]] = field(default_factory=dict)
+
+
+@dataclass
+class Kept:
+    """What a stage holds of one microbatch (or slice)."""
+
+    inputs: tuple[Any, ...]
+    single: bool
+    outputs: tuple[torch.Tensor, ...] = ()  # the tensors of the output, or the loss
+    wanting: tuple[bool, ...] = ()  # which of them get a gradient
+    made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and cut off from it
+    past: dict[int, list[State]] = field(default_factory=dict)
+    random: RandomState | None = None  # before forward, with recompute
+    ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
+    joints: list[Joint] = field(default_factory=list)  # where the graph is cut between blocks, in order
+    weights: list[Callable[[], None]] = field(default_factory=list)  # the weight half of backward
+
+
+class Stage:
+    """Blocks of the model in order. first: of all stages. halves: backward comes in two.
+
+    Recomputing runs BatchNorm's statistics twice, as torch.utils.checkpoint does.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], *, first: bool, recompute: bool, halves: bool = False) -> None:
+        self.blocks, self.first, self.recompute = list(blocks), first, recompute
+        self._cut_before = [
+            halves and not first and number > 0 and number % _TOGETHER == 0 and not _begins_in_place(block)
+            for number, block in enumerate(self.blocks)
+        ]
+        self._copies_input = not first and bool(self.blocks) and _begins_in_place(self.blocks[0])
+
+    def forward(
+        self, x: Any, ending: Callable[[Any], torch.Tensor] | None = None, past: Past | None = None
+    ) -> tuple[Any, Kept]:
+        """The output, or what `ending` makes of it, and what backward needs.
+
+        x: the stage's input; tensors from another stage are leaves. past: the slices so far, to which this one's
+        states are added.
+        """
+        kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending)
+        if past is not None:
+            kept.past = {number: list(states) for number, states in past.states.items()}
+        if self.recompute and torch.is_grad_enabled():
+            kept.random = torch.get_rng_state(), *get_device_states(*kept.inputs)
+            with torch.no_grad():
+                output, states = self._run(x, kept, past is not None)
+            output = self._as_in_graph(output, kept)
+        else:
+            output, states = self._run(x, kept, past is not None)
+            kept.outputs = as_tuple(output)
+        kept.wanting = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
+        if past is not None:
+            for number, state in states.items():
+                cut = tuple(t.detach().requires_grad_(torch.is_grad_enabled()) for t in state)
+                kept.made.append((state, cut))
+                past.states.setdefault(number, []).append(cut)
+        return output, kept
+
+    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Adds to the parameters' .grad. gradients: of the outputs that want one; returns those of the inputs."""
+        roots, values = self._roots(kept, gradients)
+        inputs = self._inputs(kept)
+        if roots:
+            torch.autograd.backward(roots, values)
+        return [_complete(t.grad, t) for t in inputs]
+
+    def backward_input(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of the inputs alone; `backward_weight` does the rest."""
+        roots, values = self._roots(kept, gradients)
+        for joint in reversed(kept.joints):
+            if roots:
+                found, weights = backward_inputs(roots, values, [leaf for _, leaf in joint])
+                kept.weights.append(weights)
+                reached = [(t, g) for (t, _), g in zip(joint, found, strict=True) if g is not None]
+                roots, values = [t for t, _ in reached], [g for _, g in reached]
+        inputs = self._inputs(kept)
+        if not roots:
+            return [_complete(None, t) for t in inputs]
+        if not inputs:  # the first stage, or nothing to train before: nobody waits, it is done later
+            kept.weights.append(partial(torch.autograd.backward, roots, values))
+            return []
+        found, weights = backward_inputs(roots, values, inputs)
+        kept.weights.append(weights)
+        return [_complete(g, t) for g, t in zip(found, inputs, strict=True)]
+
+    def backward_weight(self, kept: Kept) -> None:
+        for weights in kept.weights:
+            weights()
+
+    def _run(self, x: Any, kept: Kept, sliced: bool) -> tuple[Any, dict[int, State]]:
+        states: dict[int, State] = {}
+        if self._copies_input and torch.is_grad_enabled():
+            x = _mapped(torch.clone, x)
+        for number, block in enumerate(self.blocks):
+            if self._cut_before[number] and torch.is_grad_enabled():
+                joint = [(t, t.detach().requires_grad_(t.requires_grad)) for t in as_tuple(x)]
+                kept.joints.append([(t, leaf) for t, leaf in joint if t.requires_grad])
+                x = joint[0][1] if isinstance(x, torch.Tensor) else tuple(leaf for _, leaf in joint)
+            look_back = getattr(block, "forward_slice", None) if sliced else None
+            if look_back is None:
+                x = block(x)
+            else:
+                x, states[number] = look_back(x, kept.past.get(number, []))
+        return (x if kept.ending is None else kept.ending(x)), states
+
+    def _as_in_graph(self, output: Any, kept: Kept) -> Any:
+        """The output of a forward without a graph, marked as what needs a gradient in the one to come."""
+        trained = any(p.requires_grad for block in self.blocks for p in block.parameters())
+        if trained or self._inputs(kept):
+            return _mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+        return output
+
+    def _roots(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs that backward starts from, and their gradients."""
+        if kept.random is not None:
+            self._recompute(kept)
+        outputs = [t for t, wants in zip(kept.outputs, kept.wanting, strict=True) if wants]
+        if kept.ending is not None:
+            gradients = [torch.ones_like(t) for t in outputs]
+        reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
+        roots, values = [t for t, _ in reached], [g for _, g in reached]
+        for state, cut in kept.made:
+            for t, leaf in zip(state, cut, strict=True):
+                if leaf.grad is not None and t.requires_grad:
+                    roots.append(t)
+                    values.append(leaf.grad)
+        return roots, values
+
+    def _recompute(self, kept: Kept) -> None:
+        assert kept.random is not None
+        state, devices, states_there = kept.random
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            torch.set_rng_state(state)
+            set_device_states(devices, states_there)
+            x = kept.inputs[0] if kept.single else kept.inputs
+            output, states = self._run(x, kept, bool(kept.made))
+        kept.outputs, kept.random = as_tuple(output), None
+        cuts = [cut for _, cut in kept.made]
+        kept.made = list(zip(states.values(), cuts, strict=True))
+
+    def _inputs(self, kept: Kept) -> list[torch.Tensor]:
+        """The inputs whose gradients the stage before waits for."""
+        return [] if self.first else [t for t in kept.inputs if t.requires_grad]
+
+
+def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
+    """Zeros for an input that nothing depends on."""
+    return torch.zeros_like(of) if gradient is None else gradient
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
+
+
+def _begins_in_place(block: nn.Module) -> bool:
+    """Whether the block overwrites its input, which must then be no leaf of a graph."""
+    while (child := next(block.children(), None)) is not None:
+        block = child
+    return bool(getattr(block, "inplace", False))

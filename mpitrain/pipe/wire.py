@@ -1,0 +1,155 @@
+"""What goes between stages: one tensor or a tuple of them, with shapes both sides know.
+
+Shapes are told in a header the first time, and remembered for microbatches that look the same; from then on a
+message is the tensors' bytes and nothing else.
+
+    header   [length] then int64: single, number, then per tensor: dtype, wants gradient, dimensions, sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpitrain.comm import Communicator, Work
+from mpitrain.errors import InputError
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool  # one is to be sent back
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A stage's output. single: a tensor by itself, not a tuple of one."""
+
+    tensors: tuple[TensorSpec, ...]
+    single: bool
+
+    @property
+    def gradients(self) -> tuple[TensorSpec, ...]:
+        """What comes back."""
+        return tuple(t for t in self.tensors if t.gradient)
+
+    @staticmethod
+    def of(output: Any) -> Spec:
+        """Raises InputError when it is neither a tensor nor a tuple of tensors."""
+        tensors = as_tuple(output)
+        if not all(isinstance(t, torch.Tensor) for t in tensors):
+            kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
+            raise InputError(f"a stage gave {kinds}; blocks must give a tensor or a tuple of tensors to the next one")
+        for t in tensors:
+            if t.dtype not in _DTYPES:
+                raise InputError(f"a stage gave a tensor of {t.dtype}, which cannot be sent; convert it")
+        specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        return Spec(specs, isinstance(output, torch.Tensor))
+
+    def header(self) -> torch.Tensor:
+        numbers = [int(self.single), len(self.tensors)]
+        for t in self.tensors:
+            numbers += [_DTYPES.index(t.dtype), int(t.gradient), len(t.shape), *t.shape]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @staticmethod
+    def from_header(header: torch.Tensor) -> Spec:
+        numbers = iter(header.tolist())
+        single, count = next(numbers), next(numbers)
+        specs = []
+        for _ in range(count):
+            dtype, gradient, dimensions = next(numbers), next(numbers), next(numbers)
+            specs.append(TensorSpec(tuple(next(numbers) for _ in range(dimensions)), _DTYPES[dtype], bool(gradient)))
+        return Spec(tuple(specs), bool(single))
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def look(value: Any) -> Any:
+    """What decides the shapes inside a model: the shapes and dtypes of what goes in."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(look(v) for v in value)
+    return type(value)
+
+
+_HEADER, _OUTPUT, _GRADIENT, _LOSS = range(4)  # message tags
+
+
+class Wire:
+    """Messages of one pipeline.
+
+    MPI waits by looking again and again, which is the fastest where every rank has a core. Where ranks share cores
+    it would take them from those that compute, so waits sleep between looks there.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self._sleeps = comm.process.spare_cores < 0
+        self._sending: list[Work] = []
+
+    def wait(self, work: Work) -> None:
+        work.wait(self.comm.process.watchdog.timeout if self._sleeps else None)
+
+    def send_header(self, spec: Spec, to: int) -> None:
+        header = spec.header()
+        self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER))
+        self._sending.append(self.comm.isend(header, to, _HEADER))
+
+    def receive_header(self, source: int) -> Spec:
+        length = torch.empty(1, dtype=torch.int64)
+        self.wait(self.comm.irecv(length, source, _HEADER))
+        header = torch.empty(int(length), dtype=torch.int64)
+        self.wait(self.comm.irecv(header, source, _HEADER))
+        return Spec.from_header(header)
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, gradient: bool) -> None:
+        """Begin to send; the tensors must not change afterwards."""
+        self._sending = [work for work in self._sending if not work.done()]
+        for t in tensors:
+            self._sending.append(self.comm.isend(t.detach().contiguous(), to, _GRADIENT if gradient else _OUTPUT))
+
+    def receive(
+        self, specs: Sequence[TensorSpec], source: int, gradient: bool
+    ) -> tuple[list[torch.Tensor], list[Work]]:
+        """Begin to receive: the tensors, and what to wait for before they are used."""
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in specs]
+        return tensors, [self.comm.irecv(t, source, _GRADIENT if gradient else _OUTPUT) for t in tensors]
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for work in self._sending:
+            self.wait(work)
+        self._sending.clear()
+
+    def share_loss(self, loss: float, root: int) -> float:
+        """The root's number on all ranks. The root does not wait for them."""
+        number = torch.tensor([loss], dtype=torch.float64)
+        if self.comm.rank == root:
+            others = (rank for rank in range(self.comm.size) if rank != root)
+            self._sending += [self.comm.isend(number, rank, _LOSS) for rank in others]
+        else:
+            self.wait(self.comm.irecv(number, root, _LOSS))
+        return float(number)

@@ -1,0 +1,25 @@
+"""Tensor parallelism: layers divided over the ranks of one axis of the mesh, inside a node where possible.
+
+`parallelize` applies it to a plain model by module names; the layers and functions it is made of stand beside it.
+"""
+
+from mpitrain.tensor.axis import Axis
+from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpitrain.tensor.plan import parallelize, plan_for
+from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding, cross_entropy
+from mpitrain.tensor.ways import Column, Row, Vocabulary, Way
+
+__all__ = [
+    "Axis",
+    "Column",
+    "ColumnParallelLinear",
+    "Row",
+    "RowParallelLinear",
+    "Vocabulary",
+    "VocabularyCrossEntropy",
+    "VocabularyParallelEmbedding",
+    "Way",
+    "cross_entropy",
+    "parallelize",
+    "plan_for",
+]

@@ -1,0 +1,227 @@
+"""The ranks of the tensor axis and their exchange of activations.
+
+Activations come at ever new addresses, and messages or reads of private memory cost several times what their sum
+does. So they pass through memory that the node shares, two slots a rank, used in turns:
+
+    slot 0  | header | rank 0's tensor | ...        an exchange: write the own header and tensor, meet,
+    slot 1  | header |                              read the others'
+
+Whoever writes a slot again has met everybody once since, in the exchange that used the other one; so nobody still
+reads it. The headers tell what each rank brought: ranks that were fed different samples, or run their layers in
+another order, get an error, not a hang or a wrong sum.
+
+Where the axis spans nodes, on a device, or without shared memory, the communicator's own operations do it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from mpitrain.comm import Arena, Communicator
+from mpitrain.errors import CommunicationError
+from mpitrain.layout import split
+from mpitrain.tensor.streams import Streams
+
+_HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
+_HEADER_BYTES = 64
+_FIRST_CAPACITY = 1 << 20  # bytes of a slot to begin with
+_DIRECT = 16 << 10  # bytes up to which everybody sums everything: one meeting instead of three
+_MOST_VIEWS = 1024
+_SUM, _GATHER, _SCATTER = 1, 2, 3
+_NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+
+
+class Axis:
+    """A tensor axis. Every method that communicates is collective over `comm`, and so is making one.
+
+    Results are new tensors. streams: the random streams of the rank's activations. entry: the input that column
+    layers have just taken, until their row layer comes.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.streams = Streams(comm.rank)
+        self.entry: object = None
+        self._tags = 0
+        self._slots: _Slots | None = None
+        if comm.size > 1 and comm.num_nodes == 1:
+            self._slots = _Slots.of(comm, _FIRST_CAPACITY)
+
+    def free(self) -> None:
+        """Release the shared memory; the axis still works."""
+        if self._slots is not None:
+            self._slots.arena.free()
+            self._slots = None
+
+    def bounds(self, length: int) -> list[int]:
+        """Where each rank's part of `length` indices begins."""
+        return split(length, self.size)
+
+    def new_tag(self) -> int:
+        """A number that no exchange has had, the same on all ranks that ask alike: for exchanges in backward."""
+        self._tags += 1
+        return self._tags
+
+    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of x along a dimension, as a view."""
+        bounds = self.bounds(x.shape[dim])
+        return x.narrow(dim, bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank])
+
+    def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
+        """The sum of every rank's x, the same bits on all ranks. tag: must be the same on all."""
+        if self.size == 1:
+            return x
+        views = self._exchange(_SUM, x, 0, tag)
+        if views is None:
+            total = x.clone(memory_format=torch.contiguous_format)
+            self.comm.all_reduce(total)
+            return total
+        if x.numel() * x.element_size() <= _DIRECT:
+            return _sum(views)
+        self.comm.all_reduce(views[self.rank])
+        return views[self.rank].clone()
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        """This rank's part along a dimension of the sum of every rank's x. lengths: of the parts (`split`'s)."""
+        if self.size == 1:
+            return x
+        bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
+        start, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
+        views = self._exchange(_SCATTER, x, dim, 0)
+        if views is not None:
+            return _sum([view.narrow(dim, start, length) for view in views])
+        parts = x.split([hi - lo for lo, hi in pairwise(bounds)], dim)
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        out = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+        self.comm.reduce_scatter(out, packed, counts=[part.numel() for part in parts])
+        return out
+
+    def all_gather(self, x: torch.Tensor, dim: int, tag: int = 0) -> tuple[torch.Tensor, list[int]]:
+        """Every rank's x one after the other along a dimension, in which they may differ; and their lengths."""
+        if self.size == 1:
+            return x, [x.shape[dim]]
+        views = self._exchange(_GATHER, x, dim, tag)
+        if views is not None:
+            return torch.cat(views, dim), [view.shape[dim] for view in views]
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.comm.all_gather(lengths, torch.tensor([x.shape[dim]]))
+        shapes = [_with_length(x.shape, dim, length) for length in lengths.tolist()]
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        flat = x.new_empty(sum(counts))
+        self.comm.all_gather(flat, x.contiguous(), counts=counts)
+        parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
+        return torch.cat(parts, dim), lengths.tolist()
+
+    def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int) -> list[torch.Tensor] | None:
+        """Every rank's x, in memory that holds it until the exchange after the next one; None where none is shared.
+
+        Their lengths along `dim` may differ in an all-gather. Raises CommunicationError where the rest does.
+        """
+        if self._slots is None or x.is_cuda or x.dtype not in _DTYPES:
+            return None
+        length = x.shape[dim] if x.dim() else 1
+        nbytes = x.numel() * x.element_size()
+        mine = _HEADER.pack(operation, _DTYPES.index(x.dtype), tag, x.numel() // max(1, length), length, nbytes)
+        while True:
+            slots = self._slots
+            slots.turn ^= 1
+            if nbytes <= slots.capacity:
+                slots.view(self.rank, x.shape, x.dtype).copy_(x)
+            slots.headers[slots.turn][self.rank][:] = mine
+            slots.meet(self.comm)
+            told = [bytes(header) for header in slots.headers[slots.turn]]
+            if all(header == mine for header in told) and nbytes <= slots.capacity:
+                return [slots.view(rank, x.shape, x.dtype) for rank in range(self.size)]
+            headers = [_HEADER.unpack(header) for header in told]
+            self._compare(headers)
+            largest = max(header[5] for header in headers)
+            if largest <= slots.capacity:
+                lengths = [header[4] for header in headers]
+                return [slots.view(r, _with_length(x.shape, dim, n), x.dtype) for r, n in enumerate(lengths)]
+            self.comm.barrier()  # nobody reads the headers any more
+            slots.arena.free()
+            self._slots = _Slots.of(self.comm, 1 << (largest - 1).bit_length())
+            if self._slots is None:
+                return None
+
+    def _compare(self, headers: Sequence[tuple[int, ...]]) -> None:
+        """Raise CommunicationError, on every rank alike, unless all ranks bring what fits together."""
+        first = headers[0]
+        for rank, header in enumerate(headers):
+            of_any_length = first[0] == _GATHER
+            fits = header[:3] == first[:3] and (of_any_length or header[4:] == first[4:])
+            # where a rank has no index along the dimension it cannot tell how much one holds
+            if not fits or (header[3] != first[3] and not (of_any_length and 0 in (header[4], first[4]))):
+                raise CommunicationError(
+                    f"tensor axis {self.comm.label}: rank {rank} brings {_told(header)}, rank 0 {_told(first)}; feed "
+                    "all ranks of the tensor axis the same samples, and run the same layers in the same order",
+                    agreed=True,
+                )
+
+
+class _Slots:
+    """Two slots of `capacity` bytes in the memory of each rank, and what of them has been looked at."""
+
+    def __init__(self, comm: Communicator, arena: Arena, capacity: int) -> None:
+        self.arena, self.capacity, self.turn = arena, capacity, 0
+        stride = _HEADER_BYTES + capacity
+        memories = [arena.peer(world_rank) for world_rank in comm.world_ranks]
+        self.areas = [[m[t * stride : (t + 1) * stride] for m in memories] for t in (0, 1)]
+        self.headers = [[area[: _HEADER.size].numpy().data for area in areas] for areas in self.areas]
+        self._views: dict[tuple[object, ...], torch.Tensor] = {}
+
+    @staticmethod
+    def of(comm: Communicator, capacity: int) -> _Slots | None:
+        """Collective; None, with a warning, where the node has no room to share."""
+        arena = comm.arena(2 * (_HEADER_BYTES + capacity), torch.uint8)
+        return _Slots(comm, arena, capacity) if arena.kind == "shared" else None
+
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A rank's slot of this turn as a tensor."""
+        key = (self.turn, rank, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            area = self.areas[self.turn][rank][_HEADER_BYTES : _HEADER_BYTES + nbytes]
+            view = self._views[key] = area.view(dtype).view(shape)
+        return view
+
+    def meet(self, comm: Communicator) -> None:
+        """What every rank wrote before is seen by all after (MPI-4.1, section 12.7: sync, meet, sync)."""
+        window = self.arena.window
+        assert window is not None
+        window.Sync()
+        comm.barrier()
+        window.Sync()
+
+
+def _with_length(shape: Sequence[int], dim: int, length: int) -> torch.Size:
+    changed = list(shape)
+    changed[dim] = length
+    return torch.Size(changed)
+
+
+def _told(header: tuple[int, ...]) -> str:
+    operation, dtype, tag, rest, length, _ = header
+    name = str(_DTYPES[dtype]).removeprefix("torch.")
+    return f"{rest * length if length else 0} elements of {name} for {_NAMES[operation]}" + (
+        f" number {tag}" if tag else ""
+    )
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in order of rank, rounded once."""
+    dtype = parts[0].dtype
+    if len(parts) == 2:
+        return torch.add(parts[0], parts[1])
+    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(dtype)

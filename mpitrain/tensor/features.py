@@ -1,0 +1,68 @@
+"""How the features of a layer are divided among the ranks, and a whole parameter cut accordingly. Nothing here
+communicates.
+
+Features are sections laid one after the other, and each section is divided in whole units: the output of a fused
+query, key and value layer is three sections of heads, and a rank has the same heads of each. Two ranks, four heads:
+
+    section         query       key         value
+    head            0 1 2 3     0 1 2 3     0 1 2 3
+    rank 0 has      x x . .     x x . .     x x . .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mpitrain.layout import Box, Slice, mark, split
+
+
+@dataclass(frozen=True)
+class Features:
+    """sections: features of each; unit: features that stay together, of which every section is a multiple."""
+
+    sections: tuple[int, ...]
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unit < 1 or any(section % self.unit for section in self.sections):
+            raise ValueError(f"sections {self.sections} are not multiples of {self.unit}")
+
+    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """The features a rank has, [start, stop) in each section, counted from the first section's begin."""
+        found, begin = [], 0
+        for section in self.sections:
+            bounds = split(section // self.unit, size)
+            found.append((begin + bounds[rank] * self.unit, begin + bounds[rank + 1] * self.unit))
+            begin += section
+        return found
+
+
+def cut(whole: torch.Tensor, dim: int, features: Features, rank: int, size: int) -> nn.Parameter:
+    """A rank's part of a parameter along a dimension, in memory of its own, marked with what it is a part of."""
+    ranges = features.ranges(rank, size)
+    with torch.no_grad():
+        data = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    part = nn.Parameter(data, requires_grad=whole.requires_grad)
+    mark(part, Slice(tuple(whole.shape), _boxes(whole.shape, dim, features.sections, ranges)))
+    return part
+
+
+def _boxes(
+    shape: Sequence[int], dim: int, sections: Sequence[int], ranges: Sequence[tuple[int, int]]
+) -> tuple[Box, ...]:
+    """The boxes whose elements, one box after the other, are those of the ranges put together along `dim`.
+
+    Along the first dimension equal sections are one more dimension before it: then one box holds all of them. Along
+    another dimension the sections of one row lie side by side, so there must be one.
+    """
+    if len(ranges) == 1:
+        return (Box.along(shape, dim, *ranges[0]),)
+    if dim != 0:
+        raise ValueError("only the first dimension can have several sections")
+    if len(set(sections)) == 1:
+        return (Box.along([len(sections), sections[0], *shape[1:]], 1, *ranges[0]),)
+    return tuple(Box.along(shape, 0, start, stop) for start, stop in ranges)

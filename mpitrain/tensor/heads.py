@@ -1,0 +1,141 @@
+"""How an attention layer's linear layers are divided: by whole heads, and of a fused one the same heads of each part.
+
+The number of heads is read from the module that holds the layers, by the attributes that are usual; where it has
+none, a linear layer is divided feature by feature, which is right for an MLP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from mpitrain.errors import InputError
+from mpitrain.tensor.features import Features
+
+_COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+    "num_attention_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "num_key_value_heads",
+)
+_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
+_FUSED = re.compile(r"qkv|c_attn", re.IGNORECASE)  # by custom [3, heads, head_dim]
+_UNKNOWN_ORDER = re.compile(r"query_key_value|in_proj|^kv|to_kv", re.IGNORECASE)
+
+
+def column_features(
+    name: str, linear: nn.Linear, parent: nn.Module, ranks: int, sections: int | Sequence[int] | None, heads: int | None
+) -> Features:
+    """How the outputs of a layer are divided. name: qualified, for messages.
+
+    sections: how many equal parts, or the features of each part, a fused layer has; None: by its name. heads: of the
+    first section; None: read from `parent`. Raises InputError (agreed) where that is impossible.
+    """
+    width, last = linear.out_features, name.rpartition(".")[2]
+    if sections is None:
+        if _UNKNOWN_ORDER.search(last):
+            raise InputError(
+                f"{name}: its name does not tell the order of its parts; say Column(sections=3, heads=...) for [3, "
+                "heads, head_dim], Column(sections=1, heads=...) for [heads, 3, head_dim]",
+                agreed=True,
+            )
+        sections = 3 if _FUSED.search(last) else 1
+    if isinstance(sections, int):
+        if width % sections:
+            raise InputError(f"{name} has {width} outputs, not {sections} equal parts; give their sizes", agreed=True)
+        sections = [width // sections] * sections
+    elif sum(sections) != width:
+        raise InputError(
+            f"{name} has {width} outputs, but the sections {list(sections)} sum to {sum(sections)}; make them agree",
+            agreed=True,
+        )
+    unit = sections[0] // heads if heads else _head_size(parent, sections[0])
+    if unit is None:
+        if len(sections) > 1 and _FUSED.search(last):
+            raise InputError(
+                f"{name} is fused, but {type(parent).__name__} has no attribute that tells its heads; say "
+                "Column(sections=3, heads=...)",
+                agreed=True,
+            )
+        return Features(tuple(sections))
+    _check_heads(name, sections, unit, ranks)
+    return Features(tuple(sections), unit)
+
+
+def row_features(name: str, linear: nn.Linear, parent: nn.Module, ranks: int, heads: int | None) -> Features:
+    """How the inputs of a layer are divided; like the outputs of the column layer they come from."""
+    unit = linear.in_features // heads if heads else _head_size(parent, linear.in_features)
+    if unit is None:
+        return Features((linear.in_features,))
+    _check_heads(name, [linear.in_features], unit, ranks)
+    return Features((linear.in_features,), unit)
+
+
+def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[str]) -> dict[str, int]:
+    """New values of the attributes of an attention module that count heads: those of one rank.
+
+    planned: names of the parent's own children in the plan. Raises InputError where some of its linear layers are
+    not in it: one count cannot be right for those and for the others.
+    """
+    counts = _numbers(parent, _COUNTS)
+    if not counts:
+        return {}
+    left = [key for key, child in parent.named_children() if isinstance(child, nn.Linear) and key not in planned]
+    if left:
+        raise InputError(
+            f"{name}.{next(iter(counts))} counts the heads of all its linear layers, but the plan leaves "
+            f"{', '.join(left)} out; name them too",
+            agreed=True,
+        )
+    for key, count in counts.items():
+        if count % ranks:
+            raise _unshareable(f"{name}.{key}", count, ranks)
+    return {key: count // ranks for key, count in counts.items()}
+
+
+def _head_size(parent: nn.Module, width: int) -> int | None:
+    for size in _numbers(parent, _SIZES).values():
+        return size
+    for count in _numbers(parent, _COUNTS).values():
+        if width % count == 0:
+            return width // count
+    return None
+
+
+def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """The attributes among `names` that are positive integers."""
+    found = {name: getattr(parent, name, None) for name in names}
+    return {name: n for name, n in found.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+
+
+def _check_heads(name: str, sections: Sequence[int], unit: int, ranks: int) -> None:
+    for section in sections:
+        heads, rest = divmod(section, unit)
+        if rest or unit < 1:
+            raise InputError(
+                f"{name}: {section} features are not heads of {unit}; give the right number of heads", agreed=True
+            )
+        if heads % ranks:
+            raise _unshareable(name, heads, ranks)
+
+
+def _unshareable(name: str, heads: int, ranks: int) -> InputError:
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+    lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
+    near = f"{lower} or {upper}" if lower else f"{upper}"
+    return InputError(
+        f"{name}: {heads} heads cannot be shared evenly by {ranks} tensor ranks; use {_listed(fitting)} ranks, or "
+        f"{near} heads",
+        agreed=True,
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,165 @@
+"""Linear layers whose weight is divided over the ranks of the tensor axis (Shoeybi et al. 2019, section 3).
+
+    column   y_r = x W_r^T + b_r              each rank has some of the outputs; x is whole
+    row      y   = sum_r x_r W_r^T  + b       each rank has some of the inputs; y is whole, the bias added once
+
+A row layer after a column layer makes two layers with one sum, and what lies between them, activations, heads of
+attention, is each rank's own. With `sequence` (Korthikanti et al. 2022) what is outside the pair is divided along
+the sequence (the last dimension but one): the column layer gathers it, the row layer's sum is left divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from mpitrain.tensor.axis import Axis
+from mpitrain.tensor.features import Features, cut
+from mpitrain.tensor.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter
+
+SEQUENCE = -2  # the dimension
+Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class ColumnParallelLinear(nn.Module):
+    """Outputs of a linear layer divided over the ranks. Input: whole, the same on all ranks.
+
+    linear: the whole layer, the same on all ranks, of which this rank's part is kept. features: how its outputs
+    are divided; None: evenly, one by one. gather_output: the output is whole again, else this rank's part of it.
+    paired: a row layer takes what becomes of the output. Several such layers may take one input (query, key, value),
+    which then travels once, and its gradient too; and random numbers in between are this rank's own in training.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        axis: Axis,
+        features: Features | None = None,
+        *,
+        gather_output: bool = False,
+        sequence: bool = False,
+        paired: bool = False,
+    ) -> None:
+        super().__init__()
+        self.axis, self.gather_output, self.sequence = axis, gather_output, sequence
+        self.paired = paired and axis.size > 1
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        features = features or Features((linear.out_features,))
+        self.weight = cut(linear.weight, 0, features, axis.rank, axis.size)
+        self.bias = None if linear.bias is None else cut(linear.bias, 0, features, axis.rank, axis.size)
+        self.training = linear.training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        entry = self._entry(x)
+        with saved_tensors_hooks(*entry.keeping) if entry.keeping else nullcontext():
+            y = functional.linear(entry.whole, self.weight, self.bias)
+        if self.gather_output:
+            return gather(y, self.axis, -1)
+        if self.paired and self.training:
+            self.axis.streams.enter(self, y.device)
+        return y
+
+    def _entry(self, x: torch.Tensor) -> Entry:
+        kept = self.axis.entry
+        if isinstance(kept, Entry) and kept.is_for(x):
+            return kept
+        entry = Entry(x, self.axis, self.sequence)
+        self.axis.entry = entry if self.paired else None
+        return entry
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.weight.shape[0]} of {self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """Inputs of a linear layer divided over the ranks. Output: whole, the same on all ranks.
+
+    linear: the whole layer, the same on all ranks. features: how its inputs are divided. scatter_input: the input
+    is whole and this rank takes its part, else it is that part.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        axis: Axis,
+        features: Features | None = None,
+        *,
+        scatter_input: bool = False,
+        sequence: bool = False,
+    ) -> None:
+        super().__init__()
+        self.axis, self.scatter_input, self.sequence = axis, scatter_input, sequence
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = cut(linear.weight, 1, features or Features((linear.in_features,)), axis.rank, axis.size)
+        self.bias = linear.bias
+        if sequence and self.bias is not None:
+            sum_gradient(self.bias, axis)
+        self.training = linear.training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.axis.streams.leave()
+        self.axis.entry = None
+        if self.scatter_input:
+            x = scatter(x, self.axis, -1)
+        part = functional.linear(x, self.weight)
+        y = reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.weight.shape[1]} of {self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
+    """Sum a replicated parameter's gradient over the ranks, each of which used it on its part of the sequence.
+
+    Before it is added to what was accumulated, so that several backward passes may add up.
+    """
+    if axis.size > 1 and parameter.requires_grad:
+        tag = axis.new_tag()
+        parameter.register_hook(lambda gradient: axis.all_reduce(gradient, tag))
+
+
+class Entry:
+    """An input of column layers, as they all take it.
+
+    whole: the input, in sequence parallel gathered. keeping: then, how autograd is to keep it.
+    """
+
+    def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool) -> None:
+        self._x, self._version, self._graph = x, x._version, torch.is_grad_enabled()
+        self.keeping: Keeping | None = None
+        if not sequence or axis.size == 1:
+            self.whole = copy(x, axis)
+            return
+        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # before it travels, and what autocast would keep
+        self.whole = all_gather(x, axis, SEQUENCE)
+        self.keeping = _only_the_part(self.whole, x.detach(), axis)
+
+    def is_for(self, x: torch.Tensor) -> bool:
+        return self._x is x and self._version == x._version and self._graph == torch.is_grad_enabled()
+
+
+def _only_the_part(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Keeping:
+    """Hooks by which autograd keeps this rank's part in the place of the whole, and gathers it again in backward."""
+    address, numel, tag = whole.data_ptr(), whole.numel(), axis.new_tag()
+
+    def keep(saved: torch.Tensor) -> Any:
+        return saved.shape if saved.data_ptr() == address and saved.numel() == numel else saved
+
+    def bring(kept: Any) -> torch.Tensor:
+        return axis.all_gather(part, SEQUENCE, tag)[0].view(kept) if isinstance(kept, torch.Size) else kept
+
+    return keep, bring

@@ -1,0 +1,161 @@
+"""Embedding and cross-entropy whose vocabulary is divided over the ranks of the tensor axis.
+
+Any vocabulary size: the parts are those of `layout.split`, and no padding is ever seen. Cross-entropy is taken from
+each rank's part of the scores (Shoeybi et al. 2019, section 3): of every token the ranks exchange four numbers, not
+its scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mpitrain.errors import InputError
+from mpitrain.tensor.axis import Axis
+from mpitrain.tensor.features import Features, cut
+from mpitrain.tensor.functions import reduce, reduce_scatter
+from mpitrain.tensor.linear import SEQUENCE
+
+IGNORED = -100  # torch's default
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """tokens [...] of the whole vocabulary -> [..., width], whole, the same on all ranks.
+
+    embedding: the whole layer, the same on all ranks, of which this rank's part is kept. sequence: the output is
+    left divided along the sequence. Raises IndexError, as torch does, for a token outside the vocabulary.
+    """
+
+    def __init__(self, embedding: nn.Embedding, axis: Axis, *, sequence: bool = False) -> None:
+        super().__init__()
+        self.axis, self.sequence = axis, sequence
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        bounds = axis.bounds(embedding.num_embeddings)
+        self.start, self.stop = bounds[axis.rank], bounds[axis.rank + 1]
+        padding = embedding.padding_idx
+        inside = padding is not None and self.start <= padding < self.stop
+        self.padding_idx = padding - self.start if padding is not None and inside else None
+        self.weight = cut(embedding.weight, 0, Features((embedding.num_embeddings,)), axis.rank, axis.size)
+        self.training = embedding.training
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.axis.size == 1:
+            return functional.embedding(tokens, self.weight, self.padding_idx)
+        _check_range(tokens, self.num_embeddings, "token")
+        elsewhere = (tokens < self.start) | (tokens >= self.stop)
+        if self.stop > self.start:
+            local = (tokens - self.start).masked_fill_(elsewhere, 0)
+            rows = functional.embedding(local, self.weight, self.padding_idx)
+            part = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        else:  # fewer tokens than ranks
+            part = self.weight.new_zeros(*tokens.shape, self.embedding_dim) + self.weight.sum()
+        return reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
+
+    def extra_repr(self) -> str:
+        return f"{self.stop - self.start} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def cross_entropy(
+    scores: torch.Tensor,
+    y: torch.Tensor,
+    axis: Axis,
+    classes: int,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Mean nats over the tokens whose y is not ignore_index, as torch.nn.functional.cross_entropy, on every rank.
+
+    scores: [..., part], this rank's part of the scores of `classes` classes, any float dtype; y: [...], int64. Taken
+    in at least fp32. Raises IndexError for a y outside the classes.
+    """
+    return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing)
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """`cross_entropy` of an axis and a number of classes, in place of a model's own criterion(scores, y)."""
+
+    def __init__(self, axis: Axis, classes: int, ignore_index: int = IGNORED, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.axis, self.classes = axis, classes
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+
+    def forward(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(scores, y, self.axis, self.classes, self.ignore_index, self.label_smoothing)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: torch.Tensor,
+        y: torch.Tensor,
+        axis: Axis,
+        classes: int,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> torch.Tensor:
+        bounds = axis.bounds(classes)
+        start, stop = bounds[axis.rank], bounds[axis.rank + 1]
+        if scores.shape[-1] != stop - start:
+            raise InputError(
+                f"rank {axis.rank} has {stop - start} of the {classes} classes, but was given scores of "
+                f"{scores.shape[-1]}; pass the output of a head that is divided by vocabulary"
+            )
+        y = y.reshape(-1)
+        counted = y != ignore_index
+        _check_range(y.where(counted, 0), classes, "target")
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        wide = scores.reshape(len(y), stop - start).to(dtype)
+        here = (y >= start) & (y < stop) & counted
+        rows, columns = here.nonzero().squeeze(-1), (y[here] - start)
+
+        # of each token: the largest score here, the sum of exponentials of the scores less it, y's score, all scores
+        numbers = wide.new_zeros(4, len(y))
+        if stop > start:
+            torch.amax(wide, -1, out=numbers[0])
+            shares = (wide - numbers[0].unsqueeze(-1)).exp_()
+            torch.sum(shares, -1, out=numbers[1])
+        else:
+            shares = wide
+            numbers[0].fill_(float("-inf"))
+        numbers[2][rows] = wide[rows, columns]
+        if label_smoothing:
+            torch.sum(wide, -1, out=numbers[3])
+        told = axis.all_gather(numbers, 0)[0].view(axis.size, 4, len(y))
+
+        largest = told[:, 0].amax(0)
+        total = ((told[:, 0] - largest).exp_() * told[:, 1]).sum(0)
+        logarithm = total.log() + largest
+        loss = logarithm - (1 - label_smoothing) * told[:, 2].sum(0)
+        if label_smoothing:
+            loss -= label_smoothing / classes * told[:, 3].sum(0)
+        count = counted.sum()
+        # exponentials here times this are the probabilities, already weighed for the mean
+        weight = (numbers[0] - largest).exp_() / total
+        ctx.save_for_backward(shares, weight, counted, count, rows, columns)
+        ctx.smoothing, ctx.classes = label_smoothing, classes
+        ctx.shape, ctx.dtype = scores.shape, scores.dtype
+        return loss.masked_fill_(~counted, 0).sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        shares, weight, counted, count, rows, columns = ctx.saved_tensors
+        each = (grad / count).to(shares.dtype) * counted
+        into = shares * (weight * each).unsqueeze(-1)
+        if ctx.smoothing:
+            into -= (each * (ctx.smoothing / ctx.classes)).unsqueeze(-1)
+        into[rows, columns] -= each[rows] * (1 - ctx.smoothing)
+        return into.view(ctx.shape).to(ctx.dtype), None, None, None, None, None
+
+
+def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
+    """On the CPU, where it costs next to nothing; a rank that has no such row would take it for another's."""
+    if numbers.device.type == "cpu" and numbers.numel():
+        low, high = numbers.aminmax()
+        if int(low) < 0 or int(high) >= size:
+            raise IndexError(f"{name} {int(low) if int(low) < 0 else int(high)} is not between 0 and {size - 1}")

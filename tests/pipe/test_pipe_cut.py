@@ -1,0 +1,70 @@
+"""Cutting a model into stages."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from mpitrain.errors import InputError
+from mpitrain.models.gpt import GPT
+from mpitrain.pipe.cut import blocks_of, cut_blocks, parameter_costs, partition, time_costs
+
+
+def test_no_other_cut_has_a_smaller_largest_part():
+    costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0]
+    for parts in range(1, len(costs) + 1):
+        found = partition(costs, parts)
+        assert found[0] == 0 and found[-1] == len(costs) and all(a < b for a, b in pairwise(found))
+        cuts = ([0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), parts - 1))
+        best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+        assert max(sum(costs[a:b]) for a, b in pairwise(found)) == best
+
+
+def test_what_is_free_under_the_largest_part_is_even_too():
+    assert partition([10, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
+
+
+def test_blocks_by_number_by_parameters_and_by_time():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4), nn.Linear(4, 4))
+    blocks = blocks_of(model)
+    assert [name for name, _ in blocks] == ["0", "1", "2", "3"]
+    assert cut_blocks(blocks, 3, None) == [0, 2, 3, 4]
+    assert parameter_costs(blocks) == [20, 2000, 1604, 20]
+    assert cut_blocks(blocks, 2, parameter_costs(blocks)) == [0, 2, 4]
+
+
+def test_measuring_blocks_changes_nothing_in_the_model():
+    class Slow(nn.Module):
+        def forward(self, x):
+            for _ in range(300):
+                x = x @ x
+                x = x / x.norm()
+            return x
+
+    model = nn.Sequential(nn.BatchNorm1d(32), nn.Dropout(0.5), Slow(), nn.Linear(32, 32))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    costs = time_costs(blocks_of(model), torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(torch.rand(3), wanted)
+    assert max(costs) == costs[2]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_that_cannot_be_cut_is_refused():
+    with pytest.raises(InputError, match="pipeline_blocks"):
+        blocks_of(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="3 blocks, but there are 4 stages"):
+        cut_blocks(blocks_of(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4, None)
+
+
+def test_a_parameter_outside_all_blocks_is_refused():
+    model = GPT(10, 1, 8, 2)
+    model.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(InputError, match="extra"):
+        blocks_of(model)

@@ -1,0 +1,316 @@
+"""Training through a pipeline equals training in one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from pipe.pipe_models import (
+    SCHEDULES,
+    Delay,
+    descend,
+    even,
+    gpt,
+    largest_error,
+    layers,
+    mean_square,
+    numbers,
+    step_alone,
+    tokens,
+    train_both,
+)
+from torch import nn
+
+from mpitrain.errors import InputError
+from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.record import from_json
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import simulate
+
+MICROBATCHES = (1, 2, 4, 7)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_losses_and_gradients_of_a_tied_gpt_equal_one_process(world, kind, full):
+    for count in MICROBATCHES:
+        pipeline, _, told = train_both(
+            world, gpt, lambda m: m.loss, SCHEDULES[kind], tokens(count), steps=10 if full else 2
+        )
+        for found, expected, error in told:
+            assert found == pytest.approx(expected, rel=1e-5)
+            assert error < 1e-5
+        assert pipeline.counted_elsewhere() == ({"head.weight"} if _has_second_copy(world, kind) else set())
+
+
+def _has_second_copy(world, kind: str) -> bool:
+    return kind != "zb-v" and world.rank == world.size - 1
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", [k for k in SCHEDULES if k != "terapipe"])
+def test_where_the_order_of_arithmetic_is_the_same_so_are_the_bits(world, kind):
+    for count in MICROBATCHES:
+        _, _, told = train_both(world, layers, lambda m: mean_square, SCHEDULES[kind], numbers(count), steps=3)
+        assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_recomputing_changes_no_bit(world):
+    for kind in ("1f1b", "zb-h1", "interleaved"):
+        options = SCHEDULES[kind] | {"recompute": True}
+        _, _, told = train_both(world, layers, lambda m: mean_square, options, numbers(4), steps=2)
+        assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+
+
+@pytest.mark.ranks(2, 4)
+def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(world):
+    pipeline, _, _ = train_both(world, gpt, lambda m: m.loss, SCHEDULES["1f1b"], tokens(3), steps=3)
+    mine = dict(pipeline.module.named_parameters())
+    weight = mine.get("embedding.weight", mine.get("head.weight", torch.zeros(30, 8))).detach()
+    everyone = torch.empty(world.size * weight.numel())
+    world.all_gather(everyone, weight.flatten())
+    copies = everyone.view(world.size, -1)
+    assert torch.equal(copies[0], copies[-1])
+    assert copies[0].abs().sum() > 0
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", [k for k in SCHEDULES if k != "terapipe"])
+def test_microbatches_held_are_those_predicted(world, kind):
+    options = SCHEDULES[kind]
+    pipeline = Pipeline(layers(), mean_square, world, **options)
+    for count in (1, 2, 3, 9):
+        pipeline.forward_backward(numbers(count), even(count))
+        schedule = make_schedule(options["schedule"], world.size, count, options.get("chunks", 1))
+        assert pipeline.peak_in_flight == simulate(schedule).peaks[world.rank] / schedule.chunks
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_delays_anywhere_change_nothing(world, kind):
+    draw = random.Random(world.rank)
+
+    def with_delays() -> nn.Sequential:
+        model = layers(8)
+        late = [Delay(lambda: draw.choice((0, 0, 0.002))) for _ in model]
+        return nn.Sequential(*(nn.Sequential(block, wait) for block, wait in zip(model, late, strict=True)))
+
+    _, _, told = train_both(world, with_delays, lambda m: mean_square, SCHEDULES[kind], numbers(5), steps=1)
+    assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+
+
+class Fork(nn.Module):
+    """A tensor -> features that need a gradient, whole numbers, features that need none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.linear(x), x.argmax(-1), x * 2
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, parts):
+        x, index, other = parts
+        return torch.tanh(self.linear(x)) + other, index, other
+
+
+class Join(nn.Module):
+    """Leaves one of its inputs unused."""
+
+    def forward(self, parts):
+        x, index, _ = parts
+        return x * (index + 1).unsqueeze(-1)
+
+
+def forked() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(Fork(), *(Middle() for _ in range(6)), Join())
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_several_tensors_pass_between_stages(world):
+    for kind in ("1f1b", "zb-h1", "zb-v"):
+        for recompute in (False, True):
+            options = SCHEDULES[kind] | {"recompute": recompute}
+            _, _, told = train_both(world, forked, lambda m: mean_square, options, numbers(3), steps=2)
+            assert [(found, error) for found, _, error in told] == [(expected, 0.0) for _, expected, _ in told]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("static", [True, False])
+def test_shapes_may_change_between_and_inside_batches(world, static):
+    model, alone = gpt(), gpt()
+    pipeline = Pipeline(model, model.loss, world, schedule="1f1b", static_shapes=static)
+    batches = [tokens(3), tokens(2, samples=1, sequence=9), [*tokens(3), *tokens(1, samples=1)], tokens(3)]
+    for microbatches in batches:
+        weights = [len(x) / 7 for x, _ in microbatches]
+        expected = step_alone(alone, alone.loss, microbatches, weights)
+        pipeline.module.zero_grad()
+        assert pipeline.forward_backward(microbatches, weights) == pytest.approx(expected, rel=1e-5)
+        pipeline.synchronize_tied()
+        assert largest_error(pipeline, alone) < 1e-5
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_evaluation_gives_the_same_loss_on_every_rank_and_leaves_no_trace(world):
+    for kind, options in SCHEDULES.items():
+        model, alone = gpt(), gpt().eval()
+        pipeline = Pipeline(model, model.loss, world, microbatches=3, **options)
+        pipeline.module.train()
+        ((x, y),) = tokens(1, samples=5)
+        with torch.no_grad():
+            expected = float(alone.loss(alone(x), y))
+        found = pipeline.evaluate(x, y)
+        assert found == pytest.approx(expected, rel=1e-5), kind
+        everyone = torch.empty(world.size, dtype=torch.float64)
+        world.all_gather(everyone, torch.tensor([found], dtype=torch.float64))
+        assert len(set(everyone.tolist())) == 1
+        assert pipeline.module.training
+        assert all(p.grad is None for p in pipeline.module.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_added_to_the_memory_they_were_given(world):
+    for kind in ("1f1b", "zb-h1", "zb-v"):
+        pipeline = Pipeline(layers(), mean_square, world, **SCHEDULES[kind])
+        parameters = list(pipeline.module.parameters())
+        arena = world.arena(sum(p.numel() for p in parameters))
+        offset = 0
+        for p in parameters:
+            p.grad = arena.view(offset, p.shape)
+            offset += p.numel()
+        pipeline.forward_backward(numbers(3), even(3))
+        once = arena.tensor.clone()
+        pipeline.forward_backward(numbers(3), even(3))
+        torch.testing.assert_close(arena.tensor, 2 * once)
+        assert once.abs().sum() > 0
+        for p in parameters:
+            p.grad = None
+        arena.free()
+
+
+@pytest.mark.ranks(2, 3)
+def test_half_precision_passes_between_stages(world):
+    model, alone = gpt(), gpt()
+    pipeline = Pipeline(model, model.loss, world, schedule="zero-bubble")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step_alone(alone, alone.loss, tokens(4), even(4))
+        found = pipeline.forward_backward(tokens(4), even(4))
+    pipeline.synchronize_tied()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert largest_error(pipeline, alone) < 2e-2
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_every_cut_trains_alike(world):
+    ((x, _),) = tokens(1)
+    for cut in ("uniform", "parameters", "time"):
+        options = {"schedule": "1f1b", "cut": cut, "sample": x}
+        pipeline, _, told = train_both(world, gpt, lambda m: m.loss, options, tokens(2), steps=1)
+        assert told[0][2] < 1e-5
+        bounds = world.all_gather_object(list(pipeline.bounds))
+        assert all(b == bounds[0] for b in bounds)
+
+
+@pytest.mark.ranks(2, 4)
+def test_names_are_those_of_the_whole_model(world):
+    pipeline = Pipeline(gpt(), gpt().loss, world, schedule="1f1b")
+    everywhere = [name for names in world.all_gather_object(list(pipeline.module.state_dict())) for name in names]
+    assert sorted(everywhere) == sorted(gpt().state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_a_recording_tells_every_step(world, tmp_path):
+    pipeline = Pipeline(layers(), mean_square, world, schedule="zero-bubble", record=True)
+    for _ in range(2):
+        pipeline.forward_backward(numbers(4), even(4))
+    recording = pipeline.recording()
+    if world.rank == 0:
+        measured = from_json(recording)
+        assert [tuple(r.step for r in runs) for runs in measured.runs] == list(measured.schedule.steps)
+        assert measured.busy > 0 and 0 <= measured.idle < 1
+    pipeline.write_recording(tmp_path / "run.json")
+
+
+@pytest.mark.ranks(2)
+def test_a_model_may_be_built_without_memory(world):
+    whole = layers()
+    with torch.device("meta"):
+        empty = layers()
+    pipeline = Pipeline(empty, mean_square, world)
+    pipeline.module.to_empty(device="cpu")
+    state = whole.state_dict()
+    pipeline.module.load_state_dict({name: state[name] for name in pipeline.module.state_dict()})
+    expected = step_alone(whole, mean_square, numbers(2), even(2))
+    assert pipeline.forward_backward(numbers(2), even(2)) == expected
+    assert largest_error(pipeline, whole) == 0.0
+    with torch.device("meta"), pytest.raises(InputError, match=r"embedding.weight is shared"):
+        Pipeline(gpt(), mean_square, world)
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_of_nothing_is_nothing(world):
+    assert Pipeline(layers(), mean_square, world).forward_backward([], []) == 0.0
+
+
+def test_shapes_that_differ_where_they_should_not_are_named():
+    import mpitrain
+
+    class Grows(nn.Module):
+        wide = False
+
+        def forward(self, x):
+            return torch.cat([x, x]) if self.wide else x
+
+    grows = Grows()
+    model = nn.Sequential(nn.Linear(5, 5), grows, nn.Linear(5, 5), nn.Linear(5, 5))
+    pipeline = Pipeline(model, lambda output, y: output.sum(), mpitrain.init(), schedule="zero-bubble", chunks=2)
+    pipeline.forward_backward(numbers(1), [1.0])
+    grows.wide = True
+    with pytest.raises(InputError, match="static_shapes=False"):
+        pipeline.forward_backward(numbers(1), [1.0])
+    told = Pipeline(model, lambda o, y: o.sum(), mpitrain.init(), schedule="zero-bubble", chunks=2, static_shapes=False)
+    told.forward_backward(numbers(1), [1.0])
+    grows.wide = False
+    told.forward_backward(numbers(1), [1.0])
+
+
+def test_dropping_the_last_step_leaves_nothing_behind():
+    """A batch that fails does not poison the next."""
+    import mpitrain
+
+    fails = [True]
+
+    def loss(output, y):
+        if fails[0]:
+            raise ValueError("once")
+        return mean_square(output, y)
+
+    pipeline = Pipeline(layers(4), loss, mpitrain.init(), schedule="interleaved", chunks=4)
+    alone = layers(4)
+    with pytest.raises(ValueError, match="once"):
+        pipeline.forward_backward(numbers(2), even(2))
+    fails[0] = False
+    pipeline.module.zero_grad()
+    expected = step_alone(alone, mean_square, numbers(2), even(2))
+    assert pipeline.forward_backward(numbers(2), even(2)) == expected
+    assert largest_error(pipeline, alone) == 0
+    descend(alone)
+
+
+def test_a_model_that_cannot_look_back_over_slices_is_refused():
+    import mpitrain
+
+    with pytest.raises(InputError, match="forward_slice"):
+        Pipeline(layers(2), mean_square, mpitrain.init(), schedule="terapipe", slices=2)
+    pipeline = Pipeline(gpt(1), gpt(1).loss, mpitrain.init(), schedule="terapipe", slices=3)
+    with pytest.raises(InputError, match="3 slices of the sequence"):
+        pipeline.forward_backward(tokens(1, sequence=2), [1.0])

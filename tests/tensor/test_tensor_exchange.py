@@ -1,0 +1,73 @@
+"""The exchange of activations: sizes that grow, every type, memory that is not shared, and ranks that differ."""
+
+import pytest
+import torch
+
+from mpitrain.errors import CommunicationError
+from mpitrain.tensor import Axis
+
+
+@pytest.fixture(params=["shared", "messages"])
+def axis(request, world):
+    made = Axis(world)
+    if request.param == "messages":
+        made.free()  # as on an axis that spans nodes
+    yield made
+    made.free()
+
+
+def of(rank, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_results_hold_while_tensors_come_and_go_and_grow(axis):
+    everyones = range(axis.size)
+    results = []
+    for elements in (3, 70_000, 300_000, 5, 600_000, 70_000, 0):
+        mine = of(axis.rank, elements, 2)
+        whole, lengths = axis.all_gather(of(axis.rank, axis.rank + 1, elements), 0)
+        results.append((axis.all_reduce(mine), sum(of(r, elements, 2) for r in everyones)))
+        results.append((whole, torch.cat([of(r, r + 1, elements) for r in everyones])))
+        results.append((axis.reduce_scatter(mine, 1), axis.own(sum(of(r, elements, 2) for r in everyones), 1)))
+        assert lengths == [r + 1 for r in everyones]
+    for found, expected in results:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sums_of_16_bit_numbers_are_rounded_once(axis, dtype):
+    for elements in (100, 40_000):
+        expected = sum(of(r, elements, dtype=dtype).double() for r in range(axis.size)).to(dtype)
+        found = axis.all_reduce(of(axis.rank, elements, dtype=dtype))
+        assert found.dtype == dtype
+        off = (found.double() - expected.double()).abs()
+        assert off.max() <= torch.finfo(dtype).eps * 8
+        # fp32 sums rounded once are nearly always the exact sum rounded once
+        assert (off == 0).double().mean() > (0.98 if dtype != torch.float64 else 0.7)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_tensors_that_are_not_contiguous_are_taken_as_they_are(axis):
+    x = of(axis.rank, 6, 4).t()
+    torch.testing.assert_close(axis.all_reduce(x), sum(of(r, 6, 4) for r in range(axis.size)).t())
+    torch.testing.assert_close(axis.all_gather(x, 1)[0], torch.cat([of(r, 6, 4).t() for r in range(axis.size)], 1))
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_were_fed_different_samples_are_told_so(world):
+    axis = Axis(world)
+    with pytest.raises(CommunicationError, match=r"rank 1 brings 20 elements of float32 for all-reduce, rank 0 16 "):
+        axis.all_reduce(torch.zeros(16 if axis.rank == 0 else 20))
+    with pytest.raises(
+        CommunicationError,
+        match="rank 1 brings 16 elements of float32 for all-gather, rank 0 16 elements of float32 for all-reduce",
+    ):
+        axis.all_reduce(torch.zeros(16)) if axis.rank != 1 else axis.all_gather(torch.zeros(16), 0)
+    with pytest.raises(CommunicationError, match="for all-reduce, rank 0"):
+        axis.all_reduce(torch.zeros(1 << (20 if axis.rank == 1 else 2)))
+    with pytest.raises(CommunicationError, match="rank 1 brings 2 elements of float32 for all-reduce number 8, rank 0"):
+        axis.all_reduce(torch.zeros(2), 7 + min(axis.rank, 1))  # as large, but of another layer
+    torch.testing.assert_close(axis.all_reduce(torch.ones(3)), torch.full((3,), float(axis.size)))  # and it goes on
+    axis.free()

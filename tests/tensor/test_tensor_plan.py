@@ -1,0 +1,203 @@
+"""Plans: a user's own models by module names, and what is wrong with a plan, told in one line."""
+
+import copy
+
+import pytest
+import torch
+from tensor_support import CLOSE, check_gradients
+from torch import nn
+from torch.nn import functional
+
+from mpitrain.errors import InputError
+from mpitrain.models.mlp import MLP
+from mpitrain.tensor import Column, Row, parallelize, plan_for
+
+
+class Attention(nn.Module):
+    """Separate projections, grouped heads for keys and values; counts its heads."""
+
+    def __init__(self, width=24, heads=6, groups=6):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, groups, width // heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, groups * self.head_dim)
+        self.v = nn.Linear(width, groups * self.head_dim)
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """Heads first in the fused layer: [heads, 3, head_dim]."""
+
+    def __init__(self, width=24, heads=6):
+        super().__init__()
+        self.head_dim = width // heads
+        self.query_key_value, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        qkv = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(*qkv.unbind(3), is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """Gate and value in one linear layer."""
+
+    def __init__(self, width=24, hidden=10):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(functional.silu(gate) * up)
+
+
+class Model(nn.Module):
+    """Learned positions, and a head of its own."""
+
+    def __init__(self, attention=Attention, vocabulary=29):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, 24), nn.Embedding(16, 24)
+        self.drop = nn.Dropout(0.0)
+        self.norm1, self.norm2, self.last = nn.LayerNorm(24), nn.LayerNorm(24), nn.LayerNorm(24)
+        self.attention, self.mlp = attention(), GatedMLP()
+        self.head = nn.Linear(24, vocabulary)
+        self.criterion = nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.1)
+
+    def forward(self, tokens):
+        x = self.drop(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1])))
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return self.head(self.last(x))
+
+    def loss(self, scores, y):
+        return self.criterion(scores.flatten(0, 1), y.flatten())
+
+
+MLP_PLAN = {"mlp.gate_up": Column(sections=2), "mlp.down": "row"}
+ATTENTION_PLAN = {"attention.[qkv]": "column", "attention.o": "row"}
+VOCABULARY_PLAN = {"tokens": "vocabulary", "head": "vocabulary"}
+
+
+def compare(world, whole, plan, sequence=False):
+    model = copy.deepcopy(whole)
+    assert parallelize(model, world, plan, sequence) is model
+    tokens = torch.randint(29, (3, 12), generator=torch.Generator().manual_seed(0))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    losses = [m.loss(m(x), y) for m in (model, whole)]
+    torch.testing.assert_close(losses[0], losses[1], **CLOSE)
+    for loss in losses:
+        loss.backward()
+    check_gradients(world, model, whole)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_users_model_is_divided_by_names(world, sequence):
+    plan = ATTENTION_PLAN | MLP_PLAN | VOCABULARY_PLAN
+    beginning = {"drop": "scatter", "positions": "whole"}  # where the tokens meet the positions, all is whole
+    compare(world, build(), plan | beginning, sequence)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_only_a_part_of_a_model_may_be_divided(world, sequence):
+    rest = {"drop": "scatter", "positions": "whole", "tokens": "whole", "last": "gather", "head": "whole"}
+    compare(world, build(), ATTENTION_PLAN | MLP_PLAN | (rest if sequence else {}), sequence)
+    compare(world, build(), {"head": Column(gather=True), "attention.o": Row(scatter=True)})
+
+
+@pytest.mark.ranks(2)
+def test_grouped_heads_are_divided_with_their_keys_and_values(world):
+    whole = build(attention=lambda: Attention(heads=6, groups=2))
+    compare(world, whole, ATTENTION_PLAN)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_fused_layer_with_heads_first_is_told_by_its_heads(world):
+    whole = build(attention=Fused)
+    with pytest.raises(InputError, match=r"query_key_value: its name does not tell the order .* Column\(sections=1"):
+        parallelize(copy.deepcopy(whole), world, {"attention.query_key_value": "column", "attention.o": "row"})
+    compare(world, whole, {"attention.query_key_value": Column(sections=1, heads=6), "attention.o": "row"})
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"qkv": nn.Linear(4, 12), "one": nn.Linear(4, 8), "two": nn.Linear(8, 4)})
+        self.three = nn.Linear(4, 8, bias=False)
+        self.three.weight = self.inner["one"].weight
+        self.norm = nn.BatchNorm1d(4)
+        self.embedding = nn.Embedding(5, 4, max_norm=1.0)
+        self.other = nn.MultiheadAttention(4, 2)
+
+
+GOOD = {"inner.one": "column", "inner.two": "row", "three": "column"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"innr.on": "column"}, "the plan's 'innr.on' matches no module of Tied; did you mean 'inner.one'?"),
+        ({"inner.one": "colum"}, "the plan's 'inner.one' is 'colum', which is unknown; use one of column, row, "),
+        ({"inner.*": "row", "inner.one": "column"}, "inner.one is matched by 'inner.*' and 'inner.one' of the plan"),
+        ({"norm": "column", **GOOD}, "norm is a BatchNorm1d, which cannot be divided as 'column'; only a plain nn.Lin"),
+        ({"other.out_proj": "row"}, "other.out_proj is a NonDynamicallyQuantizableLinear, which cannot be divided as"),
+        ({"inner.two": "vocabulary"}, "inner.two leaves the scores divided, but Tied has no attribute `criterion`"),
+        ({"embedding": "vocabulary"}, "embedding: an embedding with max_norm cannot be divided"),
+        ({"inner.one": "column", "inner.two": "row"}, "three shares weight with inner.one, which the plan divides; pl"),
+        ({**GOOD, "three": "row"}, "inner.one and three share weight, but the plan divides it differently"),
+        ({"inner.one": "column"}, "the plan divides the outputs of inner.one, but has no row layer that takes them"),
+        ({"inner.qkv": "column", "inner.two": "row"}, "inner.qkv is fused, but ModuleDict has no attribute that tell"),
+        ({**GOOD, "three": Column(sections=3)}, "three has 8 outputs, not 3 equal parts; give their sizes"),
+        ({**GOOD, "three": Column(sections=(4, 5))}, "three has 8 outputs, but the sections [4, 5] sum to 9; make"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_told(world, plan, message):
+    with pytest.raises(InputError) as caught:
+        parallelize(Tied(), world, plan)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.agreed
+
+
+@pytest.mark.ranks(2, 4)
+def test_heads_that_cannot_be_shared_are_refused_with_the_numbers_that_can(world):
+    attention = nn.ModuleDict({"attention": Attention(width=18, heads=3, groups=3)})
+    with pytest.raises(InputError) as caught:
+        parallelize(attention, world, ATTENTION_PLAN)
+    near = {2: "2 or 4 heads", 4: "4 heads"}[world.size]
+    assert str(caught.value) == (
+        f"attention.q: 3 heads cannot be shared evenly by {world.size} tensor ranks; use 1 or 3 ranks, or {near}"
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_counts_its_heads_is_divided_whole_or_not_at_all(world):
+    attention = nn.ModuleDict({"attention": Attention()})
+    with pytest.raises(
+        InputError, match=r"attention.num_heads counts the heads of all its linear layers, but .* leaves k, v out"
+    ):
+        parallelize(attention, world, {"attention.q": "column", "attention.o": "row"})
+
+
+@pytest.mark.ranks(2)
+def test_along_the_sequence_what_the_plan_does_not_know_of_is_asked_for(world):
+    with pytest.raises(InputError, match=r"positions has parameters, and the plan does not say whether it works on a"):
+        parallelize(build(), world, {**ATTENTION_PLAN, **MLP_PLAN, **VOCABULARY_PLAN, "drop": "scatter"}, sequence=True)
+
+
+def test_a_model_without_a_plan_is_refused_with_the_way_to_give_it_one():
+    with pytest.raises(InputError, match=r"MLP does not say how it is to be divided; give it a method tensor_plan\(\)"):
+        plan_for(MLP(4, 2, 1, 8, nn.MSELoss()))
