@@ -1,0 +1,50 @@
+"""TORCH_DISTRIBUTED_DEBUG=DETAIL: before each collective the ranks compare what they are about to do.
+
+Different operations, shapes, types, roots or reductions are an error that shows every rank's, where MPI would answer
+with a hang or wrong data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mpitrain.backend.failures import GroupError
+from mpitrain.comm import Communicator
+
+_BYTES = 400  # of a description on the wire
+
+
+class Comparison:
+    """The comparisons of one process group."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._count = 0
+
+    def compare(self, name: str, alike: Sequence[object]) -> None:
+        """Raises GroupError on every rank unless all are about to do the same. Collective.
+
+        alike: what must be the same: lists of tensors (their types and shapes), reductions, ranks.
+        """
+        self._count += 1
+        mine = np.zeros(_BYTES, dtype=np.uint8)
+        text = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
+        raw = f"{name} #{self._count} {text}".encode()[:_BYTES]
+        mine[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+        everyone = np.empty((self._comm.size, _BYTES), dtype=np.uint8)
+        self._comm.all_gather(everyone.reshape(-1), mine)
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
+        if len(set(texts)) > 1:
+            table = "".join(f"\n  rank {rank}  {text}" for rank, text in enumerate(texts))
+            raise GroupError(
+                f"ranks of {self._comm.label} call different collectives, or with different shapes; every rank must "
+                f"make the same call:{table}",
+                agreed=True,
+            )
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

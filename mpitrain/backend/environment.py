@@ -1,0 +1,63 @@
+"""RANK, WORLD_SIZE and their kin, as torchrun sets them, from MPI or from what its launcher left.
+
+| variable | meaning |
+|---|---|
+| RANK, WORLD_SIZE | this process among all |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | this process among those of its node |
+| GROUP_RANK, GROUP_WORLD_SIZE | its node among all |
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+# what the launchers call rank, size and local rank
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("PMI_RANK", "PMI_SIZE", "SLURM_LOCALID"),
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
+
+
+def from_launcher(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """RANK, WORLD_SIZE and LOCAL_RANK as the launcher says them; None if no launcher we know does."""
+    for names in _LAUNCHERS:
+        if all(environment.get(name, "").isdigit() for name in names):
+            rank, size, local = (environment[name] for name in names)
+            return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local}
+    return None
+
+
+def from_communicator(world: Communicator) -> dict[str, str]:
+    values = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "GROUP_RANK": world.node,
+        "GROUP_WORLD_SIZE": world.num_nodes,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def publish(world: Communicator) -> None:
+    """Set the variables to what MPI says."""
+    os.environ.update(from_communicator(world))
+
+
+def announce() -> None:
+    """Set the variables before the script reads them, and without MPI where the launcher says enough."""
+    told = from_launcher(os.environ)
+    if told is not None:
+        os.environ.update(told)
+    elif multiprocessing.parent_process() is None:
+        from mpitrain.comm import init
+
+        publish(init(abort_on_error=False))

@@ -1,0 +1,131 @@
+"""torch's tensors as the communicator takes them: detached, contiguous, of a type it knows.
+
+Types that it does not reduce (fp8, unsigned 16 to 64 bits) travel as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from mpitrain.comm.buffers import DTYPES
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain
+
+
+def known(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one of a type the communicator moves, over the same memory."""
+    return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def to_read(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in order, to be moved: itself, or a copy if it is not contiguous."""
+    return known(detached(tensor).contiguous())
+
+
+class Written:
+    """A tensor to write into: `buffer` takes the elements in order, `land()` brings them home if it is a copy."""
+
+    __slots__ = ("_home", "buffer", "whole")
+
+    def __init__(self, tensor: torch.Tensor, *, keep: bool = False) -> None:
+        """keep: what the tensor holds now is read, too."""
+        home = tensor.detach()
+        lazy = home.is_conj() or home.is_neg()
+        if home.is_contiguous() and not lazy:
+            self._home, self.whole = None, home
+        else:
+            self._home = home
+            self.whole = detached(tensor).contiguous() if keep else _empty_like(home)
+        self.buffer = known(self.whole)
+
+    def land(self) -> None:
+        if self._home is not None:
+            self._home.copy_(self.whole)
+
+
+class Blocks:
+    """Tensors one after the other in one buffer: themselves where they lie so already, else copies."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [t.detach() for t in tensors]
+        first = self._tensors[0]
+        total = sum(t.numel() for t in self._tensors)
+        self.sizes = [t.numel() * _width(first) for t in self._tensors]  # elements of `buffer`
+        self._together = _adjacent(self._tensors)
+        if self._together:
+            self.whole = torch.as_strided(first, (total,), (1,), first.storage_offset())
+        else:
+            self.whole = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.buffer = known(self.whole)
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    def _parts(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        pieces = torch.split(self.whole, [t.numel() for t in self._tensors])
+        return [(tensor, piece.view(tensor.shape)) for tensor, piece in zip(self._tensors, pieces, strict=True)]
+
+    def collect(self) -> None:
+        """Copy the tensors into the buffer."""
+        if not self._together:
+            for tensor, piece in self._parts():
+                piece.copy_(tensor)
+
+    def spread(self) -> None:
+        """Copy the buffer into the tensors."""
+        if not self._together:
+            for tensor, piece in self._parts():
+                tensor.copy_(piece)
+
+
+def row_counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
+    """Elements of each rank's block, given its rows of dimension 0; None: all equal."""
+    if not rows:
+        return None
+    each = prod(tensor.shape[1:]) * _width(tensor)
+    return [int(n) * each for n in rows]
+
+
+def _width(tensor: torch.Tensor) -> int:
+    """Elements that `known` makes of one."""
+    return 1 if tensor.dtype in DTYPES else tensor.element_size()
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    address = tensors[0].data_ptr()
+    storage = tensors[0].untyped_storage().data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.dtype != tensors[0].dtype or tensor.is_conj() or tensor.is_neg():
+            return False
+        if tensor.untyped_storage().data_ptr() != storage or (tensor.numel() and tensor.data_ptr() != address):
+            return False
+        address += tensor.numel() * tensor.element_size()
+    return True
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def on_stream(tensors: Sequence[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:
+    """The call, after what the caller's streams hold by now: it may be made from another thread."""
+    devices = {t.device for t in tensors if t.is_cuda}
+    if not devices:
+        return call
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def run() -> None:
+        for event in events:
+            event.synchronize()
+        call()
+
+    return run

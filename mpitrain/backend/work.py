@@ -1,0 +1,276 @@
+"""Handles of operations under way, as torch.distributed wants them. `mpitrain.backend.queues` carries them out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpitrain.backend.failures import GroupError, translation
+from mpitrain.backend.queues import Queue, Waiting
+from mpitrain.comm.work import Messages
+from mpitrain.errors import MpitrainError
+
+_POLLS = 200  # before sleeping between them
+_NAP = 5e-5  # seconds
+
+
+class Finished(dist.Work):
+    """An operation that is complete. outputs: the tensors it wrote."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.outputs = list(outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        future = _future_for(self.outputs)
+        future.set_result(self.outputs)
+        return future
+
+
+class Operation(dist.Work):
+    """A collective in a `Queue`."""
+
+    def __init__(self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue) -> None:
+        super().__init__()
+        self.name = name
+        self.outputs = list(outputs)
+        self.complete = False
+        self.error: BaseException | None = None
+        self._call: Callable[[], None] | None = call
+        self._queue = queue
+        self._futures: list[torch.futures.Future] = []
+        self._change = threading.Lock()
+
+    def run(self) -> None:
+        """Carry it out. The queue calls this once."""
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            call()
+        except MpitrainError as error:  # surfaces in wait() and in the futures
+            self.error = translation(error)
+        except BaseException as error:
+            self.error = error
+
+    def announce(self) -> None:
+        """It is complete: resolve the futures that were asked for. Their callbacks run in this thread."""
+        with self._change:
+            self.complete = True
+            waiting, self._futures = self._futures, []
+        for future in waiting:
+            future.set_result(self.outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises what the operation raised, and GroupError when it is not complete in time."""
+        if not self.complete:
+            if timeout is None or timeout <= timedelta(0):
+                self._queue.finish(self)
+            else:
+                self._queue.start()
+                _poll(lambda: self.complete, timeout.total_seconds(), self.name, "does every rank call it?")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self.complete:
+            self._queue.start()
+        return self.complete
+
+    def is_success(self) -> bool:
+        return self.complete and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Resolved with the outputs. Its callbacks may run in any thread.
+
+        An error is raised by a callback of our own: an exception set on a future crashes DDP's reducer.
+        """
+        if not self.complete:
+            if self._queue.is_this_thread or (not self._queue.threaded and torch._C._current_graph_task_id() != -1):
+                self._queue.finish(self)
+            else:
+                self._queue.start()
+        future = _future_for(self.outputs)
+        with self._change:
+            resolved = self.complete
+            if not resolved:
+                self._futures.append(future)
+        if resolved:
+            future.set_result(self.outputs)
+            if self.error is None:
+                return future
+        return future.then(self._outcome)
+
+    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+
+class Message(dist.Work):
+    """A send or a receive that MPI carries by itself. land: puts what arrived in its place."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Messages,
+        outputs: Sequence[torch.Tensor],
+        timeout: float,
+        waiting: Waiting,
+        in_flight: set[Message],
+        land: Callable[[], None] | None = None,
+    ) -> None:
+        """in_flight: keeps it until it is complete, because MPI uses its memory, whether or not the caller does."""
+        super().__init__()
+        self.name, self.outputs = name, list(outputs)
+        self._work, self._timeout, self._waiting, self._land = work, timeout, waiting, land
+        self._complete = False
+        self._change = threading.Lock()
+        self._in_flight = in_flight
+        in_flight.add(self)
+
+    def _done(self) -> bool:
+        with self._change:
+            if not self._complete and self._work.done():
+                if self._land is not None:
+                    self._land()
+                self._complete = True
+                self._in_flight.discard(self)
+        return self._complete
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._done():
+            self._waiting.start_all()
+            given = timeout is not None and timeout > timedelta(0)
+            seconds = timeout.total_seconds() if given and timeout is not None else self._timeout
+            _poll(self._done, seconds, self.name, "is the other rank there?")
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done()
+
+    def is_success(self) -> bool:
+        return self._complete
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+    def source_rank(self) -> int:
+        """The rank in the group that sent what arrived."""
+        source = self._work.source
+        if source is None:
+            raise GroupError(f"{self.name} is not complete yet; wait() first")
+        return source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        future = _future_for(self.outputs)
+        if self._done():
+            future.set_result(self.outputs)
+            return future
+        outcome: list[BaseException] = []
+
+        def finish() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                outcome.append(error)
+            future.set_result(self.outputs)
+
+        def check(_: torch.futures.Future) -> list[torch.Tensor]:
+            if outcome:
+                raise outcome[0]
+            return self.outputs
+
+        checked = future.then(check)
+        threading.Thread(target=finish, name="mpitrain-message", daemon=True).start()
+        return checked
+
+
+class Several(dist.Work):
+    """Operations that were issued as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout) if timeout is not None else work.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future:
+        outputs = self.result()
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda all_of_them: [part.value() for part in all_of_them.value()] and outputs
+        )
+
+
+def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> None:
+    deadline = time.monotonic() + seconds
+    polls = 0
+    while not done():
+        polls += 1
+        if polls > _POLLS:
+            if time.monotonic() > deadline:
+                raise GroupError(f"{name}: timeout after {seconds:g} s; {hint}")
+            time.sleep(_NAP)
+        else:
+            time.sleep(0)
+
+
+def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
+    devices = sorted({t.device for t in outputs if t.is_cuda}, key=str)
+    return torch.futures.Future(devices=devices) if devices else torch.futures.Future()

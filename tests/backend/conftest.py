@@ -1,0 +1,20 @@
+"""The process group of a test: made before it, destroyed after it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+
+@pytest.fixture
+def group(world):
+    """torch.distributed, initialised with this backend over all ranks."""
+    import torch.distributed as dist
+
+    import mpitrain.backend  # noqa: F401
+
+    dist.init_process_group("mpitrain", timeout=timedelta(seconds=60))
+    yield dist
+    if dist.is_initialized():
+        dist.destroy_process_group()

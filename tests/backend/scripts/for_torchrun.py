@@ -1,0 +1,24 @@
+"""A script as people write it for torchrun; nothing of mpitrain in it."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed import init_process_group
+
+rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+init_process_group(sys.argv[1], init_method="env://")
+assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+assert os.environ["MASTER_ADDR"] and local_rank <= rank
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+model(torch.ones(2, 3)).sum().backward()
+pair = dist.new_group([0, 1], backend=sys.argv[1])
+x = torch.tensor([rank + 1.0])
+dist.all_reduce(x, group=pair)
+print(f"rank {rank} of {size} sum {x.item()} over {dist.get_backend()} with {sys.argv[2]}", flush=True)
+if sys.argv[2] == "--fail":
+    if rank == 1:
+        sys.exit(3)
+    dist.barrier()  # the other rank would wait here
+dist.destroy_process_group()

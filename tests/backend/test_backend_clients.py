@@ -1,0 +1,211 @@
+"""What is built on torch.distributed works over this backend: groups, meshes, DTensor, pipelines, checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from support import job
+from torch import nn
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_groups_of_some_ranks(group, world):
+    size, rank = world.size, world.rank
+    every = [group.new_group([r, (r + 1) % size]) for r in range(size if size > 2 else 1)]  # overlapping ones
+    for r, pair in enumerate(every):
+        if rank in (r, (r + 1) % size):
+            x = torch.tensor([float(rank)])
+            group.all_reduce(x, group=pair)
+            assert x == r + (r + 1) % size
+        else:
+            assert group.get_rank(pair) == -1
+    backward = group.new_group(list(range(size))[::-1], sort_ranks=False)
+    assert group.get_group_rank(backward, rank) == size - 1 - rank
+    out = torch.empty(size)
+    group.all_gather_into_tensor(out, torch.tensor([float(rank)]), group=backward)
+    assert out.tolist() == list(range(size))[::-1]
+    by_members_alone = group.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    if by_members_alone is not None:
+        group.barrier(by_members_alone)
+    assert type(group.new_group(backend="gloo")).__name__ == "MPIProcessGroup"  # the store could connect no other
+    halves = group.split_group(split_ranks=[[0], list(range(1, size))])
+    assert halves.size() == (1 if rank == 0 else size - 1)
+    x = torch.ones(1)
+    group.all_reduce(x, group=halves)
+    assert x == halves.size()
+
+
+@pytest.mark.ranks(2, 3)
+def test_destroyed_groups_can_be_made_again(group, world):
+    from mpitrain.backend.groups import place
+
+    made = place().made
+    before = len(made.get((0, 1), []))
+    for _ in range(3):
+        pair = group.new_group([0, 1])
+        if world.rank < 2:
+            x = torch.ones(3)
+            group.all_reduce(x, group=pair)
+            assert (x == 2).all()
+            group.destroy_process_group(pair)
+        group.destroy_process_group()
+        group.init_process_group("mpitrain", timeout=timedelta(seconds=60))
+        x = torch.ones(1)
+        group.all_reduce(x)
+        assert x == world.size
+    if world.rank < 2 < world.size:  # the communicator is used again
+        assert len(made[(0, 1)]) == max(before, 1)
+    kept = group.new_group([0, 1])  # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
+    if world.rank == 0:
+        group.destroy_process_group(kept)
+    again = group.new_group([0, 1])
+    if world.rank < 2:
+        x = torch.ones(1)
+        group.all_reduce(x, group=again)
+        assert x == 2
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_of_two_dimensions_and_tensor_parallel_layers(group, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = torch.arange(24.0).view(4, 6)
+    tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    assert torch.equal(tensor.redistribute(mesh, [Replicate(), Replicate()]).to_local(), whole)
+    assert torch.equal(tensor.redistribute(mesh, [Shard(1), Shard(0)]).full_tensor(), whole)
+    assert isinstance(tensor @ distribute_tensor(whole.t().contiguous(), mesh, [Replicate(), Shard(0)]), DTensor)
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(5, 6)
+    expected = model(x).detach()
+    expected_gradient = torch.autograd.grad(model(x).square().mean(), model[0].weight)[0]
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    torch.testing.assert_close(model(x), expected)
+    model(x).square().mean().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected_gradient)
+
+
+@pytest.mark.ranks(2, 4)
+def test_pipelines_pass_activations_and_gradients(group, world):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(5)
+    layers = [nn.Linear(6, 6) for _ in range(world.size)]
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    loss = nn.functional.mse_loss
+    loss(nn.Sequential(*layers)(x), y).backward()
+    expected = layers[world.rank].weight.grad.clone()
+    layers[world.rank].zero_grad()
+    stage = PipelineStage(layers[world.rank], world.rank, world.size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss)
+    if world.rank == 0:
+        schedule.step(x)
+    elif world.rank == world.size - 1:
+        schedule.step(target=y)
+    else:
+        schedule.step()
+    torch.testing.assert_close(layers[world.rank].weight.grad, expected)
+
+
+@pytest.mark.ranks(2, 3)
+def test_functional_collectives_and_compiled_functions(group, world):
+    import torch.distributed._functional_collectives as functional
+
+    size, rank = world.size, world.rank
+    world_group = group.group.WORLD
+
+    def together(x: torch.Tensor) -> torch.Tensor:
+        total = functional.all_reduce(x + rank, "sum", world_group)
+        part = functional.reduce_scatter_tensor(total.repeat(size), "sum", 0, world_group)
+        return functional.all_gather_tensor(part, 0, world_group) * 2
+
+    x = torch.arange(4.0)
+    expected = (size * x + size * (size - 1) / 2).repeat(size) * size * 2
+    assert torch.equal(together(x), expected)
+    assert torch.equal(torch.compile(together, backend="eager")(x), expected)
+    rows = [r + 1 for r in range(size)]
+    swapped = functional.all_to_all_single(torch.ones(sum(rows)) * rank, [rank + 1] * size, rows, world_group)
+    assert swapped.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
+    root = functional.broadcast(torch.tensor([float(rank)]), 1, world_group)
+    assert root == 1
+
+    @torch.compile(backend="eager")
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        group.all_reduce(x)
+        return x + 1
+
+    assert in_place(torch.ones(2)).tolist() == [size + 1.0] * 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_detailed_debugging_shows_who_calls_what(world, monkeypatch):
+    import torch.distributed as dist
+
+    import mpitrain.backend  # noqa: F401
+
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    dist.set_debug_level_from_env()
+    try:
+        dist.init_process_group("mpitrain", timeout=timedelta(seconds=60))
+        x = torch.ones(2, 3) if world.rank else torch.ones(3, 2)
+        with pytest.raises(RuntimeError, match=r"rank 0  all_reduce #1 float32\[3, 2\]"):
+            dist.all_reduce(x)
+        with pytest.raises(RuntimeError, match=r"rank 1  broadcast #2 float32\[2, 3\] from 0"):
+            dist.broadcast(x, 0) if world.rank else dist.all_reduce(x)
+        dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.mark.serial
+def test_a_checkpoint_of_four_ranks_loads_on_two(tmp_path):
+    for ranks, what in ((4, "save"), (2, "load")):
+        done = job(ranks, [sys.executable, str(SCRIPTS / "checkpoint.py"), what, str(tmp_path / "saved")])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(f"{what} done") == ranks
+
+
+@pytest.mark.serial
+def test_an_unchanged_script_runs_over_mpi(tmp_path):
+    script = [sys.executable, "-m", "mpitrain.backend", str(SCRIPTS / "for_torchrun.py")]
+    done = job(2, [*script, "nccl", "--flag"], MASTER_ADDR="nowhere.invalid", MASTER_PORT="1")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 sum 3.0 over mpitrain with --flag" in done.stdout
+    failed = job(2, [*script, "gloo", "--fail"], timeout=60)
+    assert failed.returncode == 3
+    assert "rank 0 of 2 sum 3.0 over mpitrain with --fail" in failed.stdout
+    assert "rank 1: left with exit code 3" in failed.stderr
+    absent = job(1, [sys.executable, "-m", "mpitrain.backend", "no_such.py"])
+    assert absent.returncode == 2
+    assert "there is no script no_such.py" in absent.stderr
+
+
+@pytest.mark.serial
+def test_importing_the_backend_leaves_mpi_alone_where_the_launcher_tells_the_rank(tmp_path):
+    code = "import mpitrain.backend, os, sys; print(os.environ['RANK'], 'mpi4py' in sys.modules)"
+    alone = job(
+        0,
+        [sys.executable, "-c", code],
+        OMPI_COMM_WORLD_RANK="3",
+        OMPI_COMM_WORLD_SIZE="8",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+    )
+    assert alone.stdout.split() == ["3", "False"], alone.stderr
+    assert job(0, [sys.executable, "-c", code]).stdout.split() == ["0", "True"]  # no launcher: MPI is asked
+    wrong = "import mpitrain.backend, torch.distributed as d; d.init_process_group('gloo')"
+    refused = job(2, [sys.executable, "-c", wrong], timeout=60)
+    assert refused.returncode != 0
+    assert 'say init_process_group("mpitrain")' in refused.stderr

@@ -1,0 +1,315 @@
+"""Every operation of torch.distributed over this backend, against what one process computes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+RANKS = pytest.mark.ranks(2, 3, 4)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+MOVED = (*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16)
+
+
+def value(rank: int, dtype: torch.dtype, shape=(3, 5)) -> torch.Tensor:
+    numbers = (torch.arange(torch.Size(shape).numel()).reshape(shape) * (rank + 2)) % 7 + rank
+    return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits: fp8 and the like have no equality of their own."""
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
+    )
+
+
+@RANKS
+def test_all_reduce_reduces_every_type_by_every_operation(group, world):
+    op = group.ReduceOp
+    operations = {
+        op.SUM: lambda x: x.sum(0),
+        op.PRODUCT: lambda x: x.prod(0),
+        op.MIN: lambda x: x.amin(0),
+        op.MAX: lambda x: x.amax(0),
+    }
+    for dtype in DTYPES:
+        everyone = torch.stack([value(r, dtype) for r in range(world.size)])
+        for kind, expected in operations.items():
+            x = value(world.rank, dtype)
+            group.all_reduce(x, kind)
+            assert torch.equal(x, expected(everyone.double()).to(dtype)), (dtype, kind)
+
+
+@RANKS
+def test_averages_scaled_sums_and_bit_operations(group, world):
+    op = group.ReduceOp
+    x = value(world.rank, torch.float32)
+    everyone = torch.stack([value(r, torch.float32) for r in range(world.size)])
+    group.all_reduce(x, op.AVG)
+    torch.testing.assert_close(x, everyone.mean(0))
+    from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+    x = value(world.rank, torch.float32)
+    group.all_reduce(x, _make_nccl_premul_sum(0.5))
+    torch.testing.assert_close(x, everyone.sum(0) / 2)
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        for kind, join in ((op.BAND, torch.bitwise_and), (op.BOR, torch.bitwise_or), (op.BXOR, torch.bitwise_xor)):
+            x = value(world.rank, dtype)
+            expected = value(0, dtype)
+            for r in range(1, world.size):
+                expected = join(expected, value(r, dtype))
+            group.all_reduce(x, kind)
+            assert torch.equal(x, expected)
+    with pytest.raises(ValueError, match="integer type"):
+        group.all_reduce(torch.ones(2), op.BXOR)
+    with pytest.raises(ValueError, match="cannot be reduced, only moved; convert to float32"):
+        group.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+
+
+@RANKS
+def test_reduce_changes_the_root_alone(group, world):
+    for root in range(world.size):
+        for contiguous in (True, False):
+            x = value(world.rank, torch.float32)
+            x = x if contiguous else x.t().contiguous().t()
+            group.reduce(x, root)
+            total = sum(value(r, torch.float32) for r in range(world.size))
+            assert torch.equal(x, total if world.rank == root else value(world.rank, torch.float32))
+
+
+@RANKS
+def test_movements_of_every_type(group, world):
+    size, rank = world.size, world.rank
+    for dtype in MOVED:
+        x = value(rank, dtype)
+        root = size - 1
+        sent = x.clone()
+        group.broadcast(sent, root)
+        assert same(sent, value(root, dtype)), dtype
+        listed = [torch.empty_like(x) for _ in range(size)]
+        group.all_gather(listed, x)
+        assert all(same(listed[r], value(r, dtype)) for r in range(size))
+        whole = torch.empty((size * 3, 5), dtype=dtype)
+        group.all_gather_into_tensor(whole, x)
+        assert all(same(part, value(r, dtype)) for r, part in enumerate(whole.split(3)))
+        gathered = [torch.empty_like(x) for _ in range(size)] if rank == root else None
+        group.gather(x, gathered, dst=root)
+        assert gathered is None or all(same(gathered[r], value(r, dtype)) for r in range(size))
+        out = torch.empty_like(x)
+        group.scatter(out, [value(10 + r, dtype) for r in range(size)] if rank == root else None, src=root)
+        assert same(out, value(10 + rank, dtype))
+        into = [torch.empty_like(x) for _ in range(size)]
+        group.all_to_all(into, [value(size * rank + r, dtype) for r in range(size)])
+        assert all(same(into[r], value(size * r + rank, dtype)) for r in range(size))
+
+
+@RANKS
+def test_tensors_that_are_not_contiguous(group, world):
+    size, rank = world.size, world.rank
+    columns = torch.zeros(4, 6)[:, ::2]
+    columns += rank + 1
+    group.all_reduce(columns)
+    assert (columns == size * (size + 1) / 2).all()
+    outs = list(torch.zeros(3, size).unbind(1))
+    group.all_gather(outs, torch.full((3, 2), float(rank))[:, 0])
+    assert [int(out[0]) for out in outs] == list(range(size))
+    sliced = torch.zeros(4, 2)
+    group.broadcast(sliced[:, 1], 0) if rank else group.broadcast(torch.arange(8.0).view(4, 2)[:, 1], 0)
+    if rank:
+        assert torch.equal(sliced, torch.tensor([[0, 1], [0, 3], [0, 5], [0, 7]], dtype=torch.float32))
+    image = torch.full((2, 3, 4, 5), float(rank)).to(memory_format=torch.channels_last)
+    group.all_reduce(image)
+    assert (image == size * (size - 1) / 2).all()
+
+
+@RANKS
+def test_reduce_scatter_in_all_its_forms(group, world):
+    size, rank = world.size, world.rank
+
+    def block(r, b, length=4):
+        return torch.arange(length, dtype=torch.float32) * (b + 1) + r
+
+    def expected(b, length=4):
+        return sum(block(r, b, length) for r in range(size))
+
+    out = torch.empty(4)
+    group.reduce_scatter(out, [block(rank, b) for b in range(size)])
+    assert torch.equal(out, expected(rank))
+    group.reduce_scatter_tensor(out, torch.cat([block(rank, b) for b in range(size)]), op=group.ReduceOp.AVG)
+    torch.testing.assert_close(out, expected(rank) / size)
+    uneven = torch.empty(rank + 1)  # blocks of different lengths
+    group.reduce_scatter(uneven, [block(rank, b, b + 1) for b in range(size)])
+    assert torch.equal(uneven, expected(rank, rank + 1))
+    whole = torch.cat([block(rank, b) for b in range(size)])
+    group.reduce_scatter_tensor(whole[rank * 4 : rank * 4 + 4], whole)  # the output is part of the input
+    assert torch.equal(whole[rank * 4 : rank * 4 + 4], expected(rank))
+
+
+@RANKS
+def test_all_gather_and_all_to_all_of_different_sizes(group, world):
+    size, rank = world.size, world.rank
+    outs = [torch.empty(r + 1, 2) for r in range(size)]
+    group.all_gather(outs, torch.full((rank + 1, 2), float(rank)))
+    assert all((out == r).all() for r, out in enumerate(outs))
+    rows_out, rows_in = [r + rank for r in range(size)], [rank + r for r in range(size)]
+    sent = torch.cat([torch.full((rows_in[r], 3), float(10 * rank + r)) for r in range(size)])
+    out = torch.empty(sum(rows_out), 3)
+    group.all_to_all_single(out, sent, rows_out, rows_in)
+    assert torch.equal(out[:, 0], torch.cat([torch.full((rows_out[r],), float(10 * r + rank)) for r in range(size)]))
+    even = torch.arange(size * 2) + 100 * rank
+    out = torch.empty_like(even)
+    group.all_to_all_single(out, even)
+    assert torch.equal(out, torch.cat([torch.arange(2) + 2 * rank + 100 * r for r in range(size)]))
+    with pytest.raises(ValueError, match=f"not a multiple of {size} ranks"):
+        group.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1))
+
+
+@RANKS
+def test_coalesced_operations(group, world):
+    size, rank = world.size, world.rank
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    xs = [torch.full((n,), float(rank)) for n in (1, 4, 9)]
+    with _coalescing_manager():
+        for x in xs:
+            group.all_reduce(x)
+    assert all((x == size * (size - 1) / 2).all() for x in xs)
+    outs = [torch.empty(size * n) for n in (2, 3)]
+    with _coalescing_manager(async_ops=True) as manager:
+        for out in outs:
+            group.all_gather_into_tensor(out, torch.full((out.numel() // size,), float(rank)))
+    manager.wait()
+    assert all(torch.equal(out.view(size, -1)[:, 0], torch.arange(size).float()) for out in outs)
+    pg = group.group.WORLD
+    pg._start_coalescing(torch.device("cpu"))
+    y = torch.full((3,), float(rank))
+    group.all_reduce(y, async_op=True)
+    pg._end_coalescing(torch.device("cpu")).wait()
+    assert (y == size * (size - 1) / 2).all()
+
+
+@RANKS
+def test_messages_in_both_directions_and_from_any_rank(group, world):
+    size, rank = world.size, world.rank
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got, sent = torch.empty(2, 3), torch.full((3, 2), float(rank)).t()
+    works = group.batch_isend_irecv([group.P2POp(group.irecv, got, left), group.P2POp(group.isend, sent, right)])
+    for work in works:
+        work.wait()
+    assert (got == left).all()
+    if rank == 0:
+        seen = set()
+        for _ in range(size - 1):
+            x = torch.empty(1)
+            source = group.recv(x)
+            assert x == source
+            seen.add(source)
+        assert seen == set(range(1, size))
+    else:
+        group.isend(torch.tensor([float(rank)]), 0)  # nobody keeps the handle
+    group.barrier()
+    if rank < 2:  # tags keep messages apart
+        a, b = torch.tensor([1.0]), torch.tensor([2.0])
+        if rank == 0:
+            group.isend(a, 1, tag=5).wait()
+            group.isend(b, 1, tag=6).wait()
+        else:
+            group.recv(b, 0, tag=6)
+            group.recv(a, 0, tag=5)
+            assert (a, b) == (1, 2)
+
+
+@RANKS
+def test_an_asynchronous_operation_and_messages_may_cross(group, world):
+    x = torch.full((1 << 20,), 1.0)  # too large to be sent before it is received
+    work = group.all_reduce(torch.ones(4), async_op=True)
+    if world.rank == 0:
+        group.send(x, 1)
+        work.wait()
+    elif world.rank == 1:
+        work.wait()
+        group.recv(x, 0)
+    else:
+        work.wait()
+
+
+@RANKS
+def test_futures_run_their_callbacks(group, world):
+    x = torch.full((4,), float(world.rank))
+    total = world.size * (world.size - 1) / 2
+    work = group.all_reduce(x, async_op=True)
+    twice = work.get_future().then(lambda future: future.value()[0] * 2)
+    nested = twice.then(lambda future: group.all_reduce(future.value(), async_op=True).get_future().wait()[0])
+    assert (nested.wait() == 2 * total * world.size).all()
+    assert (x == total).all()
+    assert work.is_completed()
+    late = work.get_future()  # asked for when all is over
+    assert late.done() and (late.value()[0] == total).all()
+    polled = group.all_reduce(torch.ones(2), async_op=True)
+    while not polled.is_completed():  # completes although nobody waits
+        pass
+
+
+@RANKS
+def test_objects(group, world):
+    everyone = [None] * world.size
+    group.all_gather_object(everyone, {"rank": world.rank, "text": "x" * world.rank})
+    assert everyone == [{"rank": r, "text": "x" * r} for r in range(world.size)]
+    told = [("a", 1), None] if world.rank == 0 else [None, None]
+    group.broadcast_object_list(told, 0)
+    assert told == [("a", 1), None]
+    mine = [None]
+    group.scatter_object_list(mine, list(range(world.size)) if world.rank == 0 else None, 0)
+    assert mine == [world.rank]
+
+
+@RANKS
+def test_sparse_gradients_are_summed(group, world):
+    rows = torch.tensor([[0, world.rank]])
+    x = torch.sparse_coo_tensor(rows, torch.ones(2, 3), (5, 3))
+    group.all_reduce(x)
+    expected = torch.zeros(5, 3)
+    for r in range(world.size):
+        expected.index_add_(0, torch.tensor([0, r]), torch.ones(2, 3))
+    assert torch.equal(x.to_dense(), expected)
+
+
+@RANKS
+def test_barriers_end_in_time_and_name_who_is_missing(group, world):
+    group.barrier()
+    late = group.new_group()
+    if world.rank:
+        with pytest.raises(RuntimeError, match="Timed out waiting 200ms"):
+            group.barrier(late, timeout=timedelta(seconds=0.2))
+    group.monitored_barrier(timeout=timedelta(seconds=20))
+    if world.rank == 0:
+        names = ", ".join(map(str, range(1, world.size)))
+        with pytest.raises(RuntimeError, match=f"{names} failed to pass monitoredBarrier in 200 ms"):
+            group.monitored_barrier(late, timeout=timedelta(seconds=0.2), wait_all_ranks=True)
+    work = group.irecv(torch.empty(1), (world.rank + 1) % world.size, tag=77)
+    with pytest.raises(RuntimeError, match=r"receive from rank .* timeout after 0\.1 s"):
+        work.wait(timedelta(seconds=0.1))
+
+
+@RANKS
+def test_a_wrong_call_is_an_error_with_its_mend(group, world):
+    with pytest.raises(ValueError, match=f"1 output tensors for {world.size} ranks; give one for each"):
+        group.all_gather([torch.empty(2)], torch.empty(2))
+    with pytest.raises(ValueError, match=r"one block per rank"):
+        group.all_gather_into_tensor(torch.empty(world.size * 3), torch.empty(2))
+    with pytest.raises(RuntimeError, match="has no merge_remote_group; start all ranks with one mpirun"):
+        group.group.WORLD.merge_remote_group(None, 2)
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.split_group"):
+        group.group.WORLD.split_group([0])

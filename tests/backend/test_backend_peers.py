@@ -1,0 +1,30 @@
+"""Libraries that people train with, unchanged, over this backend. Each test needs its library installed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support import job
+
+SCRIPTS = Path(__file__).parent / "scripts"
+pytestmark = pytest.mark.campaign
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)")
+def test_accelerate_trains_and_gathers():
+    done = job(2, [sys.executable, "-m", "mpitrain.backend", str(SCRIPTS / "with_accelerate.py")])
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"DistributedDataParallel MPIProcessGroup 64 ([0-9.]+)", done.stdout)
+    assert len(losses) == 2
+    assert all(float(loss) < 0.1 for loss in losses)
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed (pip install lightning)")
+def test_lightning_trains_with_its_ddp_strategy():
+    done = job(2, [sys.executable, str(SCRIPTS / "with_lightning.py"), "2"])
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"2 ranks, 8 steps, loss ([0-9.]+) MPIProcessGroup", done.stdout))) == 1, done.stdout

@@ -1,0 +1,228 @@
+"""PyTorch's own tests of torch.distributed, as they ship in its wheel, over this backend.
+
+    python tests/backend/torch_suite.py [--sizes 2 3 4] [--as mpitrain gloo mpi] [--only WORD]
+
+`--as mpitrain` registers the name with the tests as one that can do what theirs can; `--as gloo` and `--as mpi` let
+the tests that are written for those alone believe in them while every group is ours, as under `python -m
+mpitrain.backend`. The ranks
+of one mpirun do all tests one after the other, and agree on each outcome; when one is left alone in a test, the job
+ends and a new one goes on after it. Prints how many ran, passed, failed, and were skipped for what reason.
+
+Needs `expecttest` and `torch` with its tests, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2])]
+
+LIMIT = 25.0  # seconds for one operation of a test
+PATIENCE = 8.0  # seconds that a rank waits for the others after a test
+AGAIN = re.compile("gloo|mpi|MPI|get_future")  # reasons to skip that another name may remove
+NOT_OURS = {  # tests that cannot apply, each with its reason
+    "test_get_backend": "get_backend() says mpitrain, whatever name the script gave",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: passed, failed or skipped; reason: of the latter two."""
+
+    name: str
+    kind: str
+    reason: str
+    seconds: float
+
+
+def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), limit: float = 300) -> list[Outcome]:
+    """Run the tests on this many ranks, believing that the backend is called `name`. without: tests to leave out."""
+    from support import clean_environment, launcher
+
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told"
+        ended = time.monotonic() + limit
+        while time.monotonic() < ended:
+            told.write_text("")
+            command = [*launcher(ranks), sys.executable, str(HERE), "--rank", name, folder, only]
+            done = [*without, *(outcome.name for outcome in outcomes)]
+            (Path(folder) / "done").write_text("\n".join(done))
+            environment = clean_environment(
+                BACKEND=name, WORLD_SIZE=str(ranks), TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/init"
+            )
+            process = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
+            )
+            lines = [json.loads(line) for line in told.read_text().splitlines()]
+            outcomes += [Outcome(*line[1:]) for line in lines if line[0] == "ended"]
+            if process.returncode == 0:
+                return outcomes
+            if not lines:
+                raise SystemExit(f"the suite does not start:\n{process.stderr[-3000:]}")
+            if lines[-1][0] == "begun":
+                text = "\n".join(line for line in process.stderr.splitlines() if "Warning" not in line)
+                outcomes.append(Outcome(lines[-1][1], "failed", f"job ended: {text[:1500]}", 0.0))
+    return outcomes
+
+
+def table(ranks: int, name: str, outcomes: Sequence[Outcome]) -> str:
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    ran = kinds["passed"] + kinds["failed"]
+    lines = [
+        f"{ranks} ranks as {name}: {ran} run, {kinds['passed']} passed, {kinds['failed']} failed, "
+        f"{kinds['skipped']} skipped, {sum(outcome.seconds for outcome in outcomes):.0f} s"
+    ]
+    reasons = Counter(outcome.reason for outcome in outcomes if outcome.kind == "skipped")
+    lines += [f"  {count:4} skipped: {reason}" for reason, count in reasons.most_common()]
+    lines += [f"  failed: {o.name}\n    {o.reason[-1200:]}" for o in outcomes if o.kind == "failed"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--as", dest="names", nargs="+", default=["mpitrain", "gloo", "mpi"])
+    parser.add_argument("--only", default="", help="a regular expression of test names")
+    chosen = parser.parse_args()
+    failed = 0
+    for ranks in chosen.sizes:
+        settled: list[str] = []
+        for name in chosen.names:
+            outcomes = suite(ranks, name, chosen.only, settled)
+            settled += [o.name for o in outcomes if o.kind != "skipped" or not AGAIN.search(o.reason)]
+            print(table(ranks, name, outcomes), flush=True)
+            failed += sum(outcome.kind == "failed" for outcome in outcomes)
+    return 1 if failed else 0
+
+
+# -- one rank ------------------------------------------------------------------------------------------------
+
+
+def one_rank(name: str, folder: str, only: str) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import torch.distributed as dist
+    from torch.testing._internal import common_distributed
+
+    import mpitrain
+    import mpitrain.backend
+    from mpitrain.backend import patches
+    from mpitrain.backend.barrier import Barriers
+    from mpitrain.backend.groups import place
+    from mpitrain.backend.registration import ADDRESS, NAME
+    from mpitrain.errors import CommunicationError
+
+    world = mpitrain.init(timeout=LIMIT, abort_on_error=False)
+    os.environ["MASTER_ADDR"] = "localhost"
+    common_distributed.skip_if_small_worldsize = _enough  # it asks for 8 ranks; what it guards needs 3
+    for names in common_distributed.DistTestCases.backend_feature.values():
+        names.add(name)
+    if name != NAME:
+        patches.take_over(NAME, ADDRESS)
+    from torch.testing._internal.distributed import distributed_test as tests
+
+    class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
+        """The tests, each in this process as one of the ranks."""
+
+    shared = Path(folder)
+    for sub in ("barrier", "test_dir", "init_dir"):
+        (shared / sub).mkdir(exist_ok=True)
+    told = (shared / "told").open("a") if world.rank == 0 else None
+    done = set((shared / "done").read_text().split())
+    chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
+    meeting = Barriers(place().control, place().waiting)
+
+    def tell(*what: Any) -> None:
+        if told is not None:
+            told.write(json.dumps(what) + "\n")
+            told.flush()
+
+    for test in chosen:
+        if test in done:
+            continue
+        tell("begun", test)
+        begun = time.monotonic()
+        if test in NOT_OURS and name != NAME:
+            kind, reason = "skipped", NOT_OURS[test]
+        else:
+            kind, reason = _run(Suite, test, world.rank, str(shared / f"file-{test}"), dist, tests, common_distributed)
+        try:
+            meeting.wait(PATIENCE)
+        except CommunicationError:
+            tell("ended", test, "failed", f"rank {world.rank} is out alone: {kind} {reason}", 0.0)
+            world.process.faults.end_job(f"rank {world.rank} is out of {test} alone: {kind} {reason}")
+        everyone = world.all_gather_object([kind, reason])
+        failures = [f"rank {rank}: {text}" for rank, (how, text) in enumerate(everyone) if how == "failed"]
+        if failures:
+            kind, reason = "failed", failures[0]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        tell("ended", test, kind, reason, time.monotonic() - begun)
+
+
+def _enough(function: Any) -> Any:
+    import unittest
+
+    return unittest.skipIf(int(os.environ["WORLD_SIZE"]) < 3, "Needs 3 ranks")(function)
+
+
+def _run(suite: Any, test: str, rank: int, file: str, dist: Any, tests: Any, common: Any) -> tuple[str, str]:
+    """One test on this rank: passed, skipped or failed, and why."""
+    import traceback
+    import unittest
+    from datetime import timedelta
+
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    method = getattr(suite, test)
+    if getattr(method, "__unittest_skip__", False):
+        return "skipped", method.__unittest_skip_why__
+    try:
+        dist.init_process_group(os.environ["BACKEND"], timeout=timedelta(seconds=LIMIT))
+        case = suite(test)
+        case.rank, case.file_name = rank, file
+        tests.Barrier.barrier_id = 0
+        set_rng_seed(1)
+        if rank == 0:
+            for left in (*Path(os.environ["TEMP_DIR"], "barrier").iterdir(),):
+                left.unlink()
+            for left in (*Path(os.environ["TEMP_DIR"], "test_dir").iterdir(),):
+                left.unlink()
+        dist.barrier()
+        getattr(case, test)()
+    except unittest.SkipTest as skip:
+        return "skipped", str(skip)
+    except SystemExit as leaving:
+        for skip in common.TEST_SKIPS.values():
+            if leaving.code == skip.exit_code:
+                return "skipped", skip.message
+        return ("passed", "") if not leaving.code else ("failed", f"exit code {leaving.code}")
+    except ValueError as error:
+        if "Rank 2 is out of range" in str(error):  # some tests check the size only when the name is not "mpi"
+            return "skipped", "Needs 3 ranks"
+        return "failed", traceback.format_exc()[-1500:]
+    except BaseException:
+        return "failed", traceback.format_exc()[-1500:]
+    return "passed", ""
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        one_rank(*sys.argv[2:5])
+    else:
+        sys.exit(main())
