@@ -1,0 +1,85 @@
+"""`python -m mpitrain.bench NAME [options]`: one of the benchmarks of this folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.bench.jobs import is_first, launched
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, MpitrainError
+
+_FRAMEWORK = ("__init__", "__main__", "jobs", "peers", "report", "timing")
+
+_USAGE = """\
+usage: python -m mpitrain.bench NAME [options]
+       python -m mpitrain.bench NAME --help
+       mpirun -n N python -m mpitrain.bench NAME [options]     at N ranks only; also under srun
+
+Measures mpitrain side by side with its peers on this machine. Started plainly, it starts itself under mpirun at the
+rank counts of --ranks. Results (a table, a JSON file, a plot) are written into bench-results/.
+
+benchmarks:
+"""
+
+_EXAMPLES = """
+examples:
+  python -m mpitrain.bench collectives --quick            half a minute: does it work here?
+  python -m mpitrain.bench collectives                    minutes, on an otherwise idle machine
+  python -m mpitrain.bench collectives --tune             find and keep the fastest algorithms for this machine
+  python -m mpitrain.bench step                           a quarter of an hour, with the memory of each contender
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return EXIT_DONE if arguments else EXIT_BAD_INPUT
+    name, rest = arguments[0], list(arguments[1:])
+    if name not in names():
+        if is_first():
+            print(f"mpitrain: there is no benchmark {name!r}; there are {', '.join(names())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if not launched():
+        os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that is an MPI job of its own could not start mpirun
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and ends what it started
+    try:
+        return int(importlib.import_module(f"mpitrain.bench.{name}").main(rest))
+    except MpitrainError as error:
+        if not launched():
+            print(f"mpitrain: {error}", file=sys.stderr)
+            return error.exit_code
+        raise
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def names() -> list[str]:
+    """The benchmarks there are: this folder's modules that define `main`."""
+    return sorted(_modules())
+
+
+def usage() -> str:
+    found = _modules()
+    width = max(map(len, found))
+    return _USAGE + "".join(f"  {name:{width}}  {found[name]}\n" for name in sorted(found)) + _EXAMPLES
+
+
+def _modules() -> dict[str, str]:
+    """Name and first line of the docstring of each benchmark; read, not imported."""
+    found = {}
+    for path in Path(__file__).parent.glob("*.py"):
+        if path.stem in _FRAMEWORK:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(part, ast.FunctionDef) and part.name == "main" for part in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

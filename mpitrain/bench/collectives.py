@@ -1,0 +1,243 @@
+"""all_reduce, reduce_scatter and all_gather against the MPI library, gloo and one memcpy.
+
+What is timed, per operation and vector size (bytes of a rank's whole vector):
+
+    arena     this library, algorithm auto, on memory of an arena
+    tensor    this library, algorithm auto, on ordinary memory
+    library   the MPI library's own call (in place where MPI has that), by mpi4py, on ordinary memory
+    gloo      torch.distributed over gloo, in the same processes
+    memcpy    every rank copies as many bytes between two ordinary buffers, all at once
+    fp16, bf16 in an arena, against the library's own sum of fp16
+    each algorithm by name, in an arena
+
+Every contender has buffers of its own. From 1 MiB on each measurement is a single shot: ranks that take turns on
+a core would else copy the same memory several times within one turn, out of the cache, which no collective can do
+because its ranks wait for each other. Between two shots of one contender all the others run, which at 2 ranks and
+4 MiB move more than 64 MiB through the caches: memcpy and collectives alike start from main memory there, as they
+would in a training step. Smaller vectors are measured in runs of calls and stay in the cache for all.
+
+fp32 data are zeros, so that sums repeated in place neither overflow nor become denormal. 16-bit data are set to
+0.5 before each measurement: the library's fp16 is software, whose time may depend on the numbers.
+
+The predicted order of the algorithms comes from `comm.simulate` with the speeds of `prediction.py`, measured in the
+same run. Spearman's rank correlation says how well it agrees with the measured order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mpitrain.bench.collectives_report import report
+from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.peers import gloo
+from mpitrain.bench.prediction import Probes, predicted
+from mpitrain.bench.timing import Contender, Times, interleaved
+from mpitrain.comm import tuning
+from mpitrain.comm.bare import Bare
+from mpitrain.comm.selection import ALGORITHMS, Setting
+from mpitrain.errors import InputError
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Arena, Communicator
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
+QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
+_SINGLE_FROM = 1 * MIB
+_UNITS = {"": 1, "B": 1, "K": KIB, "KI": KIB, "KIB": KIB, "M": MIB, "MI": MIB, "MIB": MIB}
+
+Measured = dict[str, dict[str, float]]  # contender -> {"median": seconds, "best": seconds}
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run(Benchmark("collectives", _parser(), measure, report), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser("collectives", "Collectives against the MPI library's own, gloo and memcpy; tuning of their choice.")
+    made.add_argument("--sizes", type=_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
+    made.add_argument("--repeats", type=int, default=21, metavar="N", help="repetitions; the median counts [21]")
+    made.add_argument("--seconds", type=float, default=8, metavar="S", help="for one operation at one size [8]")
+    made.add_argument("--tune", action="store_true", help="find the fastest algorithms; keep them for later jobs here")
+    return made
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything at this rank count. Collective."""
+    if world.size == 1:
+        raise InputError("collectives of one rank do nothing; start 2 ranks or more", agreed=True)
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    repeats, seconds = (5, 0.3) if options.quick else (options.repeats, options.seconds)
+    time_all = partial(interleaved, world, repeats=repeats, budget=seconds)
+    bench = _Contenders(world)
+    passes: dict[str, Callable[[int], Any]] = {
+        "algorithms": bench.algorithms("arena"),
+        "algorithms_private": bench.algorithms("private"),
+    }
+    if not options.tune:
+        del passes["algorithms_private"]
+        passes |= {
+            "all_reduce": bench.all_reduce,
+            "halves": bench.halves,
+            "reduce_scatter": bench.reduce_scatter,
+            "all_gather": bench.all_gather,
+        }
+    result: dict[str, Any] = {"nodes": world.num_nodes, "sizes": sizes, **{name: {} for name in passes}}
+    result |= {"speeds": {}, "predicted": {}}
+    with gloo(world):
+        for size in sizes:
+            begin = time.perf_counter()
+            for name, contenders in passes.items():
+                with contenders(size) as found:
+                    result[name][str(size)] = _plain(time_all(found))
+            with bench.probes(size) as probes:
+                machine = probes.machine(time_all(probes.contenders()))
+            result["speeds"][str(size)] = asdict(machine)
+            result["predicted"][str(size)] = predicted(world, size, machine)
+            if world.rank == 0:
+                print(f"  {world.size} ranks, {size:>10,} bytes: {time.perf_counter() - begin:5.1f} s", flush=True)
+    if options.tune:
+        result["tuned"] = _tune(world, result)
+    bench.free()
+    return result
+
+
+def _plain(times: dict[str, Times]) -> Measured:
+    return {name: {"median": t.median, "best": t.best} for name, t in times.items()}
+
+
+class _Contenders:
+    """The contenders of each operation, with memory that lives as long as the context they come from."""
+
+    def __init__(self, world: Communicator) -> None:
+        self.world, self.bare = world, Bare(world)
+        self.adds_fp16 = self.bare.adds_fp16
+
+    def free(self) -> None:
+        self.bare.free()
+
+    @contextmanager
+    def _arena(self, numel: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+        arena: Arena = self.world.arena(numel, dtype)
+        try:
+            yield arena.tensor
+        finally:
+            arena.free()
+
+    @contextmanager
+    def all_reduce(self, size: int) -> Iterator[dict[str, Contender]]:
+        world, numel = self.world, size // 4
+        mine, theirs, gloos, source, dest = (_zeros(numel) for _ in range(5))
+        with self._arena(numel) as x:
+            yield _contenders(
+                size,
+                arena=partial(world.all_reduce, x),
+                tensor=partial(world.all_reduce, mine),
+                library=self.bare.all_reduce(theirs),
+                gloo=partial(dist.all_reduce, gloos),
+                memcpy=partial(np.copyto, dest.numpy(), source.numpy()),
+            )
+
+    @contextmanager
+    def halves(self, size: int) -> Iterator[dict[str, Contender]]:
+        """fp16 and bf16 in an arena; the library's fp16 where it has it."""
+        world, numel = self.world, size // 2
+        with self._arena(numel, torch.float16) as x, self._arena(numel, torch.bfloat16) as y:
+            found = {
+                "fp16": Contender(partial(world.all_reduce, x), partial(x.fill_, 0.5), size >= _SINGLE_FROM),
+                "bf16": Contender(partial(world.all_reduce, y), partial(y.fill_, 0.5), size >= _SINGLE_FROM),
+            }
+            if self.adds_fp16:
+                theirs = _zeros(numel, torch.float16)
+                call, prepare = self.bare.all_reduce(theirs), partial(theirs.fill_, 0.5)
+                found["library"] = Contender(call, prepare, size >= _SINGLE_FROM)
+            yield found
+
+    @contextmanager
+    def reduce_scatter(self, size: int) -> Iterator[dict[str, Contender]]:
+        world, each = self.world, max(1, size // 4 // self.world.size)
+        numel = each * world.size
+        theirs, out, their_out = _zeros(numel), _zeros(each), _zeros(each)
+        with self._arena(numel) as x:
+            yield _contenders(
+                size,
+                arena=partial(world.reduce_scatter, out, x),
+                library=self.bare.reduce_scatter(their_out, theirs),
+            )
+
+    @contextmanager
+    def all_gather(self, size: int) -> Iterator[dict[str, Contender]]:
+        world, each = self.world, max(1, size // 4 // self.world.size)
+        numel = each * world.size
+        theirs = _zeros(numel)
+        with self._arena(numel) as out:
+            block = out[world.rank * each : (world.rank + 1) * each]
+            yield _contenders(size, arena=partial(world.all_gather, out, block), library=self.bare.all_gather(theirs))
+
+    def algorithms(self, memory: str) -> Callable[[int], Any]:
+        """Every all_reduce algorithm that these ranks can use, on vectors in an arena or in private memory."""
+        names = [name for name in ALGORITHMS if name != ("two_level" if self.world.num_nodes == 1 else "shared")]
+
+        @contextmanager
+        def make(size: int) -> Iterator[dict[str, Contender]]:
+            if memory == "arena":
+                with self._arena(size // 4) as x:
+                    yield all_of(size, x)
+            else:
+                yield all_of(size, _zeros(size // 4))
+
+        def all_of(size: int, x: torch.Tensor) -> dict[str, Contender]:
+            return _contenders(size, **{name: partial(self.world.all_reduce, x, "sum", name) for name in names})
+
+        return make
+
+    @contextmanager
+    def probes(self, size: int) -> Iterator[Probes]:
+        arena = self.world.arena(max(self.world.size, size // 4))
+        try:
+            yield Probes(self.world, self.bare, arena)
+        finally:
+            arena.free()
+
+
+def _contenders(size: int, **calls: Callable[[], object]) -> dict[str, Contender]:
+    return {name: Contender(call, single=size >= _SINGLE_FROM) for name, call in calls.items()}
+
+
+def _zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in memory that has been written to: a page that was only reserved is the system's one page of zeros."""
+    return torch.empty(numel, dtype=dtype).zero_()
+
+
+def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
+    """The rules for this rank count, written into the machine's table. Collective."""
+    rules = {}
+    for memory, name in (("arena", "algorithms"), ("private", "algorithms_private")):
+        place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
+        times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in result[name].items()}
+        rules[f"{place}/{world.size}"] = tuning.rules_from(times)
+    machine = tuning.this_machine()
+    origin = f"measured {time.strftime('%Y-%m-%d')}"
+    path = world.on_root(lambda: str(tuning.keep(machine, rules, origin)))
+    return {"path": path, "rules": rules}
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for part in text.split(","):
+        number = part.rstrip("KMIBkmib")
+        unit = part[len(number) :].upper()
+        if not number.isdigit() or unit not in _UNITS:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a size; write 512, 64Ki or 4Mi")
+        sizes.append(max(16, int(number) * _UNITS[unit] // 4 * 4))
+    return sorted(set(sizes))

@@ -1,0 +1,62 @@
+"""torch.distributed over gloo, in the same processes as the MPI ranks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mpitrain.errors import InputError
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+_PATIENCE = timedelta(seconds=300)
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's own setting: the network interface to use
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+@contextmanager
+def gloo(world: Communicator) -> Iterator[None]:
+    """torch.distributed's default group over gloo, with the ranks of `world`, while inside. Collective.
+
+    The ranks meet at a store on rank 0, at a port the system chose. On one node that is the loopback interface;
+    between nodes the one that GLOO_SOCKET_IFNAME names, or else the first that has an address.
+    """
+    os.environ.setdefault(_INTERFACE, "lo" if world.num_nodes == 1 else _first_interface())
+    host = world.broadcast_object(_address(os.environ[_INTERFACE]) if world.rank == 0 else "")
+    store = None
+    if world.rank == 0:
+        store = dist.TCPStore(host, 0, world.size, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
+    port = world.broadcast_object(store.port if store is not None else 0)
+    if store is None:
+        store = dist.TCPStore(host, port, world.size, is_master=False, timeout=_PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=_PATIENCE)
+    yield  # after an error the other ranks may be anywhere: no meeting then
+    world.barrier()
+    dist.destroy_process_group()
+    world.barrier()  # the store must outlive everybody's last look at it
+
+
+def _first_interface() -> str:
+    for _, name in socket.if_nameindex():
+        if name != "lo" and _address(name):
+            return name
+    raise InputError(f"no network interface has an IPv4 address; name the one to use in {_INTERFACE}")
+
+
+def _address(interface: str) -> str:
+    """The interface's IPv4 address; empty where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return ""

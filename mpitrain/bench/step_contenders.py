@@ -1,0 +1,212 @@
+"""The contenders of the step benchmark: one model, one optimizer, trained by ours, torch and DeepSpeed.
+
+Every contender begins with the same weights and gets the same batches: a rank's stream of random tokens, which is
+seeded by the rank and begins anew for each contender. All update with torch's fused AdamW and clip nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpitrain.models.gpt import GPT
+from mpitrain.shard.engine import Engine
+from mpitrain.shard.sharding import Options
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+RATE = 1e-4
+ALONE = "one process"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the model: a GPT, heads of 64 features. tokens: of a sample."""
+
+    vocabulary: int
+    layers: int
+    width: int
+    tokens: int
+
+    def build(self) -> GPT:
+        """The same weights at each call."""
+        torch.manual_seed(1)
+        return GPT(self.vocabulary, self.layers, self.width, max(1, self.width // 64))
+
+    @property
+    def numel(self) -> int:
+        """Parameters."""
+        return self.layers * (12 * self.width**2 + 13 * self.width) + (self.vocabulary + 2) * self.width
+
+
+class Batches:
+    """This rank's batches in turn; each is new, so that no contender ever trains on what it knows by heart."""
+
+    def __init__(self, shape: Shape, samples: int, rank: int) -> None:
+        self._shape, self._samples = shape, samples
+        self._generator = torch.Generator().manual_seed(rank)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens, and the token after each: both [samples, tokens]."""
+        size = (self._samples, self._shape.tokens + 1)
+        drawn = torch.randint(self._shape.vocabulary, size, generator=self._generator)
+        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+class Trainee:
+    """A model in training. forward_backward(x, y) gives the gradients and this rank's part of the mean loss of all
+    ranks; update() applies them. release: what is to be ended before the memory goes. account: bytes by category,
+    where the contender counts them.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        forward_backward: Callable[[torch.Tensor, torch.Tensor], float],
+        update: Callable[[], object],
+        release: Callable[[], None] | None = None,
+        account: Callable[[], dict[str, int]] | None = None,
+    ) -> None:
+        self._batches, self._forward_backward, self._update = batches, forward_backward, update
+        self._release, self.account = release, account
+        self._batch = batches.next()
+        self.loss = float("nan")
+
+    def prepare(self) -> None:
+        """Draw the next batch."""
+        self._batch = self._batches.next()
+
+    def step(self) -> None:
+        """Gradients of the batch, and the update. Collective, but for one process alone."""
+        self.loss = self._forward_backward(*self._batch)
+        self._update()
+
+    def close(self) -> None:
+        """Give the memory back. Collective."""
+        if self._release is not None:
+            self._release()
+        self.__dict__.clear()
+        gc.collect()  # wrappers and hooks refer to each other
+
+
+Build = Callable[["Communicator", Shape, Batches], Trainee]
+
+
+def contenders() -> dict[str, Build | str]:
+    """By name: how to make it, or why it cannot run here."""
+    found: dict[str, Build | str] = {
+        ALONE: _alone,
+        "DDP": partial(_ours, options=Options(zero=0)),
+        "ZeRO-1": partial(_ours, options=Options(zero=1)),
+        "ZeRO-2": partial(_ours, options=Options(zero=2)),
+        "ZeRO-3": partial(_ours, options=Options(zero=3)),
+        "ZeRO-3 gathered": partial(_ours, options=Options(zero=3, share_node=False)),
+        "torch DDP": _torch_ddp,
+        "FSDP2": _fsdp2,
+    }
+    missing = importlib.util.find_spec("deepspeed") is None
+    for stage in (1, 2, 3):
+        found[f"DeepSpeed ZeRO-{stage}"] = "not installed" if missing else partial(_deepspeed, stage=stage)
+    return found
+
+
+def bytes_needed(name: str, numel: int, ranks: int) -> float:
+    """About what a contender takes on each rank: fp32 parameters, gradients, two moments, and some room."""
+    whole = 16.0 * numel
+    if name == ALONE or "DDP" in name:
+        return whole + 4.0 * numel  # torch's buckets, or gradients on their way
+    return whole / ranks + 12.0 * numel  # parameters, gradients and buckets that a stage keeps whole
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=RATE, fused=True)
+
+
+def _plain(
+    model: nn.Module, loss: Callable[[Any, Any], torch.Tensor], optimizer: torch.optim.Optimizer, ranks: int
+) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        found = loss(model(x), y)
+        found.backward()
+        return float(found.detach()) / ranks
+
+    return forward_backward
+
+
+def _alone(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
+    model = shape.build()
+    optimizer = _optimizer(model.parameters())
+    return Trainee(batches, _plain(model, model.loss, optimizer, world.size), optimizer.step)
+
+
+def _ours(world: Communicator, shape: Shape, batches: Batches, options: Options) -> Trainee:
+    model = shape.build()
+    engine = Engine(model, model.loss, _optimizer(model.parameters()), world, options)
+
+    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
+        return engine.forward_backward([[(x, y)]], len(x) * world.size)[0]
+
+    def account() -> dict[str, int]:
+        values = asdict(engine.memory())
+        return {name: nbytes for name, nbytes in values.items() if name != "expected"}
+
+    return Trainee(batches, forward_backward, engine.step, engine.close, account)
+
+
+def _torch_ddp(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
+    model = shape.build()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = _optimizer(wrapped.parameters())
+    return Trainee(batches, _plain(wrapped, model.loss, optimizer, world.size), optimizer.step)
+
+
+def _fsdp2(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = shape.build()
+    mesh = init_device_mesh("cpu", (world.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = _optimizer(model.parameters())
+    return Trainee(batches, _plain(model, model.loss, optimizer, world.size), optimizer.step)
+
+
+def _deepspeed(world: Communicator, shape: Shape, batches: Batches, stage: int) -> Trainee:
+    """On the gloo group there is. DeepSpeed sets the gradients to zero in its step."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    model = shape.build()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,  # it knows its own AdamW only
+        "steps_per_print": 1 << 40,
+    }
+    optimizer = _optimizer(model.parameters())
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    for state in optimizer.state.values():
+        state["step"].zero_()  # it made a step without gradients, to allocate the states; bias correction counts it
+
+    def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
+        found = model.loss(engine(x), y)
+        engine.backward(found)
+        return float(found.detach()) / world.size
+
+    return Trainee(batches, forward_backward, engine.step, engine.destroy)

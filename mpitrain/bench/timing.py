@@ -1,0 +1,132 @@
+"""Timing contenders against each other, and the statistics of the result.
+
+On one node all processes read one clock, so a repetition lasts from the first rank's start to the last rank's end:
+a rank that was kept waiting for a core before it began is counted, which its own stop-watch would hide. Between
+nodes the clocks differ, and the longest of the ranks' own durations is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+_BATCH = 4e-3  # seconds: short operations are repeated in one measurement until they take about as long
+_MOST = 200
+_ALWAYS = 3  # repetitions that are made however long they take
+
+
+@dataclass(frozen=True)
+class Contender:
+    """call: the operation, collective over the ranks. prepare: before each measurement, not timed.
+
+    single: never repeat it within one measurement, because the second time would find its data in the cache.
+    """
+
+    call: Callable[[], object]
+    prepare: Callable[[], object] | None = None
+    single: bool = False
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one operation in each repetition; the same on all ranks."""
+
+    all: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.all))
+
+    @property
+    def best(self) -> float:
+        return float(min(self.all))
+
+
+def interleaved(
+    world: Communicator, contenders: Mapping[str, Contender], repeats: int, budget: float = math.inf
+) -> dict[str, Times]:
+    """Times of each contender, measured in turns: A B C A B C … Collective.
+
+    budget: seconds after which no further repetition is begun, but for the first three.
+    """
+    clock, began = time.perf_counter, time.perf_counter()
+    expected = np.minimum(_once(world, contenders), _once(world, contenders))  # also warms up: binds, touches pages
+    counts = [
+        1 if contender.single else int(np.clip(_BATCH / max(seconds, 1e-9), 1, _MOST))
+        for contender, seconds in zip(contenders.values(), expected, strict=True)
+    ]
+    turns = [(c.prepare or _nothing, c.call, n) for c, n in zip(contenders.values(), counts, strict=True)]
+    stamps: list[list[tuple[float, float]]] = []
+    over = np.zeros(1, dtype=np.uint8)
+    while len(stamps) < min(repeats, _ALWAYS) or (len(stamps) < repeats and not over[0]):
+        stamps.append([])
+        for prepare, call, count in turns:
+            prepare()
+            world.barrier()
+            begin = clock()
+            for _ in range(count):
+                call()
+            stamps[-1].append((begin, clock()))
+        over[0] = clock() - began > budget
+        world.broadcast(over, 0)  # the ranks must stop together
+    seconds = extents(world, np.array(stamps)) / counts
+    return {name: Times([float(t) for t in seconds[:, turn]]) for turn, name in enumerate(contenders)}
+
+
+def extents(world: Communicator, stamps: np.ndarray) -> np.ndarray:
+    """Durations over all ranks of (begin, end) pairs in the last axis. Collective."""
+    if world.num_nodes > 1:
+        lasted = stamps[..., 1] - stamps[..., 0]
+        world.all_reduce(lasted, "max")
+        return lasted
+    begin, end = stamps[..., 0].copy(), stamps[..., 1].copy()
+    world.all_reduce(begin, "min")
+    world.all_reduce(end, "max")
+    return end - begin
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """nan for no values."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float], tolerance: float = 0.0) -> float:
+    """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant.
+
+    tolerance: positive values that differ by less than this fraction count as equal.
+    """
+    x, y = _ranks(a, tolerance), _ranks(b, tolerance)
+    x, y = x - x.mean(), y - y.mean()
+    norm = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / norm if norm else math.nan
+
+
+def _ranks(values: Sequence[float], tolerance: float) -> np.ndarray:
+    array = np.asarray(values, dtype=float)
+    below = (array[None, :] * (1 + tolerance) < array[:, None]).sum(1)
+    above = (array[None, :] > array[:, None] * (1 + tolerance)).sum(1)
+    return (below + len(array) - above + 1) / 2
+
+
+def _once(world: Communicator, contenders: Mapping[str, Contender]) -> np.ndarray:
+    stamps = np.zeros((len(contenders), 2))
+    for turn, contender in enumerate(contenders.values()):
+        if contender.prepare is not None:
+            contender.prepare()
+        world.barrier()
+        stamps[turn, 0] = time.perf_counter()
+        contender.call()
+        stamps[turn, 1] = time.perf_counter()
+    return extents(world, stamps)
+
+
+def _nothing() -> None:
+    """Where nothing is to be prepared."""

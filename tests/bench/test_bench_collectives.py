@@ -1,0 +1,296 @@
+"""The collectives benchmark runs, writes what it promises, and its tuning is used by later jobs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import clean_environment, job
+
+from mpitrain.bench.__main__ import names, usage
+from mpitrain.bench.collectives import _sizes
+from mpitrain.bench.collectives_report import correlation, report
+from mpitrain.bench.prediction import Probes, predicted
+from mpitrain.bench.report import Report, Table, Target, markdown
+from mpitrain.bench.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
+from mpitrain.comm.algorithms.ring import ring_all_reduce
+from mpitrain.comm.algorithms.tree import tree_all_reduce
+from mpitrain.comm.bare import Bare
+from mpitrain.comm.simulate import Machine, simulate
+from mpitrain.comm.tuning import Tuning, describe, keep, load, rules_from, table_path
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mpitrain.bench", *map(str, arguments)]
+    return job(0, command, timeout=timeout, **environment)
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_writes_table_json_and_plot(tmp_path):
+    done = bench("collectives", "--quick", "--ranks", 2, "--sizes", "64,1Mi", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "BENCH-collectives.json").read_text())
+    assert values["quick"] is True
+    header = values["header"]["2"]
+    assert {"machine", "cores", "MPI", "torch", "date", "ranks"} <= set(header) and header["ranks"] == 2
+    result = values["results"]["2"]
+    assert set(result["all_reduce"]) == {"64", str(MIB)}
+    for times in result["all_reduce"].values():
+        assert set(times) == {"arena", "tensor", "library", "gloo", "memcpy"}
+        assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
+    for times in result["algorithms"].values():
+        assert set(times) == {"mpi", "ring", "tree", "halving", "shared"}
+    assert all(set(p) == {"mpi", "ring", "tree", "halving", "shared"} for p in result["predicted"].values())
+    text = (tmp_path / "BENCH-collectives.md").read_text()
+    for words in ("library / arena", "gloo / arena", "arena / memcpy", "Spearman", "Geometric means", "quick run"):
+        assert words in text, words
+    targets = [target["what"] for target in values["targets"]]
+    for words in ("library / ours", "gloo / ours", "memcpy", "fp16", "bf16", "reduce_scatter", "all_gather", "64 KiB"):
+        assert any(words in what for what in targets), words
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    assert (tmp_path / "BENCH-collectives.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = bench(
+        "collectives", "--tune", "--quick", "--ranks", 2, "--sizes", "64,1Mi", "--out", tmp_path, **cache
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = (tmp_path / "cache" / "mpitrain").glob("tuning-*.json")
+    assert str(path) in done.stdout
+    written = Tuning.from_json(path.read_text())
+    assert {key.rpartition("/")[2] for key in written.measured} == {"2"}
+    assert {"node arena", "node"} == {key.rpartition("/")[0].removesuffix(" crowded") for key in written.measured}
+    told = job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
+    assert told.returncode == 0, told.stdout + told.stderr
+    lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
+    assert len(lines) == 2 and all("(measured " in line for line in lines)
+    assert all(any(describe(rules) in line for line in lines) for rules in written.measured.values())
+
+
+def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do():
+    done = bench("colectives")
+    assert done.returncode == 2
+    assert "colectives" in done.stderr and "collectives" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_lists_every_benchmark_with_what_it_measures():
+    assert "collectives" in names()
+    text = usage()
+    for name in names():
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [name]]
+        assert len(line.split()) > 4, f"{name} does not say what it measures"
+
+
+def test_a_job_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _SLEEP, str(tmp_path / "pid")],
+        capture_output=True, text=True, timeout=60, env=clean_environment(),
+    )  # fmt: skip
+    assert "not done after" in done.stderr and done.stdout.split()[-1] == "1", done.stdout + done.stderr
+    place = Path("/proc") / (tmp_path / "pid").read_text()
+    deadline = time.monotonic() + 10
+    while place.exists() and time.monotonic() < deadline:  # mpirun may leave a moment before its ranks
+        time.sleep(0.05)
+    assert not place.exists()
+
+
+_SLEEP = """
+import os, sys
+from mpitrain.bench.jobs import start
+code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+print(start(["-c", code, sys.argv[1]], 1, 2.5))
+"""
+
+
+# -- statistics ----------------------------------------------------------------------------------------------
+
+
+def test_geometric_mean_of_known_numbers():
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert geometric_mean([3.0]) == pytest.approx(3.0)
+    assert math.isnan(geometric_mean([]))
+
+
+def test_rank_correlation_of_known_orders():
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 2, 3, 4, 5], [2, 1, 3, 4, 5]) == pytest.approx(0.9)  # 1 - 6*2 / (5*24)
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486833)  # ties share the mean rank
+    assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
+
+
+def test_times_within_the_tolerance_are_no_order():
+    assert rank_correlation([1, 2, 2.05], [1, 2.05, 2]) == pytest.approx(0.5)
+    assert rank_correlation([1, 2, 2.05], [1, 2.05, 2], tolerance=0.1) == pytest.approx(1.0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
+    stamps = np.array([[[1.0, 4.0], [7.0, 8.0]]]) if world.rank == 0 else np.array([[[2.0, 5.0], [3.0, 6.0]]])
+    assert extents(world, stamps).tolist() == [[4.0, 5.0]]
+
+
+@pytest.mark.ranks(2, 3)
+def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
+    seen: list[str] = []
+    contenders = {
+        "a": Contender(lambda: seen.append("a"), lambda: seen.append("prepare"), single=True),
+        "b": Contender(lambda: seen.append("b"), single=True),
+    }
+    times = interleaved(world, contenders, repeats=4)
+    assert seen == ["prepare", "a", "b"] * 6  # two rounds to warm up
+    told = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
+    assert all(one == told[0] for one in told) and len(told[0][0]) == 4
+
+
+# -- tuning --------------------------------------------------------------------------------------------------
+
+
+def test_rules_change_half_way_and_only_for_a_clear_gain():
+    times = {
+        1 * KIB: {"mpi": 1.0, "shared": 2.0},
+        4 * KIB: {"mpi": 1.0, "shared": 0.98},  # within the noise: no change yet
+        16 * KIB: {"mpi": 2.0, "shared": 1.0},
+        64 * KIB: {"mpi": 9.0, "shared": 1.0},
+    }
+    rules = rules_from(times)
+    assert rules[:-1] == ((8 * KIB, "mpi"),) and rules[-1][1] == "shared"
+    assert describe(rules) == "mpi below 8 KiB, then shared"
+    table = Tuning({"node/2": rules}, "measured")
+    assert [table.algorithm("node", 2, n) for n in (0, 8 * KIB - 1, 8 * KIB, 1 << 40)] == ["mpi", "mpi"] + [
+        "shared"
+    ] * 2
+
+
+def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load("x").origin == "built-in"
+    first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
+    assert keep("x", {"node/2": first}, "one") == table_path("x")
+    keep("x", {"node/4": second}, "two")
+    table = load("x")
+    assert table.origin == "two"
+    assert table.algorithm("node", 2, 5) == "ring" and table.algorithm("node", 4, 500) == "tree"
+    assert table.is_measured("node", 2) and not table.is_measured("node", 8)
+    assert table.rules("node", 8) == Tuning().rules("node", 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"measured": {"node/2": [[5, "mpi"]]}, "origin": ""}',
+             '{"measured": {"node/2": [[4611686018427387904, "teleport"]]}, "origin": ""}'],
+)  # fmt: skip
+def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = table_path("x")
+    path.parent.mkdir()
+    path.write_text(text)
+    assert load("x") == Tuning()
+
+
+# -- prediction ----------------------------------------------------------------------------------------------
+
+
+def test_inside_a_node_moving_and_adding_take_turns_and_between_nodes_they_overlap():
+    size, segments, block = 4, 8, 1 << 20
+    machine = Machine(latency=0, local_latency=0, step=0, bandwidth=1e9, local_bandwidth=1e9, reduce_rate=1e9)
+    chunks = [block / segments] * (size * segments)
+    moved, added = 2 * (size - 1) * block / 1e9, (size - 1) * block / 1e9
+    assert simulate(ring_all_reduce(size, segments), chunks, machine) == pytest.approx(moved + added)
+    apart = simulate(ring_all_reduce(size, segments, tuple(range(size))), chunks, machine)
+    assert moved < apart < moved + added / 2
+
+
+def test_ranks_without_a_core_wait_only_for_those_that_work():
+    """On one core the tree's one pair of ranks at a time is not slowed by six that wait; a ring's eight all work."""
+    size, nbytes = 8, 1 << 20
+    roomy = Machine(latency=0, local_latency=0, step=0, local_bandwidth=1e9, reduce_rate=1e9, fence=0, cores=8)
+    narrow = replace(roomy, cores=1)
+
+    def slowdown(program):
+        chunks = [nbytes / program.chunks] * program.chunks
+        return simulate(program, chunks, narrow) / simulate(program, chunks, roomy)
+
+    assert slowdown(ring_all_reduce(size)) == pytest.approx(8)
+    assert 2 < slowdown(tree_all_reduce(size)) < 6
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_probes_give_speeds_and_an_order_of_the_algorithms(world):
+    bare, arena = Bare(world), world.arena(64 * KIB)
+    probes = Probes(world, bare, arena)
+    machine = probes.machine(interleaved(world, probes.contenders(), repeats=3))
+    for speed in (machine.local_bandwidth, machine.copy_rate, machine.reduce_rate):
+        assert 1e6 < speed < 1e13
+    assert 0 < machine.step < 1 and 0 < machine.fence < 1
+    seconds = predicted(world, 256 * KIB, machine)
+    assert set(seconds) == {"mpi", "ring", "tree", "halving", "shared"} and min(seconds.values()) > 0
+    assert seconds["mpi"] < seconds["ring"]
+    arena.free()
+    bare.free()
+
+
+# -- reports -------------------------------------------------------------------------------------------------
+
+
+def times(**seconds: float) -> dict[str, dict[str, float]]:
+    return {name: {"median": value, "best": value} for name, value in seconds.items()}
+
+
+def test_targets_are_judged_by_what_was_measured():
+    size = str(16 * MIB)
+    result = {
+        "nodes": 1,
+        "all_reduce": {
+            "64": times(arena=5e-6, tensor=5e-6, library=1e-6, gloo=1e-3, memcpy=1e-7),
+            size: times(arena=1.0, tensor=2.0, library=3.5, gloo=14.0, memcpy=0.8),
+        },
+        "halves": {size: times(fp16=1.0, bf16=1.0)},
+        "reduce_scatter": {size: times(arena=1.0, library=2.5)},
+        "all_gather": {size: times(arena=1.0, library=1.5)},
+        "algorithms": {size: times(mpi=3.0, ring=2.0, shared=1.0)},
+        "predicted": {size: {"mpi": 30.0, "ring": 20.0, "shared": 10.0}},
+    }
+    made = report({2: result}, argparse.Namespace(tune=False))
+    verdicts = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
+    assert verdicts == {
+        "all_reduce in an arena, library / ours, from 256 KiB": True,
+        "all_reduce in an arena, gloo / ours, from 256 KiB": False,
+        "all_reduce in an arena, ours / memcpy, from 4 MiB": False,
+        "all_reduce of ordinary tensors, library / ours, from 1 MiB": True,
+        "all_reduce of ordinary tensors, library / ours, from 64 KiB": True,
+        "all_reduce of ordinary tensors, ours - library, below 64 KiB": True,
+        "fp16 in an arena, library's fp16 / ours, from 256 KiB": None,
+        "bf16 in an arena, library's fp16 / ours, from 256 KiB": None,
+        "reduce_scatter in an arena, library / ours, from 256 KiB": True,
+        "all_gather in an arena, library / ours, from 256 KiB": False,
+    }
+    assert correlation(result, size) == pytest.approx(1.0)
+
+
+def test_a_missed_target_is_shown():
+    facts = {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p", "date": "d"}
+    made = Report("T", [Table("t", ("a", "b"), [["x", 1234.5], ["y", None]])], [Target("speed", "≥ 3", "2.0", False)])
+    text = markdown(made, {2: facts | {"load": 0.0, "tuning": "built-in"}}, quick=False)
+    assert "| speed | ≥ 3 | 2.0 | MISSED |" in text
+    assert "| x | 1,234 |" in text and "| y | - |" in text
+
+
+def test_sizes_as_people_write_them():
+    assert _sizes("16,64Ki,4MiB,1m") == [16, 64 * KIB, 1 * MIB, 4 * MIB]
+    for wrong in ("", "x", "4Q", "1.5Ki"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            _sizes(wrong)
