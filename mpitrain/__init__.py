@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, init
+    from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
     from mpitrain.shard.ddp import DistributedDataParallel
+    from mpitrain.shard.initialize import initialize
 
 _HOMES = {
     "ANY_SOURCE": "mpitrain.comm",
@@ -16,9 +17,20 @@ _HOMES = {
     "Communicator": "mpitrain.comm",
     "DistributedDataParallel": "mpitrain.shard.ddp",
     "Work": "mpitrain.comm",
+    "compression": "mpitrain.comm",
     "init": "mpitrain.comm",
+    "initialize": "mpitrain.shard.initialize",
 }
-__all__ = ["ANY_SOURCE", "Arena", "Communicator", "DistributedDataParallel", "Work", "init"]
+__all__ = [
+    "ANY_SOURCE",
+    "Arena",
+    "Communicator",
+    "DistributedDataParallel",
+    "Work",
+    "compression",
+    "init",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

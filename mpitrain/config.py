@@ -31,6 +31,7 @@ class RunSection(Section):
     dir: str = Field("", description="run folder; empty: runs/<date>-<time>, or runs/job-<id> in a batch job")
     seed: int = Field(1, ge=0, lt=2**63, description="seed of weights, sample order and dropout")
     reproducible: bool = Field(False, description="the same bits at any power-of-two number of ranks (slower)")
+    stop_before: float = Field(120.0, ge=0.0, description="seconds before the batch job's end to save and stop")
     workers: int = Field(8, ge=1, description="with run.reproducible: virtual workers the batch is summed over")
 
 
@@ -78,7 +79,16 @@ class ParallelSection(Section):
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="0 DDP; 1 + optimizer states, 2 + gradients, 3 + parameters sharded"
     )
+    share_node: bool = Field(True, description="zero 1-3: one copy of the parameters for the ranks of a node")
+    shard_within: Literal["all", "node"] = Field(
+        "all", description="cut shares over all ranks, or inside each node and replicate them over the nodes"
+    )
+    reshard: bool = Field(True, description="zero 3 without share_node: free a block between forward and backward")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="pipeline schedule")
+    cut: Literal["uniform", "parameters"] = Field(
+        "uniform", description="what stages have equally much of: blocks or parameters"
+    )
+    sequence: bool = Field(False, description="with tensor: cut activations along the sequence between the layers")
     chunks: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved)")
     offload: str = Field("", description="optimizer states in `host` memory or in a memory-mapped file under a PATH")
 
@@ -99,10 +109,17 @@ class CheckpointSection(Section):
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
     resume: str = Field("auto", description="auto: from the newest whole one in the run folder; never; or a PATH")
     background: bool = Field(False, description="write from a thread while training goes on")
+    files: Literal["rank", "node"] = Field("rank", description="one file per rank, or one per node")
+    local: str = Field("", description="folder on a node-local disk for checkpoints; empty: none")
+    redundancy: Literal["none", "partner", "xor"] = Field(
+        "none", description="with checkpoint.local: what a lost node's part is rebuilt from"
+    )
+    flush_every: int = Field(10, ge=1, description="with checkpoint.local: every K-th one also into the run folder")
 
 
 class ElasticSection(Section):
     mode: Literal["off", "shrink"] = Field("off", description="shrink: go on without ranks that died (needs ULFM)")
+    copy_every: int = Field(1, ge=1, description="steps between the copies of each rank's state in others' memory")
 
 
 class MonitorSection(Section):

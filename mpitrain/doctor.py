@@ -1,4 +1,5 @@
 """`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
+`python -m mpitrain.doctor --clean [--dry-run]`: remove what the MPI library left here of dead jobs (comm/leftovers.py).
 
 Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
 """
@@ -10,24 +11,38 @@ import platform
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib import metadata
 
 import torch
 
+if "--clean" in sys.argv:  # works where MPI would not start: outside a job, with a full /dev/shm
+    os.environ["MPI4PY_RC_INITIALIZE"] = "0"
+
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.arena import SHARED_MEMORY
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED
+from mpitrain.comm.leftovers import clean
+from mpitrain.comm.selection import Setting
+from mpitrain.comm.tuning import describe
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 from mpitrain.monitor.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
+_UNMEASURED = "built-in; measured by python -m mpitrain.bench collectives --tune"
 Line = tuple[str, str, str]  # verdict, subject, finding
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    if arguments:
+        try:
+            return clean(arguments)
+        except InputError as error:
+            print(f"mpitrain: {error}", file=sys.stderr)
+            return error.exit_code
     world = init(timeout=60)
-    lines = [*software(world), *placement(world), *memory(world), *speed(world)]
+    lines = [*software(world), *placement(world), *memory(world), *speed(world), *algorithms(world)]
     if world.rank == 0:
         for verdict, subject, finding in lines:
             print(f"{verdict:4}  {subject:16} {finding}", flush=True)
@@ -126,6 +141,19 @@ def speed(world: Communicator) -> list[Line]:
     return lines
 
 
+def algorithms(world: Communicator) -> list[Line]:
+    """What algorithm "auto" of all_reduce stands for at each size, and by which table."""
+    if world.size == 1:
+        return []
+    lines: list[Line] = []
+    table = world.process.tuning
+    for memory, words in (("arena", "in an arena"), ("private", "ordinary tensors")):
+        place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
+        origin = table.origin if table.is_measured(place, world.size) else _UNMEASURED
+        lines.append((OK, "algorithms", f"all_reduce, {words}: {describe(table.rules(place, world.size))} ({origin})"))
+    return lines
+
+
 def _threads_verdict(level: str) -> Line:
     if level == "MULTIPLE":
         return OK, "thread level", level
@@ -156,4 +184,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,44 @@
-"""`python -m mpitrain.report RUN`: what a run did, from its folder. Needs neither MPI nor torch."""
+"""`python -m mpitrain.report RUN`: what a run did, from its folder. Needs neither MPI nor torch.
+
+`python -m mpitrain.report schedule`: a pipeline schedule, predicted or as it ran (`--help` lists the options).
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
 from mpitrain.monitor.metrics import read_metrics
 from mpitrain.monitor.text import aligned, duration, short
+from mpitrain.pipe import command
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m mpitrain.report", description="What a run did.")
-    parser.add_argument("run", type=Path, help="run folder")
+    run: Callable[[argparse.Namespace], None]
+    if argv[:1] == ["schedule"]:
+        parser = argparse.ArgumentParser(prog="python -m mpitrain.report schedule", description=command.__doc__)
+        command.add_arguments(parser)
+        argv, run = argv[1:], command.run
+    else:
+        parser.add_argument("run", type=Path, help="run folder; or the word schedule, to draw a pipeline schedule")
+        run = _print_summary
     arguments = parser.parse_args(argv)
     try:
-        print(summary(arguments.run))
+        run(arguments)
     except InputError as error:
         print(f"mpitrain: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return EXIT_DONE
+
+
+def _print_summary(arguments: argparse.Namespace) -> None:
+    print(summary(arguments.run))
 
 
 def summary(folder: Path) -> str:
@@ -38,6 +55,7 @@ def summary(folder: Path) -> str:
         ("held-out loss", " -> ".join(f"{_number(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
         ("speed", _speed(lines)),
         ("step time", f"median {_median(lines, 'step_s') * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}"),
+        ("memory", _memory(lines)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
@@ -48,6 +66,17 @@ def _speed(lines: list[dict[str, Any]]) -> str:
     samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
     tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
     return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+
+
+def _memory(lines: list[dict[str, Any]]) -> str:
+    """Rank 0's bytes by category, as the last start of the run had them, with what the formula says."""
+    told = [m["memory"] for m in lines if "memory" in m]
+    if not told:
+        return ""
+    names = ("parameters", "gradients", "states", "activations", "buffers")
+    expected = told[-1]["expected"]
+    parts = [f"{n} {told[-1][n] / 1e6:.4g}" + (f" ({expected[n] / 1e6:.4g})" if n in expected else "") for n in names]
+    return ", ".join(parts) + " MB on rank 0 (in brackets: by formula)"
 
 
 def _all(lines: list[dict[str, Any]], key: str) -> list[float]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import time
 import traceback
+from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.config import Config
@@ -37,8 +36,12 @@ from mpitrain.monitor import (
     open_rank_log,
     peak_memory_bytes,
 )
+from mpitrain.shard.engine import StepResult
+from mpitrain.shard.memory import Memory
+from mpitrain.stopping import Stopping
 
 LOCK, CONFIG, CHECKPOINTS = "lock", "config.toml", "checkpoints"
+_DYING = 5.0  # seconds
 
 
 class Interrupted(MpitrainError):
@@ -68,9 +71,9 @@ class Run:
         self._lock: int | None = None
         self._progress: Progress | None = None
         self._metrics: MetricsWriter | None = None
-        self._stop = False
         self._began = time.monotonic()
-        self._start_step = 0
+        self.start_step = 0
+        self._begun = False
         self._step = 0
         self._tokens = 0
 
@@ -83,18 +86,15 @@ class Run:
             error = caught
         self.world.agree(error)
         self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
-        self._handlers = {n: signal.signal(n, self._ask_to_stop) for n in (signal.SIGUSR1, signal.SIGTERM)}
+        watches = self.world.rank == 0
+        self.stopping = Stopping(self.folder, watches=watches, margin=self.config.run.stop_before)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._close_records()
+        self.stopping.close()
         if self._lock is not None:
             os.close(self._lock)
         if isinstance(error, KeyboardInterrupt):
@@ -107,8 +107,13 @@ class Run:
         """Make the folder and take its lock, which the kernel frees when this process ends."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise
+            self._lock = lock
         except BlockingIOError:
             raise InputError(f"run folder {self.folder} is in use by another job; choose another run.dir") from None
         except OSError as error:
@@ -116,12 +121,16 @@ class Run:
                 f"run folder {self.folder} cannot be used: {error.strerror}; choose another run.dir"
             ) from None
 
-    def _ask_to_stop(self, number: int, frame: object) -> None:
-        self._stop = True  # nothing more in a handler: the ranks agree on it at the end of a step
-
-    @property
-    def stop_asked(self) -> bool:
-        return self._stop
+    def _inherit(self) -> None:
+        """Take the lock over from a rank that died, which may take a moment to be gone."""
+        deadline = time.monotonic() + _DYING
+        while self._lock is None:
+            try:
+                self._occupy()
+            except InputError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
         """The training and the held-out samples; what is not there yet is made once per node."""
@@ -160,13 +169,20 @@ class Run:
             else:
                 print(text, flush=True)
 
-    def begin(self, module: nn.Module, data: Dataset, held_out: Dataset | None, step: int) -> None:
-        """Print the banner and open what is written during training."""
-        self._start_step = self._step = step
+    def begin(self, parameters: int, data: Dataset, held_out: Dataset | None, step: int) -> None:
+        """Print the banner and open what is written during training; that alone after `move_to`."""
+        if self._begun:
+            self._step = self.resumed_step = step
+            if self.world.rank == 0:
+                self._open_records(step)
+            return
+        self.start_step = self._step = step
+        self._begun = True
         if self.world.rank:
             return
         config = self.config
-        share = -(-config.train.batch // self.world.size)
+        columns = self.world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
+        share = -(-config.train.batch // columns)
         facts = RunFacts(
             version=_version(),
             ranks=self.world.size,
@@ -175,7 +191,7 @@ class Run:
             device="CPU",
             mpi=self.world.library,
             model=config.model.factory or config.model.name,
-            parameters=sum(p.numel() for p in module.parameters()),
+            parameters=parameters,
             data=config.data.path or "Python's own source as bytes (data.path is not set)",
             samples=len(data),
             held_out_samples=len(held_out) if held_out is not None else 0,
@@ -186,17 +202,52 @@ class Run:
             start_step=step,
             precision=config.train.precision,
             run_dir=str(self.folder),
+            notes=tuple((("parallel", text),) if (text := parallel_text(config, self.world.size)) else ()),
         )
         print(banner(facts), flush=True)
         (self.folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
-        self._metrics = MetricsWriter(self.folder, self.resumed_step, config.monitor.tensorboard)
+        self._open_records(step)
+
+    def _open_records(self, step: int) -> None:
+        """Open what is written during training, from `step` on."""
+        self._close_records()
+        self._metrics = MetricsWriter(self.folder, self.resumed_step, self.config.monitor.tensorboard)
         unit = "tokens" if self._tokens else "samples"
-        self._progress = Progress(config.train.steps, step, config.monitor.every, unit=unit)
+        self._progress = Progress(self.config.train.steps, step, self.config.monitor.every, unit=unit)
+
+    def _close_records(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._progress = self._metrics = None
+
+    def move_to(self, world: Communicator) -> None:
+        """Go on with the ranks of a world that lost some. Collective over it."""
+        self.world = world
+        self._close_records()
+        if world.rank == 0:
+            self.stopping.watch()
+        world.on_root(self._inherit)
+
+    def go_on(self, step: int) -> None:
+        """Write on from `step`, at which the ranks that are left begin."""
+        self._step = self.resumed_step = step
+        if self.world.rank == 0:
+            self._open_records(step)
 
     def report(
-        self, step: int, loss: float, held_out_loss: float | None, lr: float, norm: float, seconds: float, ids: Any
+        self,
+        step: int,
+        loss: float,
+        held_out_loss: float | None,
+        lr: float,
+        result: StepResult,
+        seconds: float,
+        ids: list[int] | None,
+        memory: Memory | None,
     ) -> None:
-        """Record a finished step. ids: of all samples in it, in order, or None."""
+        """Record a finished step. ids: of all samples in it, in order, or None. memory: by category, once."""
         self._step = step
         if self._metrics is None or self._progress is None:
             return
@@ -205,11 +256,15 @@ class Run:
         extras: dict[str, Any] = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         if ids is not None:
             extras["ids"] = ids
+        if result.skipped:
+            extras["skipped"] = True
+        if memory is not None:
+            extras["memory"] = asdict(memory)
         self._metrics.write(
             step=step,
             loss=loss,
             lr=lr,
-            grad_norm=norm,
+            grad_norm=result.norm,
             samples=batch,
             tokens=batch * self._tokens,
             step_s=seconds,
@@ -236,11 +291,11 @@ class Run:
         outcome = Outcome(
             step=step,
             steps=self.config.train.steps,
-            start_step=self._start_step,
+            start_step=self.start_step,
             loss=loss,
             held_out_loss=held_out_loss,
             seconds=time.monotonic() - self._began,
-            samples_done=(step - self._start_step) * self.config.train.batch,
+            samples_done=(step - self.start_step) * self.config.train.batch,
             tokens=self._tokens,
             peak_memory_bytes=int(memory),
             run_dir=str(self.folder),
@@ -255,6 +310,25 @@ class Run:
         return f"{launcher} python -m mpitrain.train {self.folder / CONFIG}{more}"
 
 
+def parallel_text(config: Config, ranks: int) -> str:
+    """How the ranks share the work, in a few words; empty for plain data parallel."""
+    parallel, words = config.parallel, []
+    if parallel.pipeline > 1 or parallel.tensor > 1:
+        data = ranks // (parallel.pipeline * parallel.tensor)
+        words.append(f"data {data} x pipeline {parallel.pipeline} x tensor {parallel.tensor}")
+    if parallel.pipeline > 1:
+        words.append(f"schedule {parallel.schedule}")
+    if parallel.zero:
+        words.append(f"zero {parallel.zero}")
+    if config.comm.compression != "none":
+        words.append(f"gradients by {config.comm.compression}")
+    if config.train.recompute:
+        words.append("activations recomputed")
+    if config.run.reproducible:
+        words.append(f"sums over {config.run.workers} virtual workers")
+    return ", ".join(words)
+
+
 def set_threads(world: Communicator, reproducible: bool) -> None:
     """One share of the node's cores per rank, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" in os.environ:
@@ -266,17 +340,7 @@ def set_threads(world: Communicator, reproducible: bool) -> None:
 def refuse_what_is_not_there_yet(config: Config) -> None:
     """Raise InputError for keys whose rooms are still being built."""
     wanted = {
-        "run.reproducible": config.run.reproducible,
-        "parallel.pipeline": config.parallel.pipeline > 1,
-        "parallel.tensor": config.parallel.tensor > 1,
-        "parallel.zero": config.parallel.zero > 0,
-        "parallel.offload": bool(config.parallel.offload),
-        "comm.compression": config.comm.compression != "none",
-        "checkpoint.background": config.checkpoint.background,
-        "elastic.mode": config.elastic.mode != "off",
         "monitor.timeline": config.monitor.timeline,
-        "train.precision = fp16": config.train.precision == "fp16",
-        "train.recompute": config.train.recompute,
     }
     asked = [key for key, value in wanted.items() if value]
     if asked:

@@ -12,17 +12,21 @@ from typing import Any
 
 import torch
 
+from mpitrain.assemble import assemble
 from mpitrain.checkpoint import Store
-from mpitrain.comm import Communicator, init, set_timeout
+from mpitrain.comm import Communicator, elastic, init, set_timeout
 from mpitrain.config import Config, help_text
 from mpitrain.data import Batch, Dataset, Loader, SampleOrder, evaluation_batches
+from mpitrain.elastic import Survivors, keep_training
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError
-from mpitrain.layout import split
+from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.run import Run, refuse_what_is_not_there_yet, set_threads, settled
-from mpitrain.shard.batchnorm import SyncBatchNorm
 from mpitrain.shard.engine import Engine
-from mpitrain.shard.optim import learning_rate, make_optimizer
+from mpitrain.shard.leaves import Cut
+from mpitrain.shard.schedule import Schedule
+
+SKIPPED = 50  # steps without an update after which a run is given up
 
 
 def main() -> int:
@@ -35,8 +39,14 @@ def main() -> int:
     config = read_config(world, arguments)
     set_timeout(config.comm.timeout)
     set_threads(world, config.run.reproducible)
+    if config.elastic.mode == "off":
+        with Run(config, world) as run:
+            return train(config, world, run)
+    world = elastic.begin(world)
     with Run(config, world) as run:
-        return train(config, world, run)
+        code = keep_training(config, world, run, lambda left: train(left.config, left.world, run, left))
+    elastic.leave(run.world, code)
+    return code
 
 
 def read_config(world: Communicator, arguments: list[str]) -> Config:
@@ -46,122 +56,178 @@ def read_config(world: Communicator, arguments: list[str]) -> Config:
     return config
 
 
-def train(config: Config, world: Communicator, run: Run) -> int:
+def train(config: Config, world: Communicator, run: Run, survivors: Survivors | None = None) -> int:
+    """survivors: where the job is to go on without ranks that die."""
     data, held_out = run.open_data()
     torch.manual_seed(config.run.seed)
     task = build_model(config.model, data.description)
-    module = SyncBatchNorm.convert(task.module, world)
-    engine = Engine(
-        module,
-        task.loss,
-        make_optimizer(config.optim, module.named_parameters()),
-        world,
-        clip=config.train.clip,
-        precision=config.train.precision,
-        bucket_mb=config.comm.bucket_mb,
-        algorithm=config.comm.algorithm,
-    )
-    store = Store(run.checkpoints, world, config.checkpoint.keep)
-    step, position = resume(config, run, store, engine, data.description.identity)
-    run.begin(module, data, held_out, step)
-    loss, held_out_loss, stop = float("nan"), None, False
-    with batches(config, world, data, position) as loader:
-        while step < config.train.steps and not stop:
-            began = time.perf_counter()
-            batch = next(loader)
-            seed_step(config.run.seed, step, world.rank)
-            part = engine.forward_backward(microbatches(batch, config.train.microbatch), config.train.batch)
-            lr = learning_rate(config.optim, step, config.train.steps)
-            norm = engine.step(lr)
-            loss, stop = totals(world, part, run.stop_asked)
-            step, position = step + 1, position + config.train.batch
-            seconds = time.perf_counter() - began
-            last = stop or step == config.train.steps
-            evaluated = None
-            if last or due(step, config.train.evaluate_every):
-                held_out_loss = evaluated = evaluate(config, world, engine, held_out)
-            ids = gather_ids(world, batch) if config.data.record_ids else None
-            run.report(step, loss, evaluated, lr, norm, seconds, ids)
-            if last or due(step, config.checkpoint.every):
-                save(store, engine, step, {"position": position, "data": data.description.identity})
+    mesh = Mesh.make(world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
+    cut = Cut.of(mesh.data, config.run.reproducible, config.run.workers)
+    assembled = assemble(config, mesh, task)
+    engine = assembled.engine
+    rounds = cut.rounds(config.train.batch, microbatch_size(config, mesh))
+    schedule = Schedule.of(config.optim, config.train.steps)
+    del task  # a stage needs no more than its own blocks
+    with make_store(config, world, run) as store:
+        identity = data.description.identity
+        step, position = resume(config, run, store, engine, identity, survivors)
+        if survivors is not None:
+            survivors.copy(engine, step, position)
+        run.begin(assembled.parameters, data, held_out, step)
+        if survivors is not None:
+            survivors.going_on(step)
+        loss, held_out_loss, stop = float("nan"), None, False
+        with batches(config, cut, data, position) as loader:
+            while step < config.train.steps and not stop:
+                began = time.perf_counter()
+                batch = next(loader)
+                losses = forward_backward(config, mesh, engine, cut, batch, step, rounds)
+                lr = schedule.rate(step)
+                result = engine.step(lr)
+                if engine.skipped >= SKIPPED:
+                    raise InputError(
+                        f"the gradients were not finite in {SKIPPED} steps in a row, up to step {step + 1}; lower "
+                        "optim.lr, or go on from an earlier checkpoint",
+                        agreed=True,
+                    )
+                loss = cut.total(mesh.data, losses)
+                stop, failing = any_rank(world, bool(run.stopping.reason()), store.failing)
+                step, position = step + 1, position + config.train.batch
+                if stop:
+                    run.say(f"stopping after step {step}: {run.stopping.reason() or 'another rank was asked to'}")
+                seconds = time.perf_counter() - began
+                if failing:
+                    store.finish()  # raises what the save in the background did
+                last = stop or step == config.train.steps
+                evaluated = None
+                if last or due(step, config.train.evaluate_every):
+                    held_out_loss = evaluated = evaluate(config, mesh, engine, cut, held_out)
+                ids = gather_ids(mesh, batch) if config.data.record_ids else None
+                memory = engine.memory() if step == run.start_step + 1 else None
+                run.report(step, loss, evaluated, lr, result, seconds, ids, memory)
+                if last or due(step, config.checkpoint.every):
+                    save(config, store, engine, step, {"position": position, "data": identity}, last)
+                    if survivors is not None:
+                        survivors.saved = True
+                if survivors is not None and not last and due(step, config.elastic.copy_every):
+                    survivors.copy(engine, step, position)
+                run.stopping.took(time.perf_counter() - began)
     run.end(step, loss, held_out_loss)
     return EXIT_REQUEUE if step < config.train.steps else EXIT_DONE
 
 
-def batches(config: Config, world: Communicator, data: Dataset, position: int) -> Loader:
+def make_store(config: Config, world: Communicator, run: Run) -> Store:
+    section = config.checkpoint
+    return Store(
+        run.checkpoints,
+        world,
+        section.keep,
+        files=section.files,
+        local=section.local,
+        redundancy=section.redundancy,
+        flush_every=section.flush_every,
+    )
+
+
+def forward_backward(
+    config: Config, mesh: Mesh, engine: Engine, cut: Cut, batch: Batch, step: int, rounds: int
+) -> list[float]:
+    """Gradients of one step; the part of its loss that each of this rank's leaves has.
+
+    rounds: most microbatches of a step that any rank has.
+    """
+    size, microbatch = config.train.batch, microbatch_size(config, mesh)
+    leaves = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in cut.within(size)]
+
+    def seed(leaf: int) -> None:
+        seed_leaf(config.run.seed, step, cut.own[leaf] + mesh.pipeline.rank * cut.leaves)
+
+    return engine.forward_backward(leaves, size, rounds=rounds, before=seed)
+
+
+def batches(config: Config, cut: Cut, data: Dataset, position: int) -> Loader:
     """This rank's share of every global batch from `position` on."""
     return Loader(
         data,
         SampleOrder(len(data), config.run.seed),
         batch=config.train.batch,
-        share=lambda size: share(size, world),
+        share=cut.share,
         position=position,
         workers=config.data.workers,
     )
 
 
-def share(size: int, world: Communicator) -> tuple[int, int]:
-    bounds = split(size, world.size)
-    return bounds[world.rank], bounds[world.rank + 1]
+def microbatch_size(config: Config, mesh: Mesh) -> int:
+    """Samples of a microbatch; 0: all of a leaf. A pipeline gets two a stage unless told otherwise."""
+    if config.train.microbatch or mesh.pipeline.size == 1:
+        return config.train.microbatch
+    return max(1, -(-config.train.batch // (mesh.data.size * 2 * mesh.pipeline.size)))
 
 
-def microbatches(batch: Batch, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def microbatches(x: torch.Tensor, y: torch.Tensor, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(x, y) of at most `samples` samples each; 0: all at once."""
-    size = samples or max(1, len(batch.x))
-    return [(batch.x[lo : lo + size], batch.y[lo : lo + size]) for lo in range(0, len(batch.x), size)]
+    size = samples or max(1, len(x))
+    return [(x[lo : lo + size], y[lo : lo + size]) for lo in range(0, len(x), size)]
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_leaf(seed: int, step: int, leaf: int) -> None:
     """Dropout of a step depends on nothing before it, so a resumed run draws what the first would have drawn."""
-    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank & (1 << 63) - 1)
+    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + leaf & (1 << 63) - 1)
 
 
-def totals(world: Communicator, part: float, stop: bool) -> tuple[float, bool]:
-    """The step's loss, and whether any rank was asked to stop."""
-    both = torch.tensor([part, float(stop)], dtype=torch.float64)
-    world.all_reduce(both)
-    return float(both[0]), bool(both[1] > 0)
+def any_rank(world: Communicator, *flags: bool) -> list[bool]:
+    """Whether each flag is set on any rank. Collective."""
+    found = torch.tensor(flags, dtype=torch.uint8)
+    world.all_reduce(found, "max")
+    return [bool(flag) for flag in found]
 
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def evaluate(config: Config, world: Communicator, engine: Engine, held_out: Dataset | None) -> float | None:
+def evaluate(config: Config, mesh: Mesh, engine: Engine, cut: Cut, held_out: Dataset | None) -> float | None:
     """The mean loss of held-out samples, each counted once; None where none are held out. Collective."""
     if held_out is None:
         return None
-    sums = torch.zeros(2, dtype=torch.float64)
-    chosen = evaluation_batches(
-        held_out,
-        samples=config.train.evaluate_samples,
-        batch=config.train.batch,
-        share=lambda size: share(size, world),
-    )
-    for batch in chosen:
-        for x, y in microbatches(batch, config.train.microbatch):
-            sums += torch.tensor([engine.evaluate(x, y) * len(x), len(x)], dtype=torch.float64)
-    world.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    chosen = min(config.train.evaluate_samples, len(held_out))
+    microbatch = config.train.microbatch if mesh.pipeline.size == 1 else 0  # a pipeline cuts batches itself
+    sums = [0.0] * len(cut.own)
+    for batch in evaluation_batches(held_out, samples=chosen, batch=config.train.batch, share=cut.share):
+        size = min(config.train.batch, chosen - batch.position)
+        done = 0
+        for leaf, (lo, hi) in enumerate(cut.within(size)):
+            for x, y in microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch):
+                sums[leaf] += engine.evaluate(x, y) * len(x)
+                done += 1
+        for _ in range(done, cut.rounds(size, microbatch)):
+            engine.evaluate()
+    return cut.total(mesh.data, sums) / chosen
 
 
-def gather_ids(world: Communicator, batch: Batch) -> list[int]:
+def gather_ids(mesh: Mesh, batch: Batch) -> list[int]:
     """The sample ids of the global batch, in order."""
-    return [number for ids in world.all_gather_object(batch.ids.tolist()) for number in ids]
+    return [number for ids in mesh.data.all_gather_object(batch.ids.tolist()) for number in ids]
 
 
-def save(store: Store, engine: Engine, step: int, values: dict[str, Any]) -> None:
+def save(config: Config, store: Store, engine: Engine, step: int, values: dict[str, Any], last: bool) -> None:
     parts, rest = engine.parts()
-    store.save(step, parts, values | rest)
+    store.save(step, parts, values | rest, background=config.checkpoint.background and not last, durable=last)
 
 
-def resume(config: Config, run: Run, store: Store, engine: Engine, data: str) -> tuple[int, int]:
+def resume(
+    config: Config, run: Run, store: Store, engine: Engine, data: str, survivors: Survivors | None = None
+) -> tuple[int, int]:
     """Load what there is to go on from; returns (steps done, samples seen). data: identity of the data set.
 
     Raises InputError for a path that is no checkpoint, or one of other data; CheckpointError when there are
     checkpoints and none of them is whole.
     """
     store.prepare(set_aside=config.checkpoint.resume == "never")
+    if survivors is not None and (restored := survivors.restore(engine, store)) is not None:
+        return restored
+    if store.remark:
+        run.say(store.remark)
     if config.checkpoint.resume == "never":
         return 0, 0
     automatic = config.checkpoint.resume == "auto"
@@ -174,14 +240,14 @@ def resume(config: Config, run: Run, store: Store, engine: Engine, data: str) ->
             reasons.append(str(error))
             run.say(f"passed over {folder}: {error}")
             continue
-        if manifest.values["data"] != data:
+        if manifest.values["data"] not in (None, data):  # None: imported weights
             raise InputError(
                 f"{folder} was trained on another data set than data.path {config.data.path!r}; give that one, or "
                 "another run.dir",
                 agreed=True,
             )
-        engine.finish_load()
-        run.resumed_step = manifest.step if folder.parent == run.checkpoints else None
+        engine.finish_load(manifest)
+        run.resumed_step = manifest.step if store.owns(folder) else None
         run.say(f"resumed from {folder}")
         return manifest.step, manifest.values["position"]
     if reasons:

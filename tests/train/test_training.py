@@ -8,12 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from train.jobs import run
 
-from mpitrain.config import Config
 from mpitrain.data.prepare import prepare
-from mpitrain.monitor import read_metrics
-from mpitrain.run import Run
-from mpitrain.train import train
 
 MANY = pytest.mark.ranks(2, 3, 4, 8)
 
@@ -21,16 +18,6 @@ MANY = pytest.mark.ranks(2, 3, 4, 8)
 @pytest.fixture
 def folder(world, mpi_tmp_path):
     return Path(world.broadcast_object(str(mpi_tmp_path)))
-
-
-def run(comm, folder, **sections):
-    """Train with a configuration; returns the lines of metrics.jsonl."""
-    config = Config.from_dict({"run": {"dir": str(folder)}, **sections})
-    comm.barrier()
-    with Run(config, comm) as job:
-        assert train(config, comm, job) == 0
-    comm.barrier()
-    return read_metrics(folder)
 
 
 @pytest.fixture
@@ -130,7 +117,7 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, folder, text
         (folder / "resumed/checkpoints/step-00000008.tmp-dead").mkdir()  # as a killed save leaves it
     world.barrier()
     resumed = run(world, folder / "resumed", **sections)
-    drop = ("step_s", "tokens_per_s", "memory_bytes")
+    drop = ("step_s", "tokens_per_s", "memory_bytes", "memory")
     assert [{k: v for k, v in m.items() if k not in drop} for m in resumed] == [
         {k: v for k, v in m.items() if k not in drop} for m in whole
     ]
@@ -138,6 +125,56 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, folder, text
         other = folder / "resumed/checkpoints/step-00000009" / path.name
         assert _content(path) == _content(other)
     assert not list((folder / "resumed/checkpoints").glob("*.tmp-*"))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"zero": 1}, "train": {"precision": "bf16"}, "checkpoint": {"background": True}},
+        {"parallel": {"zero": 2}, "train": {"microbatch": 2, "recompute": True}},
+        {"parallel": {"zero": 3}, "train": {"precision": "fp16", "microbatch": 1}},
+        {"parallel": {"zero": 3, "share_node": False}, "train": {"microbatch": 2}, "checkpoint": {"files": "node"}},
+        {"parallel": {"zero": 2}, "comm": {"compression": "topk"}},
+        {"comm": {"compression": "powersgd"}},
+    ],
+    ids=str,
+)
+def test_sharded_runs_resume_with_the_bits_of_one_never_interrupted(world, folder, text, sections):
+    def merged(**more):
+        names = {*sections, *more}
+        return {name: {**sections.get(name, {}), **more.get(name, {})} for name in names}
+
+    common = {"data": {"path": text}, "model": {**GPT, "dropout": 0.1}}
+    settings = {"train": {"steps": 8, "batch": 7}, "checkpoint": {"every": 4, "keep": 5}}
+    whole = run(world, folder / "whole", **common, **merged(**settings))
+    if world.rank == 0:
+        shutil.copytree(folder / "whole", folder / "resumed")
+        shutil.rmtree(folder / "resumed/checkpoints/step-00000008")
+    world.barrier()
+    resumed = run(world, folder / "resumed", **common, **merged(**settings))
+    assert [m["loss"] for m in resumed] == [m["loss"] for m in whole]
+    assert resumed[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_reproducible_run_has_the_bits_of_one_rank(world, folder, text):
+    alone = world.subgroup([world.rank])
+    for zero in (0, 2):
+        sections = {
+            "data": {"path": text},
+            "model": {**GPT, "dropout": 0.1},
+            "train": {"steps": 6, "batch": 13, "evaluate_samples": 11},
+            "parallel": {"zero": zero},
+        }
+        reproducible = {"reproducible": True, "workers": 4}
+        lines = [
+            run(comm, where, run={"dir": str(where), **reproducible}, **sections)
+            for comm, where in ((world, folder / f"many-{zero}"), (alone, folder / f"alone-{zero}-{world.rank}"))
+        ]
+        kept = [[(m["loss"], m["grad_norm"], m.get("held_out_loss")) for m in ms] for ms in lines]
+        assert kept[0] == kept[1]
+    alone.free()
 
 
 def _content(path):

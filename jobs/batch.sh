@@ -1,0 +1,102 @@
+# What the batch scripts share; to be sourced. Each step is a function, in the order in which they are called.
+# Needs `job`: the batch system's name for it, the same after each requeue; `nodes`; `ranks`, `each` of a node with
+# `cores` each; `other_launcher`: what starts them when the MPI is not Open MPI.
+#   VENV=DIR            the environment (default: .venv beside jobs/, else the python on the PATH)
+#   LAUNCH="COMMAND"    what starts the ranks, for an MPI that is not recognised
+#   ATTEMPTS=3          give up after so many attempts in a row from the same checkpoint
+
+say() { echo "$(date '+%F %T') $*"; }
+
+activate() { # activate ROOT
+    local venv=${VENV:-$1/.venv}
+    if [ -e "$venv/bin/activate" ]; then
+        . "$venv/bin/activate"
+    fi
+    export OMP_NUM_THREADS=$cores
+}
+
+find_run() { # find_run ARGUMENTS OF THE TRAINER...: sets run, its folder, and steps; ends the job with 2 if they are wrong
+    local settings
+    settings=$(python -c '
+import sys
+from mpitrain.config import Config
+from mpitrain.errors import InputError
+try:
+    config = Config.from_args(sys.argv[1:])
+except InputError as error:
+    print(f"mpitrain: {error}", file=sys.stderr)
+    sys.exit(2)
+print(config.train.steps, config.run.dir)' "$@") || exit
+    read -r steps run <<<"$settings"
+    run=${run:-runs/job-$job}
+}
+
+newest_step() { # the step of the newest checkpoint, 0 without one
+    local newest
+    newest=$(ls "$run/checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1)
+    echo $((10#0${newest#step-}))
+}
+
+count_attempt() { # notes this attempt in RUN/attempts; ends the job with 1 after too many from the same checkpoint
+    local step fruitless
+    step=$(newest_step)
+    mkdir -p "$run"
+    fruitless=$(tac "$run/attempts" 2>/dev/null |
+        awk -v job="$job" -v step="$step" '$1 != job || $2 != step { exit } { n++ } END { print n + 0 }')
+    if [ "$fruitless" -ge "${ATTEMPTS:-3}" ]; then
+        say "giving up: $fruitless attempts in a row did not get past step $step; see $run/logs, then submit again"
+        exit 1
+    fi
+    echo "$job $step $(date '+%FT%T') $nodes nodes $ranks ranks" >>"$run/attempts"
+    say "job $job in $run: from step $step with $ranks ranks on $nodes nodes, $cores cores each"
+}
+
+choose_launcher() { # sets launcher: the MPI that mpi4py has decides, with its binding told
+    local library
+    library=$(python -c '
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().splitlines()[0].strip("\0 "))') || exit 1
+    case ${LAUNCH:+given}$library in
+    given*) read -ra launcher <<<"$LAUNCH" ;;
+    *"Open MPI"*) # its mpirun finds the nodes by itself; USR1 sent to it reaches the ranks
+        launcher=(mpirun -n "$ranks" --map-by "ppr:$each:node:PE=$cores" --bind-to core --report-bindings)
+        [ "$(id -u)" = 0 ] && launcher+=(--allow-run-as-root)
+        ;;
+    *) launcher=("${other_launcher[@]}") ;;
+    esac
+    say "$library: ${launcher[*]}"
+}
+
+pass_on() { # pass_on SIGNAL: asks the trainer to save and end; TERM would kill the ranks of Open MPI at once
+    say "got $1: asking the job to save"
+    asked=yes
+    [ -n "${launched:-}" ] && kill -USR1 "$launched" 2>/dev/null
+}
+
+run_trainer() { # run_trainer ARGUMENTS...: sets code
+    "${launcher[@]}" python -m mpitrain.train "$@" --run.dir "$run" &
+    launched=$!
+    code=0
+    while kill -0 "$launched" 2>/dev/null; do
+        wait "$launched" # returns early, above 128, when a signal is passed on
+        code=$?
+    done
+    local remembered=0
+    wait "$launched" 2>/dev/null || remembered=$? # of a job that ended just as a signal came
+    [ $remembered -eq 127 ] || code=$remembered
+    if [ $code -eq 0 ] && [ "$(newest_step)" -lt "$steps" ]; then
+        say "the launcher reports success, but step $steps was not reached" # mpirun does, when it loses a node
+        code=1
+    fi
+}
+
+verdict() { # what the trainer's exit code means
+    case $1 in
+    0) echo "done" ;;
+    2) echo "bad configuration or data: not tried again" ;;
+    75) echo "saved at step $(newest_step), to be started again" ;;
+    *) echo "failed with exit code $1 at step $(newest_step)" ;;
+    esac
+}

@@ -1,0 +1,214 @@
+"""Copies of the ranks' state in host memory, each kept by two ranks, and read as a checkpoint is.
+
+A copy is what a rank would write into its file of a checkpoint. Those of all ranks at one step are a set, with a
+manifest whose files are the copies; a plan made from it says which bytes of which copy a rank needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mpitrain.checkpoint import Manifest, Part, TensorSpec
+from mpitrain.checkpoint.manifest import Extent, decode_extent, encode_extent
+from mpitrain.checkpoint.reading import Block, plan
+from mpitrain.checkpoint.snapshot import Snapshot, needed
+from mpitrain.comm import Communicator
+from mpitrain.comm.elastic import partners
+from mpitrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mpitrain.shard.engine import Engine
+
+_TAG = 31_000  # apart from those of training's and checkpoints' messages
+_KEPT = 2  # sets
+
+
+class Key(NamedTuple):
+    """Names a set: the step, and how many ranks made it (fewer each time that some were lost)."""
+
+    step: int
+    ranks: int
+
+
+class Copy:
+    """Memory for one rank's parts."""
+
+    def __init__(self) -> None:
+        self.key: Key | None = None  # None while it is being made
+        self.owner = 0  # the rank whose parts they are, in the world that made the set
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.contents = ""  # JSON: what lies where in the memory
+
+
+class Copies:
+    """This rank's own copies, and those it keeps for another rank."""
+
+    def __init__(self) -> None:
+        self._own = [Copy() for _ in range(_KEPT)]
+        self._kept = [Copy() for _ in range(_KEPT)]
+        self._values: list[dict[str, Any]] = [{} for _ in range(_KEPT)]
+        self._snapshots = [Snapshot() for _ in range(_KEPT)]
+        self._next = 0
+        self._world: Communicator | None = None  # whose ranks know each other's contents
+
+    def take(self, world: Communicator, engine: Engine, step: int, values: dict[str, Any]) -> None:
+        """Copy the state at the end of a step. Collective.
+
+        Between two calls must lie an operation that every rank takes part in.
+        """
+        parts, rest = engine.parts()
+        slot, self._next = self._next, (self._next + 1) % _KEPT
+        own, kept = self._own[slot], self._kept[slot]
+        own.key = kept.key = None
+        copies = self._snapshots[slot].copy(parts)
+        own.memory, own.contents = _flat(copies), _contents(copies)
+        own.owner, self._values[slot] = world.rank, values | rest
+        key = Key(step, world.size)
+        if world.size > 1:
+            self._exchange(world, own, kept, slot)
+            kept.key = key
+        own.key = key
+
+    def _exchange(self, world: Communicator, own: Copy, kept: Copy, slot: int) -> None:
+        """Give the partner this rank's copy, and keep the one of whose partner this rank is."""
+        to = partners(world.nodes)
+        dest, source = to[world.rank], to.index(world.rank)
+        known = self._world is world
+        told_before = self._own[slot - 1].contents if known else ""
+        news = own.contents if own.contents != told_before else ""
+        text = torch.from_numpy(np.frombuffer(news.encode(), dtype=np.uint8).copy())
+        sizes = torch.tensor([own.memory.numel(), text.numel()])
+        theirs = torch.empty_like(sizes)
+        _swap(world, sizes, dest, theirs, source)
+        nbytes, length = int(theirs[0]), int(theirs[1])
+        their_text = torch.empty(length, dtype=torch.uint8)
+        _swap(world, text, dest, their_text, source)
+        kept.contents = bytes(their_text.numpy()).decode() if length else self._kept[slot - 1].contents
+        if kept.memory.numel() != nbytes:
+            kept.memory = torch.empty(nbytes, dtype=torch.uint8)
+        _swap(world, own.memory, dest, kept.memory, source)
+        kept.owner = source
+        self._world = world
+
+    def restore(self, world: Communicator, engine: Engine) -> Manifest | None:
+        """Fill the engine from the newest set that the ranks hold whole between them; None if there is none.
+
+        Collective. What was found stays until a newer set is whole.
+        """
+        mine = [copy for copy in (*self._own, *self._kept) if copy.key is not None]
+        told = world.all_gather_object([[copy.key, copy.owner] for copy in mine])
+        key = newest_whole([(Key(*k), owner) for of in told for k, owner in of])
+        if key is None:
+            return None
+        for slot in range(_KEPT):
+            if self._own[slot].key != key:
+                self._own[slot].key = self._kept[slot].key = None
+            else:
+                self._next = (slot + 1) % _KEPT
+        files = {str(copy.owner): copy for copy in reversed(mine) if copy.key == key}
+        manifest, holders = self._manifest(world, key, files)
+        error: CheckpointError | None = None
+        blocks: list[Block] = []
+        try:
+            blocks = plan(Path(f"the copy of step {key.step}"), manifest, engine.parts_to_load(manifest))
+        except CheckpointError as caught:
+            error = caught
+        world.agree(error)
+        fetch(world, blocks, {name: copy.memory for name, copy in files.items()}, holders)
+        engine.finish_load(manifest)
+        return manifest
+
+    def _manifest(self, world: Communicator, key: Key, files: Mapping[str, Copy]) -> tuple[Manifest, dict[str, int]]:
+        """That of a set, and for each copy the rank to get it from: this one, if it has it."""
+        own = next((slot for slot in range(_KEPT) if self._own[slot].key == key), None)
+        told = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
+        knowing = world.all_gather_object(own is not None).index(True)
+        values = world.broadcast_object(self._values[own] if own is not None else None, knowing)
+        holders: dict[str, int] = {}
+        tensors: dict[str, TensorSpec] = {}
+        extents: list[Extent] = []
+        for rank, of in enumerate(told):
+            for name, contents in of:
+                if name in holders:
+                    continue
+                holders[name] = world.rank if name in files else rank
+                for shape, dtype, encoded in json.loads(contents):
+                    extent = decode_extent(encoded)
+                    piece = extent.piece
+                    tensors[piece.name] = TensorSpec(piece.name, tuple(shape), dtype)
+                    extents.append(Extent(piece, name, extent.offset, ()))
+        extents.sort(key=lambda extent: extent.file not in files)  # of two that hold a piece, the one that is here
+        return Manifest(key.step, tensors, {}, tuple(extents), values), holders
+
+
+def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:
+    """The newest set of which every owner's copy is held by some rank; of one step, the one of fewer ranks."""
+    owners: dict[Key, set[int]] = {}
+    for key, owner in held:
+        owners.setdefault(key, set()).add(owner)
+    whole = [key for key, of in owners.items() if len(of) == key.ranks]
+    return max(whole, key=lambda key: (key.step, -key.ranks), default=None)
+
+
+def fetch(
+    world: Communicator, blocks: Sequence[Block], files: Mapping[str, torch.Tensor], holders: Mapping[str, int]
+) -> None:
+    """Read the blocks of a plan from the memory of the ranks that hold them. Collective.
+
+    files: the bytes of those that this rank holds. holders: of all of them.
+    """
+    ordered = sorted(blocks, key=lambda block: holders[block.extent.file])
+    asked = np.array([[int(b.extent.file), b.offset, b.size] for b in ordered], dtype=np.int64).reshape(-1, 3)
+    from_rank = np.array([holders[b.extent.file] for b in ordered], dtype=np.int64)
+    wanted = np.bincount(from_rank, minlength=world.size)  # blocks from each rank
+    nbytes = np.bincount(from_rank, weights=asked[:, 2], minlength=world.size).astype(np.int64)
+    given = np.empty_like(wanted)
+    world.all_to_all(given, wanted)
+    questions = np.empty((int(given.sum()), 3), dtype=np.int64)
+    world.all_to_all(
+        questions.reshape(-1), asked.reshape(-1), out_counts=(3 * given).tolist(), in_counts=(3 * wanted).tolist()
+    )
+    pieces = [files[str(owner)][offset : offset + size] for owner, offset, size in questions.tolist()]
+    leaving = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    bounds = np.concatenate([[0], np.cumsum(given)])
+    sent = [int(questions[lo:hi, 2].sum()) for lo, hi in pairwise(bounds)]
+    arriving = np.empty(int(nbytes.sum()), dtype=np.uint8)
+    world.all_to_all(arriving, leaving, out_counts=nbytes.tolist(), in_counts=sent)
+    begin = 0
+    for block in ordered:
+        data = arriving[begin : begin + block.size]
+        for use in block.uses:
+            use.copy(data)
+        begin += block.size
+
+
+def _swap(world: Communicator, x: torch.Tensor, dest: int, out: torch.Tensor, source: int) -> None:
+    receive = world.irecv(out, source, _TAG)
+    send = world.isend(x, dest, _TAG)
+    receive.wait()
+    send.wait()
+
+
+def _flat(copies: Sequence[Part]) -> torch.Tensor:
+    """The memory of a snapshot's parts, as bytes."""
+    nbytes = needed(copies)
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    storage: Any = copies[0].data.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+
+
+def _contents(copies: Sequence[Part]) -> str:
+    """What lies where in that memory, as JSON: shape and type of each part's tensor, and its extent."""
+    listed = []
+    for part in copies:
+        offset = int(part.data.storage_offset()) * part.data.element_size()
+        listed.append([part.spec.shape, part.spec.dtype, encode_extent(Extent(part.piece, "", offset, ()))])
+    return json.dumps(listed)

@@ -1,0 +1,97 @@
+"""When a run is to save and stop before it is done: asked by a signal or a file, or because its time is up.
+
+Everybody may be asked; the ranks agree on it at the end of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
+_LOOK_EVERY = 2.0  # seconds between looks at the file, which may lie on a slow file system
+_SLACK = 3.0  # how many of the longest steps or saves seen fit before the end
+
+
+class Stopping:
+    """Whether this rank has reason to stop. Installs the handlers of SIGUSR1 and SIGTERM until `close`.
+
+    watches: whether this rank looks at the file and the clock (one rank does). margin: seconds before the end of the
+    batch job's time at which to stop; more where steps or saves take long.
+    """
+
+    def __init__(self, folder: Path, *, watches: bool, margin: float) -> None:
+        self._file, self._watches, self._margin = folder / STOP_FILE, False, margin
+        self._asked = ""
+        self._end: float | None = None
+        self._looked = 0.0
+        self._longest = 0.0
+        if watches:
+            self.watch()
+        self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
+
+    def watch(self) -> None:
+        """Look at the file and the clock from now on."""
+        self._watches = True
+        self._end = end_of_job(os.environ)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self._asked = signal.Signals(number).name  # nothing more in a handler
+
+    def took(self, seconds: float) -> None:
+        """A step with its save took so long."""
+        self._longest = max(self._longest, seconds)
+
+    def reason(self) -> str:
+        """Why to stop, in a few words; empty while there is no reason."""
+        if not self._asked and self._watches:
+            if self._end is not None and time.time() > self._end - max(self._margin, _SLACK * self._longest):
+                self._asked = "the job's time is up"
+            elif time.monotonic() - self._looked > _LOOK_EVERY:
+                self._looked = time.monotonic()
+                if self._file.exists():
+                    self._asked = f"{self._file} is there"
+        return self._asked
+
+    def close(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._watches and self._asked:  # done as asked; the next start shall not stop at once
+            self._file.unlink(missing_ok=True)
+
+
+def end_of_job(environment: Mapping[str, str]) -> float | None:
+    """When the batch system ends this job, in seconds since 1970; None where that is not known."""
+    if end := environment.get("SLURM_JOB_END_TIME"):
+        return float(end)
+    if job := environment.get("SLURM_JOB_ID"):
+        return _ask_slurm(job)
+    if walltime := environment.get("PBS_WALLTIME"):
+        return time.time() + float(walltime)  # from now: PBS does not tell when the job began
+    return None
+
+
+def _ask_slurm(job: str) -> float | None:
+    """The end by what squeue says is left: [days-][[hours:]minutes:]seconds, or a word."""
+    try:
+        told = subprocess.run(
+            ["squeue", "-h", "-j", job, "-o", "%L"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    left = seconds_of(told)
+    return time.time() + left if left is not None else None
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds of a duration as Slurm writes it; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

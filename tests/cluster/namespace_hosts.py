@@ -1,0 +1,172 @@
+"""Several hosts on one machine: network namespaces joined by a switch, between which MPI speaks TCP.
+
+    h1 10.77.0.1 --- v1 |
+    h2 10.77.0.2 --- v2 | bridge, in a namespace of its own: nothing is changed outside
+    h3 10.77.0.3 --- v3 |
+
+Each host has its own name (a UTS namespace), so that MPI takes it for a node: shared memory ends at it. All see
+the same files, processes and cores. Needs root and `ip`. Open MPI only: its mpirun starts ranks through
+enter_host.sh instead of ssh. From a shell, three hosts with two ranks each:
+
+    python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support import clean_environment
+
+AGENT = Path(__file__).with_name("enter_host.sh")
+NETWORK = "10.77.0."
+_NAME = "mpitrain-{pid}-"
+
+
+class Impossible(Exception):
+    """Why there cannot be such hosts here."""
+
+
+class Hosts:
+    """Hosts 1 to `count`. Use it in `with`; whatever still runs on them at the end is killed."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.count = count
+        self.prefix = _NAME.format(pid=os.getpid())
+        self._switch = f"{self.prefix}switch"
+
+    def __enter__(self) -> Hosts:
+        if os.geteuid() != 0:
+            raise Impossible("network namespaces need root")
+        if shutil.which("ip") is None:
+            raise Impossible("network namespaces need `ip` (Debian: iproute2)")
+        _remove_those_of_dead_processes()
+        try:
+            self._make()
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise Impossible(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _remove([self._switch, *(self.namespace(host) for host in range(1, self.count + 1))])
+
+    def _make(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for host in range(1, self.count + 1):
+            name = self.namespace(host)
+            _ip("netns", "add", name)
+            _ip("-n", self._switch, "link", "add", f"v{host}", "type", "veth", "peer", "name", "e0", "netns", name)
+            _ip("-n", self._switch, "link", "set", f"v{host}", "master", "bridge", "up")
+            _ip("-n", name, "address", "add", f"{NETWORK}{host}/24", "dev", "e0")
+            _ip("-n", name, "link", "set", "e0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    def namespace(self, host: int) -> str:
+        return f"{self.prefix}h{host}"
+
+    def cut(self, host: int) -> None:
+        """Take a host off the network, as a node that dies; it cannot tell anybody."""
+        _ip("-n", self._switch, "link", "set", f"v{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self._switch, "link", "set", f"v{host}", "up")
+
+    def mpirun(
+        self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), options: Sequence[str] = ()
+    ) -> list[str]:
+        """What runs `command` on ranks[0] ranks of host 1, ranks[1] of host 2, and so on, in `environment`."""
+        mpirun = Path(sys.prefix) / "bin/mpirun"
+        where = ",".join(f"{NETWORK}{host}:{count}" for host, count in enumerate(ranks, start=1))
+        # the hosts share the cores of this machine, which MPI cannot know: waiting ranks must give way
+        tcp = {
+            "mpi_yield_when_idle": "1",
+            "pml": "ob1",
+            "btl": "tcp,sm,self",
+            "btl_tcp_if_include": "e0",
+            "plm_ssh_agent": str(AGENT),
+        }
+        settings = [word for name, value in tcp.items() for word in ("--mca", name, value)]
+        inside = [
+            *(str(mpirun), "--allow-run-as-root", "--bind-to", "none", "--host", where, "-n", str(sum(ranks))),
+            *(*settings, *options, *map(str, command)),
+        ]
+        return ["ip", "netns", "exec", self.namespace(1), "unshare", "--uts", "bash", "-c",
+                'hostname h1; exec "$@"', "bash", *inside]  # fmt: skip
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """For `mpirun`: what enter_host.sh needs, and for peers of MPI that ask for an address and an interface."""
+        own = {"MPITRAIN_HOSTS": self.prefix, "MPITRAIN_FIRST_HOST": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": "e0"}
+        return clean_environment(**own, **more)
+
+    def run(
+        self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), timeout: float = 120, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a job across the hosts and capture what it says."""
+        return subprocess.run(
+            self.mpirun(command, ranks),
+            env=self.environment(**environment),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+        )
+
+
+def why_not() -> str:
+    """Why Open MPI jobs across namespaces are impossible here; empty where they are possible."""
+    if not (Path(sys.prefix) / "bin/ompi_info").exists():
+        return "hosts in network namespaces are for Open MPI, this environment has another MPI"
+    try:
+        with Hosts(1):
+            return ""
+    except Impossible as error:
+        return str(error)
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def _remove(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(subprocess.CalledProcessError):
+            for pid in _ip("netns", "pids", name).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        with suppress(subprocess.CalledProcessError):
+            _ip("netns", "del", name)
+
+
+def _remove_those_of_dead_processes() -> None:
+    head, tail = _NAME.split("{pid}")
+    for line in _ip("netns", "list").splitlines():
+        name = line.split()[0]
+        pid = name.removeprefix(head).partition(tail)[0]
+        if name.startswith(head) and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _remove([name])
+
+
+def main(command: Sequence[str]) -> int:
+    if not command:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        with Hosts(3) as hosts:
+            return subprocess.run(hosts.mpirun(command), env=hosts.environment()).returncode
+    except Impossible as reason:
+        print(f"no hosts: {reason}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

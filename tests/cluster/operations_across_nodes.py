@@ -1,0 +1,116 @@
+"""Every operation of the communicator across nodes; a rank ends with an AssertionError at a wrong result.
+
+Started by test_several_nodes.py on three hosts, or by hand: python tests/cluster/namespace_hosts.py python <this>
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import mpitrain as mt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
+from reference import DTYPES, assert_equal, meaningful, reduced, values
+
+NUMELS = (1, 1001, 300_001)
+
+
+def reductions(world: mt.Communicator, arena: mt.Arena) -> None:
+    ranks = range(world.size)
+    for dtype, op in product(DTYPES, ("sum", "avg", "max", "product")):
+        if not meaningful(op, dtype):
+            continue
+        for numel in NUMELS[:2]:
+            x = values(numel, dtype, world.rank)
+            world.all_reduce(x, op)
+            assert_equal(x, reduced(op, [values(numel, dtype, r) for r in ranks]), world.size)
+    for dtype, numel in product((torch.float32, torch.bfloat16, torch.int64), NUMELS):
+        wanted = reduced("sum", [values(numel, dtype, r) for r in ranks])
+        bits = []
+        for algorithm, reproducible in product(("auto", "mpi", "ring", "tree", "halving", "two_level"), (False, True)):
+            for x in (torch.empty(numel, dtype=dtype), arena.tensor.view(dtype)[:numel]):
+                world.all_reduce(x.copy_(values(numel, dtype, world.rank)), "sum", algorithm, reproducible=reproducible)
+                assert_equal(x, wanted, world.size)
+                bits += [x.clone()] if reproducible else []
+        assert all(torch.equal(bits[0], other) for other in bits)
+        root = world.size // 2
+        for algorithm in ("auto", "mpi", "tree"):
+            x = values(numel, dtype, world.rank)
+            world.reduce(x, root, "sum", algorithm)
+            assert_equal(x, wanted if world.rank == root else values(numel, dtype, world.rank), world.size)
+        for algorithm in ("auto", "mpi", "ring", "halving"):
+            x, out = values(numel * world.size, dtype, world.rank), torch.empty(numel, dtype=dtype)
+            world.reduce_scatter(out, x, "sum", algorithm)
+            everyone = [values(numel * world.size, dtype, r).chunk(world.size)[world.rank] for r in ranks]
+            assert_equal(out, reduced("sum", everyone), world.size)
+
+
+def movements(world: mt.Communicator) -> None:
+    for dtype, numel in product((torch.float32, torch.bool, torch.complex64), NUMELS):
+        everyone = [values(numel, dtype, r) for r in range(world.size)]
+        mine = everyone[world.rank]
+        for algorithm, root in product(("auto", "mpi", "tree"), (0, world.size - 1)):
+            x = mine.clone()
+            world.broadcast(x, root, algorithm)
+            assert torch.equal(x, everyone[root])
+        for algorithm in ("auto", "mpi", "ring", "halving"):
+            out = torch.empty(numel * world.size, dtype=dtype)
+            world.all_gather(out, mine, algorithm)
+            assert torch.equal(out, torch.cat(everyone))
+        root = world.size - 1
+        whole = torch.empty(numel * world.size, dtype=dtype) if world.rank == root else None
+        world.gather(whole, mine, root)
+        assert whole is None or torch.equal(whole, torch.cat(everyone))
+        own = torch.empty(numel, dtype=dtype)
+        world.scatter(own, whole, root)
+        assert torch.equal(own, mine)
+        x = values(numel * world.size, dtype, world.rank)
+        out = torch.empty_like(x)
+        world.all_to_all(out, x)
+        blocks = [values(numel * world.size, dtype, r).chunk(world.size)[world.rank] for r in range(world.size)]
+        assert torch.equal(out, torch.cat(blocks))
+        y = torch.empty(numel, dtype=dtype)
+        works = [world.irecv(y, (world.rank - 1) % world.size), world.isend(mine, (world.rank + 1) % world.size)]
+        for work in works:
+            work.wait(60)
+        assert torch.equal(y, everyone[world.rank - 1])
+    counts = [(7 * r + 3) % 5 for r in range(world.size)]
+    out = torch.empty(sum(counts))
+    world.all_gather(out, values(counts[world.rank], torch.float32, world.rank), counts=counts)
+    assert torch.equal(out, torch.cat([values(n, torch.float32, r) for r, n in enumerate(counts)]))
+
+
+def groups(world: mt.Communicator) -> None:
+    """A group within each node, and one across the nodes."""
+    for colors in (world.nodes, world.all_gather_object(world.local_rank)):
+        group = world.split(colors[world.rank])
+        members = [rank for rank in range(world.size) if colors[rank] == colors[world.rank]]
+        assert group is not None and group.world_ranks == tuple(members)
+        assert group.num_nodes == len({world.nodes[rank] for rank in members})
+        x = torch.full((200_000,), float(world.rank))
+        group.all_reduce(x)
+        assert x.eq(sum(members)).all()
+        group.free()
+
+
+def main(nodes: int) -> None:
+    world = mt.init(timeout=60, debug=True)
+    assert world.num_nodes == nodes, f"{world.num_nodes} nodes, not {nodes}"
+    arena = world.arena(2 * NUMELS[-1])
+    assert arena.kind == "shared" and len(arena.segments) == world.local_size
+    reductions(world, arena)
+    movements(world)
+    groups(world)
+    setting = world._operations.setting(arena.tensor)
+    chosen = world.process.tuning.algorithm(setting.place, setting.size, 16 << 20)
+    world.barrier()
+    if world.rank == 0:
+        print(f"{world.size} ranks on {world.num_nodes} nodes agree; 16 MiB by {chosen}", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

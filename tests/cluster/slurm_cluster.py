@@ -1,0 +1,269 @@
+"""A real Slurm cluster on one machine: one slurmctld and several slurmd, each a node of its own, and its own munged.
+
+Everything it writes lies in one folder; nothing of the machine's own Slurm is touched. Needs root, since slurmd
+starts jobs as their users, and Debian's slurm-wlm and munge (tests/cluster/install.sh).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from support import ROOT, clean_environment
+
+CONFIGURATION = """\
+ClusterName=mpitrain
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+ReturnToService=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldTimeout=10
+SlurmdTimeout=6
+InactiveLimit=0
+KillWait=3
+MinJobAge=600
+JobRequeue=1
+NodeName={nodes} NodeAddr=127.0.0.1 NodeHostName={host} Port={ports} CPUs=2 Boards=1 SocketsPerBoard=1 \
+CoresPerSocket=2 ThreadsPerCore=1 RealMemory=1000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+class Impossible(Exception):
+    """Why there cannot be such a cluster here."""
+
+
+class SlurmCluster:
+    """Nodes n1 to n`count` of 2 cores. Use it in `with`."""
+
+    def __init__(self, folder: Path, count: int = 3) -> None:
+        self.folder, self.count = folder, count
+        self.configuration = folder / "slurm.conf"
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> SlurmCluster:
+        missing = [
+            name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name, path=_PATH) is None
+        ]
+        if missing:
+            raise Impossible(f"no {missing[0]}: Debian's slurm-wlm and munge are needed (tests/cluster/install.sh)")
+        if os.geteuid() != 0:
+            raise Impossible("slurmd needs root")
+        with ExitStack() as undo:
+            undo.callback(self.__exit__)
+            self._start()
+            undo.pop_all()
+        return self
+
+    def _start(self) -> None:
+        folder = self.folder
+        folder.chmod(0o755)  # munged and slurmctld refuse folders that others may write to
+        (folder / "state").mkdir()
+        ports = _free_ports(self.count + 1)
+        host = socket.gethostname().partition(".")[0]
+        self.configuration.write_text(
+            CONFIGURATION.format(
+                host=host,
+                folder=folder,
+                port=ports[0],
+                nodes=",".join(self.nodes),
+                ports=",".join(map(str, ports[1:])),
+            )
+        )
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        own = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "seed", "pid")]
+        self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *own)
+        self._wait(lambda: (folder / "munge.socket").exists(), "munged does not start")
+        self._daemon("slurmctld", "-D", "-f", self.configuration)
+        for node in self.nodes:
+            self.start_node(node)
+        self._wait(lambda: set(self.states().values()) == {"idle"}, "the nodes do not come up")
+
+    def __exit__(self, *_: object) -> None:
+        if "slurmctld" in self._daemons:
+            with suppress(subprocess.SubprocessError, OSError):
+                self.call("scancel", "--quiet", "--user=root", timeout=10)
+                self._wait(lambda: not self.call("squeue", "-h").stdout.strip(), "jobs stay", seconds=15)
+        for name in reversed(list(self._daemons)):
+            self._stop(name)
+        for process in self._processes_of_jobs():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"n{number}" for number in range(1, self.count + 1)]
+
+    def environment(self) -> dict[str, str]:
+        """For Slurm's commands, and through them for jobs: this test's Python comes first."""
+        own = {"SLURM_CONF": str(self.configuration), "PATH": f"{sys.prefix}/bin:{_PATH}", "PYTHONPATH": str(ROOT)}
+        # the nodes share the cores of this machine, which Open MPI cannot know: waiting ranks must give way
+        return clean_environment(**own, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1")
+
+    def call(self, *command: object, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*map(str, command)], env=self.environment(), capture_output=True, text=True, timeout=timeout
+        )
+
+    def states(self) -> dict[str, str]:
+        """sinfo's word for the state of each node."""
+        lines = self.call("sinfo", "-h", "-N", "-o", "%N %T").stdout.split("\n")
+        return {words[0]: words[1] for words in map(str.split, lines) if len(words) == 2}
+
+    def submit(self, *arguments: object, cwd: Path) -> str:
+        """sbatch; returns the number of the job."""
+        command = ["sbatch", "--parsable", *map(str, arguments)]
+        done = subprocess.run(command, env=self.environment(), cwd=cwd, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            raise RuntimeError(f"sbatch failed: {done.stderr}")
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What scontrol knows of a job, by its own names: JobState, Restarts, NodeList, ExitCode, ..."""
+        words = self.call("scontrol", "-o", "show", "job", number).stdout.split()
+        return dict(word.partition("=")[::2] for word in words if "=" in word)
+
+    def wait_for(self, number: str, condition: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
+        """Until the job is as wanted; raises TimeoutError, telling how it is."""
+        job: dict[str, str] = {}
+
+        def fits() -> bool:
+            nonlocal job
+            job = self.job(number)
+            return condition(job)
+
+        self._wait(fits, f"job {number}", seconds, lambda: str(job))
+        return job
+
+    def wait_for_restart(self, number: str, restarts: int, seconds: float = 120) -> None:
+        """Until a job runs for the so-many-th time again, or has ended; Slurm itself would wait two minutes before.
+
+        Some wait there must be: the nodes refuse what they were just told to end ("credential revoked").
+        """
+        requeued = time.monotonic()
+
+        def runs(job: dict[str, str]) -> bool:
+            nonlocal requeued
+            if job.get("JobState") != "PENDING":
+                requeued = time.monotonic()
+            elif time.monotonic() > requeued + 4:
+                self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+            return int(job.get("Restarts", 0)) >= restarts and job["JobState"] not in ("PENDING", "COMPLETING")
+
+        self.wait_for(number, runs, seconds)
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL for a node's slurmd, its step daemons and all they started: nobody is left to tell of the end."""
+        tasks = [p for p in self._processes_of_jobs() if _environment(p).get("SLURMD_NODENAME") == node]
+        steps = {_parent(task) for task in tasks}
+        daemon = self._daemons.pop(node)
+        for process in (daemon.pid, *(p for p in steps if "slurmstepd" in _command(p)), *tasks):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        daemon.wait(10)
+
+    def start_node(self, node: str) -> None:
+        self._daemon("slurmd", "-D", "-N", node, "-f", self.configuration, name=node)
+
+    def _daemon(self, program: str, *arguments: object, name: str = "") -> None:
+        """Start a daemon that dies with the tests, however they end."""
+        path = shutil.which(program, path=_PATH)
+        with open(self.folder / f"{name or program}.out", "ab") as out:
+            self._daemons[name or program] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", str(path), *map(str, arguments)],
+                stdout=out,
+                stderr=out,
+                env=self.environment(),
+                start_new_session=True,
+            )
+
+    def _stop(self, name: str) -> None:
+        daemon = self._daemons.pop(name)
+        daemon.terminate()
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(10)
+
+    def _processes_of_jobs(self) -> list[int]:
+        """Slurm's step daemons and what jobs of this cluster have left running."""
+        conf = str(self.configuration)
+        return [p for p in _all_processes() if p != os.getpid() and _environment(p).get("SLURM_CONF") == conf]
+
+    def _wait(
+        self, condition: Callable[[], bool], what: str, seconds: float = 30, more: Callable[[], str] = lambda: ""
+    ) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for name, daemon in self._daemons.items():
+                if daemon.poll() is not None:
+                    text = (self.folder / f"{name}.out").read_text(errors="replace")[-1000:]
+                    raise Impossible(f"{name} ended with {daemon.returncode}: {text}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {seconds} s {more()}")
+            time.sleep(0.2)
+
+
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as open_ones:
+        sockets = [open_ones.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _all_processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _environment(process: int) -> dict[str, str]:
+    try:
+        words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(word.partition("=")[::2] for word in words if "=" in word)
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -1,0 +1,27 @@
+"""The communication layer on three nodes: network namespaces with their own host names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 3, 1)], ids=["2 ranks each", "1, 3 and 1 ranks"])
+def test_every_operation_is_right_across_three_nodes(hosts, ranks):
+    done = hosts.run([sys.executable, HERE / "operations_across_nodes.py"], ranks, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert f"{sum(ranks)} ranks on 3 nodes agree; 16 MiB by two_level" in done.stdout
+
+
+def test_the_measurement_of_two_level_sums_runs_and_names_its_peers(hosts):
+    done = hosts.run([sys.executable, HERE / "two_level.py"], timeout=240)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["nodes"] == 3
+    assert measured["mpi / two_level arena"] > 0 and measured["gloo / two_level arena"] > 0

@@ -1,0 +1,160 @@
+"""jobs/train.sbatch on a real Slurm cluster of three nodes: trains, is asked to stop, loses a node, goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from support import ROOT
+
+from mpitrain.data.prepare import prepare
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
+
+BATCH, SEQUENCE = 8, 16
+FACTORY = """
+import time
+import torch
+
+class Slow(torch.nn.Module):
+    \"\"\"A model whose every step takes a while, so that there is time to disturb it.\"\"\"
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(256, 256))
+
+    def forward(self, x):
+        time.sleep(SECONDS)
+        return self.w[x]
+
+    def loss(self, output, y):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), y.flatten())
+
+def slow(description, **options):
+    return Slow()
+"""
+
+
+class Training:
+    """A job of `steps` steps, one epoch of a small text, in a folder of its own."""
+
+    def __init__(self, folder: Path, slurm: SlurmCluster, steps: int = 120, seconds: float = 0.05) -> None:
+        self.folder, self.slurm, self.steps, self.run = folder, slurm, steps, folder / "run"
+        text = folder / "text.txt"
+        text.write_text("".join(f"line {number} of a small text\n" for number in range(steps * BATCH)))
+        prepare([str(text)], folder / "data")
+        (folder / "slow_model.py").write_text(FACTORY.replace("SECONDS", str(seconds)))
+
+    def submit(self, *options: str, script: Path = ROOT / "jobs/train.sbatch", more: tuple[object, ...] = ()) -> str:
+        arguments = {
+            "--data.path": self.folder / "data",
+            "--model.factory": "slow_model:slow",
+            "--model.sequence": SEQUENCE,
+            "--train.batch": BATCH,
+            "--train.steps": self.steps,
+            "--checkpoint.every": 20,
+            "--data.record_ids": "true",
+            "--run.dir": self.run,
+        }
+        words = [word for pair in arguments.items() for word in pair]
+        return self.slurm.submit(f"--output={self.folder}/out", *options, script, *words, *more, cwd=self.folder)
+
+    @property
+    def out(self) -> str:
+        try:
+            return (self.folder / "out").read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def metrics(self) -> list[dict]:
+        try:
+            return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        except (OSError, ValueError):  # not there yet, or half a line
+            return []
+
+    def wait_for_step(self, step: int, number: str, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not any(m["step"] >= step for m in self.metrics()):
+            assert time.monotonic() < deadline, f"step {step} not reached: {self.slurm.job(number)}\n{self.out}"
+            time.sleep(0.1)
+
+    def ended(self, number: str, seconds: float = 180) -> dict[str, str]:
+        try:
+            return self.slurm.wait_for(
+                number, lambda job: job.get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), seconds
+            )
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.out}") from None
+
+    def assert_every_sample_was_seen_once(self) -> None:
+        lines = self.metrics()
+        assert [m["step"] for m in lines] == list(range(1, self.steps + 1))
+        ids = [number for m in lines for number in m["ids"]]
+        assert len(ids) == self.steps * BATCH == len(set(ids))
+
+
+def test_a_job_trains_on_three_nodes(slurm, tmp_path):
+    training = Training(tmp_path, slurm, steps=40, seconds=0)
+    number = training.submit("--nodes=3")
+    job = training.ended(number)
+    assert job["JobState"] == "COMPLETED", training.out
+    training.assert_every_sample_was_seen_once()
+    assert {m["world_size"] for m in training.metrics()} == {6}
+    assert "6 ranks on 3 nodes" in training.out and "0 wrong" in training.out and "done" in training.out
+
+
+def test_a_job_that_is_told_of_its_time_limit_saves_queues_again_and_goes_on(slurm, tmp_path):
+    training = Training(tmp_path, slurm)
+    number = training.submit("--nodes=2", more=("--checkpoint.every", 0))
+    training.wait_for_step(10, number)
+    slurm.call("scancel", "--batch", "--signal=USR1", number)  # what --signal=B:USR1@600 does by itself
+    slurm.wait_for(number, lambda job: int(job.get("Restarts", 0)) == 1, 60)
+    saved = sorted((training.run / "checkpoints").glob("step-*"))[-1]
+    slurm.wait_for_restart(number, 1)
+    job = training.ended(number)
+    assert job["JobState"] == "COMPLETED" and job["Restarts"] == "1", training.out
+    training.assert_every_sample_was_seen_once()
+    step = int(saved.name.removeprefix("step-"))
+    assert 10 <= step < training.steps
+    assert "got USR1" in training.out and f"saved at step {step}, to be started again" in training.out
+    assert f"resumed from {saved}" in training.out and f"from step {step} with 4 ranks on 2 nodes" in training.out
+
+
+def test_a_job_whose_node_dies_goes_on_with_the_nodes_that_are_left(slurm, tmp_path):
+    training = Training(tmp_path, slurm)
+    number = training.submit("--nodes=2-3")
+    training.wait_for_step(30, number)
+    assert slurm.job(number)["NumNodes"] == "3"
+    slurm.kill_node("n3")
+    slurm.wait_for_restart(number, 1)
+    job = training.ended(number)
+    assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1, training.out
+    assert job["NodeList"] == "n[1-2]" and slurm.states()["n3"].startswith("down")
+    training.assert_every_sample_was_seen_once()
+    sizes = [m["world_size"] for m in training.metrics()]
+    assert sizes[0] == 6 and sizes[-1] == 4 and sorted(sizes, reverse=True) == sizes
+    assert "resumed from" in training.out
+
+
+def test_a_job_that_fails_again_and_again_at_one_place_is_given_up(slurm, tmp_path):
+    training = Training(tmp_path, slurm, seconds=0)
+    broken = (
+        (tmp_path / "slow_model.py").read_text().replace("time.sleep(0)", "raise ValueError('the model is unwell')")
+    )
+    (tmp_path / "slow_model.py").write_text(broken)
+    number = training.submit("--nodes=1", "--export=ALL,ATTEMPTS=2")
+    for restarts in (1, 2):
+        slurm.wait_for_restart(number, restarts)
+    job = training.ended(number)
+    assert job["JobState"] == "FAILED" and job["Restarts"] == "2", training.out
+    assert training.out.count("ValueError: the model is unwell\nTraceback") == 2
+    assert "giving up: 2 attempts in a row did not get past step 0" in training.out
+
+
+def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
+    training = Training(tmp_path, slurm)
+    job = training.ended(training.submit("--nodes=1", more=("--train.stpes", 5)), 60)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0")
+    assert training.out.count("did you mean 'train.steps'?") == 1 and "Traceback" not in training.out

@@ -1,0 +1,64 @@
+"""all_reduce across nodes: two_level against MPI_Allreduce and torch.distributed's gloo on the same hosts.
+
+    python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py [MIB]
+
+Prints one JSON object: milliseconds of each, the best of rounds in which they take turns, of the slowest
+rank each time; and how many times faster two_level is. "arena": the vector lies in an arena; "plain": it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import mpitrain as mt
+
+ROUNDS, REPEATS = 7, 1
+PORT = 29517
+
+
+def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
+    """Of one call, the mean of a few, on the slowest rank. Collective."""
+    world.barrier()
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        call()
+    taken = np.array([(time.perf_counter() - began) / REPEATS])
+    world.all_reduce(taken, "max")
+    return float(taken[0])
+
+
+def main(mib: float) -> None:
+    world = mt.init(timeout=120)
+    first = f"tcp://{os.environ['MPITRAIN_FIRST_HOST']}:{PORT}"  # namespace_hosts.py sets it
+    dist.init_process_group("gloo", init_method=first, rank=world.rank, world_size=world.size)
+    numel = int(mib * (1 << 18))
+    arena, plain = world.arena(numel), torch.zeros(numel)
+    calls: dict[str, Callable[[], object]] = {
+        "mpi": lambda: world.all_reduce(plain, algorithm="mpi"),
+        "gloo": lambda: dist.all_reduce(plain),
+        "two_level arena": lambda: world.all_reduce(arena.tensor, algorithm="two_level"),
+        "two_level plain": lambda: world.all_reduce(plain, algorithm="two_level"),
+    }
+    for call in calls.values():
+        call()
+    rounds = [{name: seconds(world, call) for name, call in calls.items()} for _ in range(ROUNDS)]
+    best = {name: min(taken[name] for taken in rounds) for name in calls}
+    if world.rank == 0:
+        times = {f"{name} ms": round(1e3 * taken, 1) for name, taken in best.items()}
+        faster = {
+            f"{peer} / two_level arena": round(best[peer] / best["two_level arena"], 2) for peer in ("mpi", "gloo")
+        }
+        print(json.dumps({"nodes": world.num_nodes, "ranks": world.size, "MiB": mib, **times, **faster}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 16)

@@ -1,0 +1,191 @@
+"""What killed jobs leave in /dev/shm and /tmp, and `mpitrain.doctor --clean`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from support import clean_environment, job, launcher
+
+from mpitrain.comm.leftovers import held_by_processes
+
+SHM = Path("/dev/shm")
+CLEAN = [sys.executable, "-m", "mpitrain.doctor", "--clean"]
+RANK = """
+import os, sys, time
+import torch
+import mpitrain as mt
+world = mt.init()
+arena = world.arena(1 << 18)  # shared windows of ours: an arena, and what tensors outside it need
+arena.tensor.fill_(1.0)
+world.all_reduce(arena.tensor)
+x = torch.ones(1 << 20)
+world.all_reduce(x, algorithm="shared")
+assert arena.tensor[0] == x[0] == world.size
+open(f"{sys.argv[1]}/{world.rank}", "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+class Job:
+    """Two ranks that have communicated and wait. pids: of everything mpirun started, itself first."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "rank.py").write_text(RANK)
+        self.process = subprocess.Popen(
+            [*launcher(2), sys.executable, str(folder / "rank.py"), str(folder)],
+            env=clean_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not all((folder / str(r)).exists() and (folder / str(r)).read_text() for r in range(2)):
+                assert self.process.poll() is None, "the job ended too early"
+                assert time.monotonic() < deadline, "the job did not start"
+                time.sleep(0.02)
+        except BaseException:
+            self.kill()
+            raise
+        self.ranks = [int((folder / str(r)).read_text()) for r in range(2)]
+        self.pids = _with_descendants(self.process.pid)
+        assert set(self.ranks) < set(self.pids)
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.ranks)
+        self.files = {path for path in SHM.iterdir() if f"{path}\n" in maps}
+        sessions = (Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in self.pids)
+        self.files |= {path for path in sessions if path.exists()}
+
+    def kill(self) -> None:
+        """SIGKILL for mpirun, its daemons and the ranks, mpirun first so that it cannot tidy up."""
+        for pid in _with_descendants(self.process.pid):
+            _kill(pid)
+        for pid in getattr(self, "pids", ()):
+            _kill(pid)
+        self.process.wait(30)
+        _wait_until(lambda: not any(map(_runs, getattr(self, "pids", ()))))
+
+
+def of_nobody() -> set[str]:
+    """What lies in /dev/shm and no live process has open or mapped."""
+    there = list(SHM.iterdir())
+    held = held_by_processes()
+    return {path.name for path in there if not held.holds(path)}
+
+
+def _with_descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    try:
+        below = [int(child) for child in children.read_text().split()]
+    except OSError:
+        below = []
+    return [pid, *(p for child in below for p in _with_descendants(child))]
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Job]:
+    started = Job(folder)
+    try:
+        yield started
+    finally:
+        started.kill()
+        job(0, CLEAN)
+
+
+def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path):
+    before = of_nobody()
+    with running(tmp_path / "live") as live, running(tmp_path / "dead") as dead:
+        assert any(path.parent == SHM for path in live.files)
+        dead.kill()
+        _assert_only_the_librarys(of_nobody() - before)
+        left = {path for path in dead.files if path.exists()}
+        assert left, "the MPI library left nothing: this test shows nothing"
+        tried = job(0, [*CLEAN, "--dry-run"])
+        assert tried.returncode == 0 and all(str(path) in tried.stdout for path in left)
+        assert all(path.exists() for path in left)
+
+        done = job(0, CLEAN)
+        assert done.returncode == 0, done.stderr
+        assert not any(path.exists() for path in left)
+        assert all(path.exists() for path in live.files)
+        assert all(map(_runs, live.ranks))
+        listed = re.findall(r"^ *(\d+\.\d\d) MiB  (\S+)$", done.stdout, re.MULTILINE)
+        assert left <= {Path(path) for _, path in listed} and not live.files & {Path(path) for _, path in listed}
+        total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", done.stdout)
+        assert int(total[1]) == len(listed)
+        assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
+
+
+def test_nothing_of_ours_is_left_in_shared_memory_when_the_ranks_are_killed(tmp_path):
+    before = of_nobody()
+    with running(tmp_path / "job") as killed:
+        for pid in killed.ranks:
+            _kill(pid)
+        killed.process.wait(30)
+        _assert_only_the_librarys(of_nobody() - before)
+
+
+def _assert_only_the_librarys(left: set[str]) -> None:
+    """What the library makes for itself (16 and 2 MiB of queues); our windows, which it makes as well, have others."""
+    others = {name for name in left if not re.fullmatch(r"sm_segment\..+|mpich_shm_.+", name)}
+    assert not others, f"shared windows left: {others}"
+
+
+def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp_path):
+    mine = [SHM / f"mpich_shm_test{os.getpid()}", SHM / f"sm_segment.here.{os.getpid()}"]
+    not_the_librarys = [SHM / f"sm_segment{os.getpid()}", tmp_path / "ompi.source"]
+    open_one = SHM / f"mpich_shm_open{os.getpid()}"
+    others = [SHM / f"mpich_shm_other{os.getpid()}"] if os.geteuid() == 0 else []
+    sessions = [tmp_path / "ompi.4194305", tmp_path / f"ompi.{os.getpid()}"]  # no process can have the first number
+    for path in (*mine, not_the_librarys[0], open_one, *others):
+        path.write_bytes(b"x" * 5000)
+    for folder in (*sessions, not_the_librarys[1]):
+        folder.mkdir()
+        (folder / "file").write_bytes(b"x" * 5000)
+    for path in others:
+        os.chown(path, 12345, 12345)
+    try:
+        with open(open_one):
+            done = job(0, CLEAN, TMPDIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        gone = [*mine, sessions[0]]
+        kept = [*not_the_librarys, open_one, *others, sessions[1]]
+        assert [path.exists() for path in gone] == [False] * len(gone)
+        assert [path.exists() for path in kept] == [True] * len(kept)
+    finally:
+        for path in (*mine, not_the_librarys[0], open_one, *others):
+            path.unlink(missing_ok=True)
+
+
+def test_doctor_refuses_what_it_does_not_know():
+    done = job(0, [*CLEAN, "--all"])
+    assert done.returncode == 2 and "mpitrain.doctor has no --all" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,54 @@
+"""A run saves and stops when asked by a file or a signal, or when its time is up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from mpitrain.stopping import Stopping, end_of_job, seconds_of
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("42", 42), ("1:02", 62), ("2:00:01", 7201), ("1-00:00:00", 86400), ("UNLIMITED", None), ("", None)],
+)
+def test_durations_of_slurm(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+def test_the_end_of_the_job_is_what_the_batch_system_says():
+    assert end_of_job({}) is None
+    assert end_of_job({"SLURM_JOB_END_TIME": "1700000000"}) == 1700000000
+    assert end_of_job({"PBS_WALLTIME": "60"}) == pytest.approx(time.time() + 60, abs=5)
+
+
+def test_a_file_stops_and_is_gone_afterwards(tmp_path):
+    stopping = Stopping(tmp_path, watches=True, margin=60)
+    assert stopping.reason() == ""
+    (tmp_path / "stop").touch()
+    stopping._looked = 0.0  # as if a while had passed
+    assert "stop is there" in stopping.reason()
+    stopping.close()
+    assert not (tmp_path / "stop").exists()
+
+
+def test_time_that_is_nearly_up_stops(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
+    early, late = (Stopping(tmp_path, watches=True, margin=margin) for margin in (60, 120))
+    assert early.reason() == "" and late.reason() == "the job's time is up"
+    early.took(50)  # three more such steps would not fit
+    assert early.reason() == "the job's time is up"
+    late.close()
+    early.close()
+
+
+def test_a_signal_stops(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    stopping = Stopping(tmp_path, watches=False, margin=0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stopping.reason() == "SIGUSR1"
+    stopping.close()
+    assert signal.getsignal(signal.SIGUSR1) == before

@@ -1,0 +1,117 @@
+"""Copies of the ranks' state: whose they are, when they are enough, and that nothing is lost in them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support import job, train_command
+from torch import nn
+
+from mpitrain.comm.elastic import Loss, partners
+from mpitrain.copies import Copies, Key, newest_whole
+from mpitrain.shard.engine import Engine
+from mpitrain.shard.sharding import Options
+
+LAYOUTS = {
+    "one node": [0, 0, 0, 0],
+    "three nodes": [0, 0, 1, 1, 2, 2],
+    "in turn": [0, 1, 2, 0, 1, 2],
+    "unequal": [0, 1, 1, 2, 2],
+    "a large node": [0, 1, 1, 1, 2],
+    "two ranks": [0, 0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(layout):
+    nodes = LAYOUTS[layout]
+    found = partners(nodes)
+    assert sorted(found) == list(range(len(nodes)))
+    assert all(rank != partner for rank, partner in enumerate(found))
+    largest = max(nodes.count(node) for node in nodes)
+    if 2 * largest <= len(nodes):
+        assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(found))
+
+
+def test_a_set_is_whole_only_when_every_owners_copy_is_there():
+    old, new, fewer = Key(7, 4), Key(8, 4), Key(7, 3)
+    before = [(old, rank) for rank in range(4)]
+    assert newest_whole(before) == old
+    assert newest_whole([*before, (new, 0), (new, 1), (new, 3)]) == old
+    assert newest_whole([*before, *((new, rank) for rank in range(4))]) == new
+    assert newest_whole([*before, *((fewer, rank) for rank in range(3))]) == fewer
+    assert newest_whole([(old, 0), (old, 0), (old, 2), (old, 3)]) is None
+    assert newest_whole([]) is None
+
+
+def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
+    assert Loss(lost=(2, 3), left=(0, 1, 4, 5), parted=(2, 3)).is_main_part
+    assert not Loss(lost=(0, 1, 4, 5), left=(2, 3), parted=(0, 1, 4, 5)).is_main_part
+    assert Loss(lost=(2, 3), left=(0, 1), parted=(2, 3)).is_main_part
+    assert not Loss(lost=(0, 1), left=(2, 3), parted=(0, 1)).is_main_part
+    assert Loss(lost=(0, 1, 2), left=(3,), parted=()).is_main_part  # dead for certain
+
+
+def test_shrinking_is_refused_at_start_where_ranks_cannot_die_alone(tmp_path):
+    done = job(2, train_command("--elastic.mode", "shrink", "--run.dir", tmp_path / "r"))
+    assert done.returncode == 2
+    ours = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(ours) == 1 and ("--with-ft ulfm" in ours[0] or "Open MPI 5" in ours[0])
+
+
+def _engine(comm, zero):
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.BatchNorm1d(33), nn.Linear(33, 3))
+    module[3].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    return Engine(module, nn.functional.mse_loss, optimizer, comm, Options(zero=zero))
+
+
+def _step(engine, number):
+    """The same samples on every rank, so that the same state gives the same step on any number of ranks."""
+    torch.manual_seed(number)
+    x, y = torch.randn(8, 5), torch.randn(8, 3)
+    engine.forward_backward([[(x, y)]], 8 * engine.comm.size)
+    engine.step()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("lost", ["first", "last"])
+def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost):
+    victim = 0 if lost == "first" else world.size - 1
+    engine, copies = _engine(world, zero), Copies()
+    for number in range(3):
+        copies.take(world, engine, number, {"position": 10 * number})
+        _step(engine, number)
+    copies.take(world, engine, 3, {"position": 30})
+    expected = copy.deepcopy(engine.state_dict())
+    _step(engine, 99)  # what nobody has a copy of
+    left = world.split(None if world.rank == victim else 0, world.rank)
+    if left is not None:
+        after = _engine(left, zero)
+        manifest = copies.restore(left, after)
+        assert manifest is not None and (manifest.step, manifest.values["position"]) == (3, 30)
+        found = after.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        states = [s for s in after.optimizer.state.values() if s]
+        assert states and all(float(s["step"]) == 3 for s in states)
+        copies.take(left, after, 3, {"position": 30})
+        again = _engine(left, zero)
+        manifest = copies.restore(left, again)
+        assert manifest is not None and manifest.values["data_ranks"] == left.size
+        assert all(torch.equal(found[name], value) for name, value in again.state_dict().items())
+    world.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_lost_with_its_partner_leaves_no_whole_set(world):
+    engine, copies = _engine(world, 1), Copies()
+    copies.take(world, engine, 1, {"position": 0})
+    gone = {1, partners(world.nodes)[1]}
+    left = world.split(None if world.rank in gone else 0, world.rank)
+    if left is not None:
+        assert copies.restore(left, _engine(left, 1)) is None
+    world.barrier()
