@@ -24,7 +24,7 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.config import Config
-from mpitrain.data import Dataset, open_dataset, read_manifest, resolve
+from mpitrain.data import Dataset, open_dataset, read_manifest, resolve, stage_on_nodes, staged_folder
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.monitor import (
     MetricsWriter,
@@ -102,6 +102,10 @@ class Run:
             raise Interrupted(f"interrupted at step {self._step}; go on with: {self._resume_command()}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        if isinstance(error, SystemExit):  # Python would wait in MPI_Finalize for ranks that wait for this one
+            raise MpitrainError(
+                f"left by sys.exit({error.code!r}) after step {self._step}; {self.folder}/logs says where"
+            ) from None
 
     def _occupy(self) -> None:
         """Make the folder and take its lock, which the kernel frees when this process ends."""
@@ -142,9 +146,12 @@ class Run:
         except InputError as caught:
             error = caught
         self.world.agree(error)
+        stage = self.config.data.stage
+        if stage:
+            stage_on_nodes(self.world, path, Path(stage))
         data, held_out = None, None
         try:
-            folder = resolve(path)
+            folder = staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
             data = open_dataset(folder, sequence=sequence)
             if "held_out" in read_manifest(folder).splits:
                 held_out = open_dataset(folder, "held_out", sequence=sequence)

@@ -1,0 +1,346 @@
+"""The moments at which a training job can be made to die, and the job that dies there.
+
+    python kill_points.py '{"kill": {...}, "folder": F}' TRAIN-ARGUMENTS...     trains, and dies at one moment
+    python kill_points.py '{"folder": F}' TRAIN-ARGUMENTS...                    trains, and notes all it comes by
+
+The product knows nothing of this: its functions, and those of the system that it calls, are wrapped from outside, by
+name, before the job begins. A name that is gone ends the job with a traceback instead of a kill.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SAVE = "mpitrain.checkpoint.store:write_checkpoint"
+STEP = "mpitrain.data.loader:Loader.__next__"
+SIGNALS = ("SIGKILL", "SIGSEGV")
+HOWS = (*SIGNALS, "exit", "_exit", "exception")
+SAID = "as the kill campaign wants it"
+
+
+def _path(args: Sequence[Any]) -> str:
+    return str(args[0])
+
+
+def _descriptor(args: Sequence[Any]) -> str:
+    return os.readlink(f"/proc/self/fd/{args[0]}")
+
+
+def _target(args: Sequence[Any]) -> str:
+    return str(args[1])
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Calls of a function. target: module:name. like: of the path that `of` finds in the arguments.
+
+    who: "every" rank comes by, or the "first" of the job, or the "owner" of a file. begins: calls of this begin a
+    round, in which the moment's calls are counted; empty: there is only one round.
+    """
+
+    name: str
+    target: str
+    begins: str = ""
+    of: Callable[[Sequence[Any]], str] | None = None
+    like: str = ""
+    who: str = "every"
+    ranks: int = 1  # fewest
+
+    def counts(self, args: Sequence[Any]) -> bool:
+        return self.of is None or re.search(self.like, self.of(args)) is not None
+
+
+_TEMPORARY = r"/step-\d+\.tmp-\w+"
+_OWN = r"/(rank|node)-\d+\.h5$"
+
+# in the order in which they come
+COMMIT = (
+    Moment("snapshot", "mpitrain.checkpoint.snapshot:Snapshot.copy", "mpitrain.checkpoint.snapshot:Snapshot.copy"),
+    Moment("save", SAVE, SAVE),
+    Moment("temporary folder", "pathlib:Path.mkdir", SAVE, _path, _TEMPORARY + "$", "first"),
+    Moment("own file begun", "mpitrain.checkpoint.commit:begin_file", SAVE, who="owner"),
+    Moment("a piece written", "mpitrain.checkpoint.files:write_at", SAVE, _descriptor, _OWN),
+    Moment("own file written", "mpitrain.checkpoint.commit:write_parts", SAVE),
+    Moment("own file fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + _OWN),
+    Moment("ranks agree", "mpitrain.checkpoint.commit:quiet_min", SAVE),
+    Moment("model.h5 written", "mpitrain.checkpoint.commit:_write_file", SAVE, _path, r"/model\.h5$", "first"),
+    Moment("model.h5 fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/model\.h5$", "first"),
+    Moment("manifest written", "mpitrain.checkpoint.commit:write_manifest", SAVE, who="first"),
+    Moment("manifest fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/manifest\.json$", "first"),
+    Moment("folder fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + "$", "first"),
+    Moment("folder renamed", "os:rename", SAVE, _path, _TEMPORARY + "$", "first"),
+    Moment("parent fsynced", "os:fsync", SAVE, _descriptor, "/checkpoints$", "first"),
+    Moment("pointer written", "pathlib:Path.write_text", SAVE, _path, r"/latest\.tmp-\w+$", "first"),
+    Moment("pointer moved", "os:replace", SAVE, _target, "/latest$", "first"),
+)
+# once there are more than are kept; the removal is a thread's
+PRUNING = (
+    Moment("old one hidden", "os:rename", SAVE, _path, r"/step-\d+$", "first"),
+    Moment("old one removed", "mpitrain.checkpoint.folders:remove", SAVE, who="first"),
+    Moment("a file removed", "os:unlink", SAVE, _path, r"\.(h5|json)$", "first"),
+)
+# once there is a damaged one of the same step
+REPLACING = (Moment("damaged one replaced", "mpitrain.checkpoint.folders:discard", SAVE, who="first"),)
+TRAINING = (
+    Moment("batch", STEP, STEP),
+    Moment("forward", "mpitrain.shard.engine:Engine.forward", STEP),
+    Moment("backward", "torch:Tensor.backward", STEP),
+    Moment("all-reduce", "mpitrain.comm.executor:Compiled.__call__", STEP, ranks=2),
+    Moment("optimizer step", "mpitrain.shard.update:update", STEP),
+    Moment("update", "mpitrain.shard.update:Updater.apply", STEP),
+    Moment("agreement to stop", "mpitrain.train:any_rank", STEP),
+    Moment("sample ids", "mpitrain.train:gather_ids", STEP),
+    Moment("metrics", "mpitrain.monitor.metrics:MetricsWriter.write", STEP, who="first"),
+)
+RESTORING = (
+    Moment("lock", "mpitrain.run:Run._occupy", who="first"),
+    Moment("data opened", "mpitrain.run:Run.open_data"),
+    Moment("folders ready", "mpitrain.checkpoint.store:Store.prepare"),
+    Moment("leftovers", "mpitrain.checkpoint.folders:remove_leftovers", who="first"),
+    Moment("scan", "mpitrain.checkpoint.folders:finished_steps", who="first"),
+    Moment("manifest read", "mpitrain.checkpoint.store:read_manifest"),
+    Moment("reading planned", "mpitrain.checkpoint.store:plan"),
+    Moment("checkpoint loaded", "mpitrain.checkpoint.store:Store.load"),
+    Moment("a block read", "os:preadv", of=_descriptor, like=_OWN, who="first"),
+    Moment("state taken over", "mpitrain.shard.engine:Engine.finish_load"),
+    Moment("restored", "mpitrain.train:resume"),
+    Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
+    Moment("begun", "mpitrain.run:Run.begin"),
+)
+ENDING = (
+    Moment("evaluation", "mpitrain.train:evaluate"),
+    Moment("end", "mpitrain.run:Run.end"),
+)
+MOMENTS = {m.name: m for m in (*COMMIT, *PRUNING, *REPLACING, *TRAINING, *RESTORING, *ENDING)}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where and how a job dies: at the count-th call in a round, before or after it, or in the midst ("inside").
+
+    rank: which one has to come by. victim: the rank that dies, which for a signal may be another.
+    """
+
+    moment: str
+    side: str
+    round: int
+    count: int
+    rank: int
+    victim: int
+    how: str
+
+    def __str__(self) -> str:
+        where = f"{self.side} {self.moment}, round {self.round}, call {self.count} of rank {self.rank}"
+        return f"{where}: rank {self.victim} by {self.how}"
+
+
+def job_arguments(folder: Path, kill: Kill | None) -> list[str]:
+    """The command. folder: for what the ranks note."""
+    told = {"folder": str(folder)} | ({"kill": asdict(kill)} if kill is not None else {})
+    return [sys.executable, str(Path(__file__).resolve()), json.dumps(told)]
+
+
+def reached(folder: Path) -> Path:
+    """Written by the rank that comes by, just before the kill: the files in shared memory that it has mapped."""
+    return folder / "reached"
+
+
+def notes(folder: Path, rank: int) -> Path:
+    return folder / f"notes-{rank}"
+
+
+def _find(target: str) -> tuple[Any, str]:
+    """What holds a name, and the name there."""
+    module, _, path = target.partition(":")
+    holder: Any = importlib.import_module(module)
+    *inner, name = path.split(".")
+    for part in inner:
+        holder = getattr(holder, part)
+    if not callable(getattr(holder, name)):
+        raise TypeError(f"{target} is no function")
+    return holder, name
+
+
+Around = Callable[[Sequence[Any]], AbstractContextManager[None]]
+
+
+def _wrap(target: str, around: Around) -> None:
+    holder, name = _find(target)
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around(args):
+            return original(*args, **kwargs)
+
+    setattr(holder, name, wrapped)
+
+
+def _halve_programs(inside: Callable[[], None]) -> None:
+    """Have every program of a collective stop by in its midst."""
+    holder, _ = _find("mpitrain.comm.executor:Compiled.__call__")
+    original = holder.__init__
+
+    def init(self: Any, calls: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        calls = list(calls)
+        if len(calls) > 1:
+            calls.insert(len(calls) // 2, inside)
+        original(self, calls, *args, **kwargs)
+
+    holder.__init__ = init
+
+
+class Killer:
+    """Waits for the moment in this process."""
+
+    def __init__(self, kill: Kill, folder: Path, rank: int) -> None:
+        self._kill, self._folder, self._rank = kill, folder, rank
+        self._moment = MOMENTS[kill.moment]
+        self._lock = threading.Lock()
+        self._round = self._count = 0
+
+    def install(self) -> None:
+        moment = self._moment
+        if self._rank != self._kill.rank:
+            return
+        if self._kill.side == "inside":
+            _halve_programs(self._inside)
+        else:
+            _wrap(moment.target, self._around)
+        if moment.begins:  # outside of the moment's own wrapper
+            _wrap(moment.begins, self._begin)
+        else:
+            self._round = 1
+
+    @contextmanager
+    def _begin(self, args: Sequence[Any]) -> Iterator[None]:
+        with self._lock:
+            self._round, self._count = self._round + 1, 0
+        yield
+
+    def _is_it(self) -> bool:
+        with self._lock:
+            self._count += 1
+            return (self._round, self._count) == (self._kill.round, self._kill.count)
+
+    def _inside(self) -> None:
+        if self._is_it():
+            self._act()
+
+    @contextmanager
+    def _around(self, args: Sequence[Any]) -> Iterator[None]:
+        now = self._moment.counts(args) and self._is_it()
+        if now and self._kill.side == "before":
+            self._act()
+        yield
+        if now and self._kill.side == "after":
+            self._act()
+
+    def _act(self) -> None:
+        note = reached(self._folder)
+        note.with_suffix(".tmp").write_text(json.dumps(_shared_files()))
+        os.replace(note.with_suffix(".tmp"), note)
+        how, victim = self._kill.how, self._kill.victim
+        if how in SIGNALS:
+            os.kill(int((self._folder / f"process-{victim}").read_text()), signal.Signals[how])
+            if victim == self._rank:
+                time.sleep(3600)
+            return
+        assert victim == self._rank
+        if how == "_exit":
+            os._exit(4)
+        if how == "exit":
+            sys.exit(3)
+        raise RuntimeError(SAID)
+
+
+def _shared_files() -> list[str]:
+    """Files with a name in shared memory that this process has mapped."""
+    found = re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text())
+    return sorted({path for path in found if not path.endswith("(deleted)")})
+
+
+class Notes:
+    """What a job comes by, and what it does to its run folder meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._here = threading.local()
+
+    def install(self) -> None:
+        _wrap("os:fsync", self._fsync)
+        for moment in MOMENTS.values():
+            _wrap(moment.target, functools.partial(self._around, moment))
+        sys.addaudithook(self._audit)
+
+    @property
+    def _stack(self) -> list[str]:
+        if not hasattr(self._here, "stack"):
+            self._here.stack = []
+        return self._here.stack
+
+    @contextmanager
+    def _around(self, moment: Moment, args: Sequence[Any]) -> Iterator[None]:
+        if not moment.counts(args):
+            yield
+            return
+        self._write(moment=moment.name)
+        self._stack.append(moment.name)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    @contextmanager
+    def _fsync(self, args: Sequence[Any]) -> Iterator[None]:
+        self._act("fsync", _descriptor(args))
+        yield
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            if isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self._act("open", args[0])
+        elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"):
+            self._act(event, str(args[0]))
+
+    def _act(self, act: str, path: str) -> None:
+        self._write(act=act, path=path, inside=self._stack)
+
+    def _write(self, **what: Any) -> None:
+        if getattr(self._here, "writing", False):
+            return
+        self._here.writing = True
+        os.write(self._notes, (json.dumps(what) + "\n").encode())
+        self._here.writing = False
+
+
+def main() -> int:
+    told = json.loads(sys.argv[1])
+    sys.argv[1:2] = []
+    folder = Path(told["folder"])
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
+    from mpitrain import train
+
+    if "kill" in told:
+        Killer(Kill(**told["kill"]), folder, rank).install()
+    else:
+        Notes(notes(folder, rank)).install()
+    return train.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
