@@ -1,6 +1,6 @@
 # What the batch scripts share; to be sourced. Each step is a function, in the order in which they are called.
 # Needs `job`: the batch system's name for it, the same after each requeue; `nodes`; `ranks`, `each` of a node with
-# `cores` each; `other_launcher`: what starts them when the MPI is not Open MPI.
+# `cores` each; `other_launcher`: what starts them when the MPI is not Open MPI; `host_options`, if any: for Open MPI.
 #   VENV=DIR            the environment (default: .venv beside jobs/, else the python on the PATH)
 #   LAUNCH="COMMAND"    what starts the ranks, for an MPI that is not recognised
 #   ATTEMPTS=3          give up after so many attempts in a row from the same checkpoint
@@ -61,7 +61,7 @@ print(MPI.Get_library_version().splitlines()[0].strip("\0 "))') || exit 1
     case ${LAUNCH:+given}$library in
     given*) read -ra launcher <<<"$LAUNCH" ;;
     *"Open MPI"*) # its mpirun finds the nodes by itself; USR1 sent to it reaches the ranks
-        launcher=(mpirun -n "$ranks" --map-by "ppr:$each:node:PE=$cores" --bind-to core --report-bindings)
+        launcher=(mpirun -n "$ranks" "${host_options[@]+"${host_options[@]}"}" --map-by "ppr:$each:node:PE=$cores" --bind-to core --report-bindings)
         [ "$(id -u)" = 0 ] && launcher+=(--allow-run-as-root)
         ;;
     *) launcher=("${other_launcher[@]}") ;;

@@ -38,6 +38,7 @@ class RunSection(Section):
 class DataSection(Section):
     path: str = Field("", description="data set folder, or `digits`; empty: Python's own source as bytes")
     workers: int = Field(1, ge=0, description="reader threads per rank; 0 reads in the training thread")
+    stage: str = Field("", description="folder on each node's own disk to copy the data set to first; empty: none")
     record_ids: bool = Field(False, description="write each step's sample ids into metrics.jsonl")
 
 
@@ -77,7 +78,9 @@ class ParallelSection(Section):
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks (inside a node)")
     zero: Literal[0, 1, 2, 3] = Field(
-        0, description="0 DDP; 1 + optimizer states, 2 + gradients, 3 + parameters sharded"
+        0,
+        description="0 DDP; 1 + optimizer states, 2 + gradients, 3 + parameters sharded (in a pipeline, gradients are "
+        "whole until the step's end)",
     )
     share_node: bool = Field(True, description="zero 1-3: one copy of the parameters for the ranks of a node")
     shard_within: Literal["all", "node"] = Field(
@@ -85,11 +88,13 @@ class ParallelSection(Section):
     )
     reshard: bool = Field(True, description="zero 3 without share_node: free a block between forward and backward")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="pipeline schedule")
-    cut: Literal["uniform", "parameters"] = Field(
-        "uniform", description="what stages have equally much of: blocks or parameters"
+    cut: Literal["uniform", "parameters", "time"] = Field(
+        "uniform", description="what stages have equally much of: blocks, parameters or measured time"
     )
+    slices: int = Field(1, ge=1, description="pieces of each sequence that go through the pipeline by themselves")
     sequence: bool = Field(False, description="with tensor: cut activations along the sequence between the layers")
     chunks: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved)")
+    recording: str = Field("", description="file for when each pipeline step ran, in the third training step")
     offload: str = Field("", description="optimizer states in `host` memory or in a memory-mapped file under a PATH")
 
 

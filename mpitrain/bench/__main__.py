@@ -31,6 +31,7 @@ examples:
   python -m mpitrain.bench collectives --quick            half a minute: does it work here?
   python -m mpitrain.bench collectives                    minutes, on an otherwise idle machine
   python -m mpitrain.bench collectives --tune             find and keep the fastest algorithms for this machine
+  python -m mpitrain.bench data                           loaders side by side, and the share of a step they take
   python -m mpitrain.bench step                           a quarter of an hour, with the memory of each contender
 """
 

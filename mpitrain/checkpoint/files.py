@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 
 from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
+from mpitrain.crc import crc32
 from mpitrain.layout import Piece
 
 _WRITTEN = 8 << 20  # bytes of one write
@@ -112,7 +112,7 @@ def _rest_of(content: Sequence[tuple[int, bytes]], size: int, places: Sequence[P
 
     crc = 0
     for lo, hi in gaps([(o, p.nbytes) for o, p in zip(offsets, places, strict=True)], size):
-        crc = zlib.crc32(read(lo, hi), crc)
+        crc = crc32(read(lo, hi), crc)
     return crc
 
 
@@ -163,7 +163,7 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
 
 def block_hashes(raw: memoryview) -> tuple[int, ...]:
     """CRC-32 of each HASHED bytes."""
-    return tuple(zlib.crc32(raw[lo : lo + HASHED]) for lo in range(0, len(raw), HASHED))
+    return tuple(crc32(raw[lo : lo + HASHED]) for lo in range(0, len(raw), HASHED))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

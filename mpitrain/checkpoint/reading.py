@@ -1,16 +1,16 @@
 """Restoring: each rank reads the blocks that hold its elements, whoever wrote them, and checks their hashes.
 
 First a plan, from the manifest alone (which blocks of which files, and where their bytes belong); then the reading,
-block by block in the order of the files, by a few threads.
+block by block in the order of the files, by a few threads. Blocks that several ranks of a node need: `together`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +19,11 @@ import numpy as np
 
 from mpitrain.checkpoint.files import Part, bytes_of
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
+from mpitrain.crc import crc32
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 
-_THREADS = 4
+THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,27 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     It is an error when the checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
+    cuts: dict[tuple[object, ...], _Cut] = {}  # the layers of a model are cut alike
     for part in parts:
         _check_spec(folder, manifest, part.spec)
-        item = part.spec.itemsize
+        item, wanted = part.spec.itemsize, part.piece
         memory = np.frombuffer(bytes_of(part.data), dtype=np.uint8)
         filled = []
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
-            sources, targets, lengths = stretches(extent.piece, part.piece)
-            if not len(lengths):
+            held = extent.piece
+            key = (held.box, held.lo, held.hi, wanted.box, wanted.lo, wanted.hi, item)
+            if key not in cuts:
+                cuts[key] = _Cut.of(held, wanted, item)
+            cut = cuts[key]
+            if not len(cut.lengths):
                 continue
-            filled.append((targets, lengths))
-            size = extent.piece.numel * item
-            for number, use in _by_block(memory, sources * item, targets * item, lengths * item):
-                key = (extent.file, extent.offset, number)
-                if key not in blocks:
-                    blocks[key] = Block(extent, number, min(HASHED, size - number * HASHED))
-                blocks[key].uses.append(use)
+            filled.append((cut.targets, cut.lengths))
+            size = held.numel * item
+            for number, stretches_of in cut.by_block:
+                place = (extent.file, extent.offset, number)
+                if place not in blocks:
+                    blocks[place] = Block(extent, number, min(HASHED, size - number * HASHED))
+                blocks[place].uses.append(Use(memory, *stretches_of))
         found = union(*(np.concatenate(a) for a in zip(*filled, strict=True))) if filled else 0
         if found != part.piece.numel:
             raise CheckpointError(
@@ -112,10 +118,29 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     return [blocks[key] for key in sorted(blocks)]
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """What two pieces have in common: stretches of elements (places in the target, lengths), and as bytes by block.
+
+    by_block: (number of the block, (firsts, places, lengths) of a `Use`).
+    """
+
+    targets: np.ndarray
+    lengths: np.ndarray
+    by_block: list[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]
+
+    @staticmethod
+    def of(source: Piece, target: Piece, item: int) -> _Cut:
+        """item: bytes of an element."""
+        sources, targets, lengths = stretches(source, target)
+        by_block = list(_by_block(sources * item, targets * item, lengths * item)) if len(lengths) else []
+        return _Cut(targets, lengths, by_block)
+
+
 def _by_block(
-    memory: np.ndarray, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray
-) -> Iterator[tuple[int, Use]]:
-    """Stretches of an extent's bytes, cut at its blocks: (number of the block, its use)."""
+    sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray
+) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Stretches of an extent's bytes, cut at its blocks."""
     begin, last = sources // HASHED, (sources + lengths - 1) // HASHED
     counts = last - begin + 1
     of = np.repeat(np.arange(len(sources)), counts)
@@ -126,46 +151,52 @@ def _by_block(
     bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(number)]
     for first, end in pairwise(bounds):
         one = slice(first, end)
-        yield int(number[first]), Use(memory, lo[one] - number[one] * HASHED, places[one], (hi - lo)[one])
+        yield int(number[first]), (lo[one] - number[one] * HASHED, places[one], (hi - lo)[one])
 
 
 def files_of(blocks: Iterable[Block]) -> set[str]:
     return {block.extent.file for block in blocks}
 
 
-def read(folder: Path, blocks: Sequence[Block]) -> None:
-    """Fill what the plan is for. Raises CheckpointError naming the damaged bytes, OSError."""
+@contextmanager
+def open_files(folder: Path, blocks: Iterable[Block]) -> Iterator[dict[str, int]]:
+    """The descriptors of the files that hold these blocks. Raises OSError."""
     descriptors: dict[str, int] = {}
-    scratch = threading.local()
     try:
         for name in sorted(files_of(blocks)):
             descriptors[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        yield descriptors
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def read(folder: Path, blocks: Sequence[Block]) -> None:
+    """Fill what the plan is for. Raises CheckpointError naming the damaged bytes, OSError."""
+    scratch = threading.local()
+    with open_files(folder, blocks) as descriptors, ThreadPoolExecutor(THREADS, "mpitrain-read") as pool:
 
         def fill(block: Block) -> None:
             descriptor = descriptors[block.extent.file]
             direct = block.whole
             if direct is not None:
-                _read_block(folder, block, descriptor, direct)
+                read_block(folder, block, descriptor, direct)
                 return
             if not hasattr(scratch, "memory"):
                 scratch.memory = np.empty(HASHED, dtype=np.uint8)
             memory = scratch.memory[: block.size]
-            _read_block(folder, block, descriptor, memory.data)
+            read_block(folder, block, descriptor, memory.data)
             for use in block.uses:
                 use.copy(memory)
 
-        with ThreadPoolExecutor(_THREADS, "mpitrain-read") as pool:
-            futures = [pool.submit(fill, block) for block in blocks]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        futures = [pool.submit(fill, block) for block in blocks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:
@@ -175,16 +206,17 @@ def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scr
     for number in range(len(extent.hashes)):
         block = Block(extent, number, min(HASHED, size - number * HASHED))
         try:
-            _read_block(folder, block, descriptor, scratch[: block.size])
+            read_block(folder, block, descriptor, scratch[: block.size])
         except CheckpointError as error:
             problems.append(str(error))
     return problems
 
 
-def _read_block(folder: Path, block: Block, descriptor: int, into: memoryview) -> None:
+def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) -> None:
+    """Read a block and check its hash. into: of its size. Raises CheckpointError, OSError."""
     path = folder / block.extent.file
     read_at(descriptor, into, block.offset, path)
-    if zlib.crc32(into) != block.extent.hashes[block.number]:
+    if crc32(into) != block.extent.hashes[block.number]:
         raise CheckpointError(
             f"{path}: bytes {block.offset} to {block.offset + block.size} ({block.extent.piece.name}) "
             "are damaged: their hash does not match"

@@ -23,8 +23,9 @@ from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import Manifest, read_manifest, require_files
 from mpitrain.checkpoint.once import Once
-from mpitrain.checkpoint.reading import Block, files_of, plan, read
+from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.snapshot import Snapshot, Task
+from mpitrain.checkpoint.together import read_together
 from mpitrain.errors import CheckpointError, InputError, MpitrainError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Store:
             )
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
         self._saving: Communicator | None = None  # of the thread that writes, made by the first save
+        self._node: Communicator | None = None  # of the ranks that read together, made by the first load
         self._layout: Layout | None = None
         self._once = Once()
         self._snapshot = Snapshot()
@@ -292,5 +294,8 @@ class Store:
         assert manifest is not None
         if local and self._local is not None:
             self._local.bring(self.comm, folder, manifest, files_of(blocks))
-        attempt(self.comm, partial(read, folder, blocks), folder)
+        if self._node is None:
+            self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
+            assert self._node is not None
+        attempt(self.comm, partial(read_together, self._node, folder, manifest, blocks), folder)
         return manifest

@@ -9,6 +9,7 @@ from mpitrain.data.defaults import resolve
 from mpitrain.data.format import read_manifest
 from mpitrain.data.loader import Batch, Loader, evaluation_batches
 from mpitrain.data.order import SampleOrder
+from mpitrain.data.stage import stage_on_nodes, staged_folder
 
 __all__ = [
     "Batch",
@@ -20,4 +21,6 @@ __all__ = [
     "open_dataset",
     "read_manifest",
     "resolve",
+    "stage_on_nodes",
+    "staged_folder",
 ]

@@ -25,22 +25,27 @@ from mpitrain.errors import InputError
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def make_dataset(target: Path, fill: Callable[[Path], None], *, once: bool) -> None:
+def make_dataset(
+    target: Path, fill: Callable[[Path], None], *, once: bool, whole: Callable[[Path], bool] = is_dataset
+) -> None:
     """Makes the data set folder `target`: `fill` writes it into a temporary folder that is then renamed.
 
     once: a finished data set under that name, also one that another process makes meanwhile, is what is wanted;
-    else it is an error. Raises InputError: the name is taken, no permission, disk full, and whatever `fill` raises.
+    else it is an error. whole: whether one is fit for use; with once, one that is not is replaced.
+    Raises InputError: the name is taken, no permission, disk full, and whatever `fill` raises.
     """
     with os_errors(f"data set {target} cannot be written"):
-        if once and is_dataset(target):  # asked without a lock: works on a read-only file system too
+        if once and whole(target):  # asked without a lock: works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target) as held:
-            if once and is_dataset(target):
+            if once and whole(target):
                 return
+            prefix = f".{target.name}.tmp-{os.uname().nodename}-"
+            if once and is_dataset(target):
+                os.rename(target, target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
             if os.path.lexists(target):
                 raise InputError(f"output folder {target} exists already; give another --out, or remove it")
-            prefix = f".{target.name}.tmp-{os.uname().nodename}-"
             if held:
                 _remove_leftovers(target.parent, prefix)
             temporary = target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"

@@ -107,10 +107,13 @@ class Dataset(ABC):
         """Closes files; a later read opens them again."""
         self._reader.close()
 
-    def _checked(self, ids: Ids) -> Ids:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
-            raise IndexError(f"sample ids from {ids.min()} to {ids.max()} in a data set of {len(self)}")
-        return ids
+    def _sorted(self, ids: Ids) -> tuple[Ids, Ids]:
+        """(their places in ids, the samples) in ascending order, as they lie in the files."""
+        places = np.argsort(ids, kind="stable")
+        ordered = ids[places]
+        if len(ids) and not 0 <= ordered[0] <= ordered[-1] < len(self):
+            raise IndexError(f"sample ids from {ordered[0]} to {ordered[-1]} in a data set of {len(self)}")
+        return places, ordered
 
 
 class TokenDataset(Dataset):
@@ -148,13 +151,15 @@ class TokenDataset(Dataset):
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         length = self._sequence
         tokens = np.empty((len(ids), length + 1), self._stored)
-        for places, first, count in _runs(self._checked(ids)):
-            if count == 1:
-                self._reader.read_into(0, first * length, tokens[places[0]])
-            else:
+        places, ordered = self._sorted(ids)
+        if _apart(ordered):
+            self._reader.gather(0, ordered * length, tokens, places)
+        else:
+            for start, first, count in _runs(ordered):
                 stretch = np.empty(count * length + 1, self._stored)
                 self._reader.read_into(0, first * length, stretch)
-                tokens[places] = np.lib.stride_tricks.sliding_window_view(stretch, length + 1)[::length]
+                windows = np.lib.stride_tricks.sliding_window_view(stretch, length + 1)[::length]
+                tokens[places[start : start + count]] = windows
         return tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
 
 
@@ -182,14 +187,15 @@ class ArrayDataset(Dataset):
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         rows = [np.empty((len(ids), *field.shape), field.stored) for field in self._fields]
-        for places, first, count in _runs(self._checked(ids)):
-            for number, field in enumerate(self._fields):
-                if count == 1:
-                    self._reader.read_into(number, first, rows[number][places[0] : places[0] + 1])
-                else:
-                    stretch = np.empty((count, *field.shape), field.stored)
-                    self._reader.read_into(number, first, stretch)
-                    rows[number][places] = stretch
+        places, ordered = self._sorted(ids)
+        for number, field in enumerate(self._fields):
+            if _apart(ordered):
+                self._reader.gather(number, ordered, rows[number][:, None], places)
+                continue
+            for start, first, count in _runs(ordered):
+                stretch = np.empty((count, *field.shape), field.stored)
+                self._reader.read_into(number, first, stretch)
+                rows[number][places[start : start + count]] = stretch
         x, y = (_handed(field, stored) for field, stored in zip(self._fields, rows, strict=True))
         return x, y
 
@@ -201,16 +207,17 @@ def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values
 
 
-def _runs(ids: Ids) -> Iterator[tuple[Ids, int, int]]:
-    """Neighbouring samples, to be read together: (their places in ids, the first sample, how many)."""
-    if not len(ids):
-        return
-    places = np.argsort(ids, kind="stable")
-    ordered = ids[places]
-    ends = [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ids)]
+def _apart(ordered: Ids) -> bool:
+    """Whether no two are neighbours."""
+    return 1 not in (ordered[1:] - ordered[:-1]).tolist()
+
+
+def _runs(ordered: Ids) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring samples, to be read together: (place of the first in ordered, the first sample, how many)."""
+    ends = [*(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ordered)]
     start = 0
     for end in ends:
-        yield places[start:end], int(ordered[start]), end - start
+        yield start, int(ordered[start]), end - start
         start = end
 
 
@@ -220,6 +227,7 @@ class RowReader:
     def __init__(self, folder: Path, spec: SplitSpec, fields: tuple[FieldSpec, ...], extent_bytes: int) -> None:
         self._folder, self._spec, self._fields, self._extent_bytes = folder, spec, fields, extent_bytes
         self._starts = list(accumulate((shard.rows for shard in spec.shards), initial=0))
+        self._bounds = np.array(self._starts, np.int64)
         self._open_shards: OrderedDict[int, OpenShard] = OrderedDict()
         self._trusted: dict[int, list[bytearray]] = {}
         self._lock = threading.Lock()
@@ -234,6 +242,26 @@ class RowReader:
             shard, trusted = self.shard(number)
             shard.read_into(field, row - self._starts[number], out[done : done + here], trusted[field])
             done += here
+
+    def gather(self, field: int, starts: Ids, out: npt.NDArray[Any], places: Ids) -> None:
+        """Fills out[place], [k, *shape] of the stored dtype, with k rows from start on, for each start and place.
+
+        starts: ascending. out: contiguous.
+        """
+        number = bisect_right(self._starts, starts[0]) - 1 if len(starts) else 0
+        if len(starts) and starts[-1] + out.shape[1] <= self._starts[number + 1]:  # all in one shard
+            shard, trusted = self.shard(number)
+            shard.gather(field, (starts - self._starts[number]).tolist(), out, places.tolist(), trusted[field])
+            return
+        first = np.searchsorted(self._bounds, starts, side="right") - 1
+        whole = starts + out.shape[1] <= self._bounds[first + 1]
+        for number in dict.fromkeys(first.tolist()):
+            here = whole & (first == number)
+            shard, trusted = self.shard(number)
+            within = (starts[here] - self._starts[number]).tolist()
+            shard.gather(field, within, out, places[here].tolist(), trusted[field])
+        for i in np.flatnonzero(~whole).tolist():
+            self.read_into(field, int(starts[i]), out[places[i]])
 
     def shard(self, number: int) -> tuple[OpenShard, list[bytearray]]:
         """An open shard and, per field, which of its extents were found right."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Share = Callable[[int], tuple[int, int]]
 
+_AHEAD = 2048  # ids that are looked up in the order at once
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -64,6 +66,7 @@ class Loader:
         self._dataset, self._order, self._batch = dataset, order, batch
         self._start, self._stop = share(batch)
         self._position = position
+        self._ahead: deque[tuple[int, Ids]] = deque()
         self._depth = max(prefetch, workers)
         self._pending: deque[Future[Batch]] = deque()
         self._threads = ThreadPoolExecutor(workers, "data-reader") if workers else None
@@ -73,9 +76,9 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._threads is None:
-            return self._read(self._advance())
+            return self._read(*self._advance())
         while len(self._pending) <= self._depth:
-            self._pending.append(self._threads.submit(self._read, self._advance()))
+            self._pending.append(self._threads.submit(self._read, *self._advance()))
         return self._pending.popleft().result()
 
     def close(self) -> None:
@@ -92,13 +95,18 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _advance(self) -> int:
-        position = self._position
-        self._position += self._batch
-        return position
+    def _advance(self) -> tuple[int, Ids]:
+        """Position and sample ids of the next batch."""
+        if not self._ahead:
+            share = self._stop - self._start
+            firsts = self._position + self._batch * np.arange(max(1, _AHEAD // max(1, share)), dtype=np.int64)
+            places = firsts[:, None] + np.arange(self._start, self._stop, dtype=np.int64)
+            ids = self._order.at(places.reshape(-1)).reshape(-1, share) if share else places
+            self._ahead.extend(zip(firsts.tolist(), ids, strict=True))
+            self._position += self._batch * len(firsts)
+        return self._ahead.popleft()
 
-    def _read(self, position: int) -> Batch:
-        ids = self._order.ids(position + self._start, self._stop - self._start)
+    def _read(self, position: int, ids: Ids) -> Batch:
         return _batch(self._dataset, ids, position)
 
 

@@ -14,7 +14,6 @@ meets one while closing a file, a memory map when it meets one at all.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from mpitrain.crc import crc32
 from mpitrain.data.format import HDF5_VERSIONS, FieldSpec, ShardSpec
 from mpitrain.errors import InputError
 
@@ -63,7 +63,7 @@ class ShardWriter:
         for field, hasher, place in zip(self._fields, self._hashers, self._places, strict=True):
             table = hasher.table()
             _pwrite(self._descriptor, table, place.table)
-            crcs[field.name] = zlib.crc32(table.data)
+            crcs[field.name] = crc32(table.data)
         os.fsync(self._descriptor)
         size = os.fstat(self._descriptor).st_size
         os.close(self._descriptor)
@@ -184,6 +184,29 @@ class OpenShard:
                 trusted[extent] = 1
                 out[low - start : high - start] = rows[low - begin : high - begin]
 
+    def gather(
+        self, field: int, starts: Sequence[int], out: npt.NDArray[Any], places: Sequence[int], trusted: bytearray
+    ) -> None:
+        """Fills out[place] with out.shape[1] rows from start on, for each start and place, as `read_into` does."""
+        size, count, row_bytes, base = (
+            self._extent_rows[field],
+            out.shape[1],
+            self._row_bytes[field],
+            self._offsets[field],
+        )
+        nbytes = count * row_bytes
+        data = out.reshape(-1).view(np.uint8).data
+        for start, place in zip(starts, places, strict=True):
+            first, last = start // size, (start + count - 1) // size
+            if trusted[first] and trusted[last] and last - first < 2:
+                into = data[place * nbytes : (place + 1) * nbytes]
+                try:
+                    if os.preadv(self._descriptor, [into], base + start * row_bytes) == nbytes:
+                        continue
+                except OSError:
+                    pass  # read_into meets it again, and says what it is
+            self.read_into(field, start, out[place], trusted)
+
     def checked_extent(self, field: int, extent: int) -> npt.NDArray[Any]:
         """The rows of one extent, read from the file, or InputError where their hash is wrong."""
         begin = extent * self._extent_rows[field]
@@ -191,7 +214,7 @@ class OpenShard:
         spec = self._fields[field]
         rows = np.empty((end - begin, *spec.shape), spec.stored)
         self._pread(field, begin, rows)
-        if zlib.crc32(rows.data) != self._tables[field][extent]:
+        if crc32(rows.data) != self._tables[field][extent]:
             raise self._error(f"field {spec.name}, extent {extent} (rows {begin} to {end - 1}) is damaged")
         return rows
 
@@ -229,7 +252,7 @@ class OpenShard:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self._error(f"cannot be read as HDF5 ({reason})") from None
         for field, offset, table in zip(self._fields, offsets, tables, strict=True):
-            if offset is None or zlib.crc32(table.data) != spec.tables[field.name]:
+            if offset is None or crc32(table.data) != spec.tables[field.name]:
                 raise self._error(f"field {field.name}: its table of hashes is damaged")
         return offsets, tables
 
@@ -248,7 +271,7 @@ class _ExtentHasher:
         taken = 0
         while taken < len(rows):
             piece = rows[taken : taken + self._extent_rows - self._filled]
-            self._crc = zlib.crc32(piece.data, self._crc)
+            self._crc = crc32(piece.data, self._crc)
             self._filled += len(piece)
             taken += len(piece)
             if self._filled == self._extent_rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from itertools import pairwise
 from math import prod
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
 from mpitrain.checkpoint.reading import covered, plan, stretches, union
+from mpitrain.crc import crc32
 from mpitrain.layout import Box, Piece
 
 
@@ -67,3 +69,8 @@ def test_whole_blocks_go_straight_to_their_place_and_columns_are_read_block_by_b
     few = Piece("x", Box.whole(rows * columns), 5, 9)  # only the block that holds the elements is read
     wanted = part("x", torch.zeros(rows, columns), few.lo, few.hi)
     assert [block.number for block in plan(tmp_path, manifest, [wanted])] == [0]
+
+
+@given(st.binary(max_size=3000), st.integers(0, 2**32 - 1))
+def test_hashes_are_crc32_whichever_package_computes_them(data, value):
+    assert crc32(data) == zlib.crc32(data) and crc32(data, value) == zlib.crc32(data, value)
