@@ -6,24 +6,34 @@ task -> tensor parallel layers -> pipeline stages -> data parallel or ZeRO
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+import torch
 from torch import nn
 
 from mpitrain.config import Config
+from mpitrain.data import Dataset
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
+from mpitrain.pipe.cut import listed_blocks, time_costs
 from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.slices import cannot_look_back, check_slices
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.batchnorm import SyncBatchNorm
 from mpitrain.shard.engine import Engine
 from mpitrain.shard.optim import make_optimizer
+from mpitrain.shard.precision import DTYPES
 from mpitrain.shard.recompute import recompute_blocks
 from mpitrain.shard.settings import options_of
 from mpitrain.shard.state import tied_names
-from mpitrain.tensor import parallelize, plan_for
+from mpitrain.tensor import Vocabulary, Way, parallelize, plan_for
+from mpitrain.tensor.ways import Scatter
 
 
 @dataclass(frozen=True)
@@ -34,17 +44,18 @@ class Assembled:
     parameters: int
 
 
-def assemble(config: Config, mesh: Mesh, task: Task) -> Assembled:
-    """Collective. task: the whole model, the same on all ranks."""
-    refuse_what_does_not_go_together(config)
+def assemble(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Assembled:
+    """Collective. task: the whole model, the same on all ranks. data: what it is to be trained on."""
+    refuse_what_does_not_go_together(config, mesh)
+    cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
     parameters = sum(p.numel() for p in module.parameters())
     aliases = tied_names(module)
     if mesh.tensor.size > 1:
-        parallelize(module, mesh.tensor, plan_for(module), sequence=config.parallel.sequence)
+        parallelize(module, mesh.tensor, plan_of(module, config), sequence=config.parallel.sequence)
     pipeline, elsewhere = None, set()
     if mesh.pipeline.size > 1:
-        pipeline = make_pipeline(config, mesh, module, task)
+        pipeline = make_pipeline(config, mesh, module, task, cut)
         elsewhere = pipeline.counted_elsewhere()
         module = pipeline.module
     elif config.train.recompute:
@@ -68,21 +79,65 @@ def assemble(config: Config, mesh: Mesh, task: Task) -> Assembled:
     return Assembled(engine, parameters)
 
 
-def make_pipeline(config: Config, mesh: Mesh, module: nn.Module, task: Task) -> Pipeline:
+def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> str | Sequence[float]:
+    """How to cut the model: parallel.cut, or what each block costs, measured by one rank for all. Collective.
+
+    Before the model is divided in any other way: what its layers then do together, one rank cannot do alone.
+    Raises InputError for a model that slices of a sequence do not go with.
+    """
+    parallel = config.parallel
+    if parallel.cut != "time" and parallel.slices == 1:
+        return parallel.cut
+    blocks = listed_blocks(task.module)
+    if parallel.slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
+        raise cannot_look_back(task.module, parallel.slices)
+    precision = config.train.precision
+    share = -(-config.train.batch // (mesh.data.size * 2 * mesh.pipeline.size))  # of a microbatch, if none is said
+    samples = np.arange(min(config.train.microbatch or share, len(data)))
+
+    def found() -> list[float]:
+        x, y = map(torch.from_numpy, data.read(samples))
+        if parallel.slices > 1:
+            check_slices(blocks, x, y, parallel.slices)
+        if parallel.cut != "time":
+            return []
+        with torch.autocast("cpu", DTYPES[precision]) if precision != "fp32" else nullcontext():
+            return time_costs(blocks, x)
+
+    return mesh.world.on_root(found) or parallel.cut
+
+
+def make_pipeline(config: Config, mesh: Mesh, module: nn.Module, task: Task, cut: str | Sequence[float]) -> Pipeline:
     loss = getattr(task.module, "criterion", task.loss)  # a bound method would keep the whole model
+    recorded = config.parallel.recording and mesh.data.rank == mesh.tensor.rank == 0
     return Pipeline(
         module,
         loss,
         mesh,
         schedule=config.parallel.schedule,
         chunks=config.parallel.chunks,
-        cut=config.parallel.cut,
+        slices=config.parallel.slices,
+        cut=cut,
         microbatches=2 * mesh.pipeline.size,
         recompute=config.train.recompute,
+        record=Path(config.parallel.recording) if recorded else False,
     )
 
 
-def refuse_what_does_not_go_together(config: Config) -> None:
+def plan_of(module: nn.Module, config: Config) -> dict[str, str | Way]:
+    """How the model's layers are divided. Raises InputError where they cannot be as the configuration says."""
+    plan = plan_for(module)
+    begins = any(way in ("vocabulary", "scatter") or isinstance(way, Vocabulary | Scatter) for way in plan.values())
+    if config.parallel.sequence and not begins:
+        raise InputError(
+            f"parallel.sequence divides what is between an embedding and the head, and the plan of "
+            f"{type(module).__name__} names none; set parallel.sequence to false",
+            agreed=True,
+        )
+    return plan
+
+
+def refuse_what_does_not_go_together(config: Config, mesh: Mesh) -> None:
     parallel = config.parallel
     cut = parallel.pipeline > 1 or parallel.tensor > 1
     if cut and config.run.reproducible:
@@ -91,9 +146,17 @@ def refuse_what_does_not_go_together(config: Config) -> None:
             "parallel.tensor to 1, or run.reproducible to false",
             agreed=True,
         )
-    if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node:
+    if parallel.tensor > 1 and config.model.name == "resnet" and not config.model.factory:
         raise InputError(
-            "parallel.zero 3 gathers blocks as they compute, which a pipeline does in an order of its own; use "
+            "model.name resnet cannot be divided over tensor ranks: its layers are convolutions, whose activations "
+            "are larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 "
+            "and use parallel.data or parallel.pipeline",
+            agreed=True,
+        )
+    if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node and mesh.data.size > 1:
+        raise InputError(
+            "parallel.zero 3 without parallel.share_node would gather each block of a stage twice for every "
+            "microbatch, where a pipeline has many, and hold them whole while any of those computes; use "
             "parallel.share_node true or parallel.zero 2",
             agreed=True,
         )

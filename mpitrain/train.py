@@ -63,7 +63,7 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
     task = build_model(config.model, data.description)
     mesh = Mesh.make(world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
     cut = Cut.of(mesh.data, config.run.reproducible, config.run.workers)
-    assembled = assemble(config, mesh, task)
+    assembled = assemble(config, mesh, task, data)
     engine = assembled.engine
     rounds = cut.rounds(config.train.batch, microbatch_size(config, mesh))
     schedule = Schedule.of(config.optim, config.train.steps)

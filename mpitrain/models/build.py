@@ -15,7 +15,7 @@ from mpitrain.config import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error
-from mpitrain.models.task import Description, Task, blocks_of
+from mpitrain.models.task import Description, Task
 
 IMAGE_CHANNELS = (1, 3, 4)
 
@@ -50,7 +50,7 @@ def _gpt(section: ModelSection, description: Description) -> Task:
             agreed=True,
         )
     model = GPT(description.vocabulary, section.layers, section.width, section.heads, section.dropout)
-    return Task(model, model.loss, blocks_of(model))
+    return Task(model, model.loss)
 
 
 def _resnet(section: ModelSection, description: Description) -> Task:
@@ -76,7 +76,7 @@ def _resnet(section: ModelSection, description: Description) -> Task:
         small=max(sides) <= SMALL_IMAGE,
         channels_last=last,
     )
-    return Task(model, model.loss, blocks_of(model))
+    return Task(model, model.loss)
 
 
 def _mlp(section: ModelSection, description: Description) -> Task:
@@ -86,7 +86,7 @@ def _mlp(section: ModelSection, description: Description) -> Task:
         raise _misfit(section, description)
     outputs, criterion = _target(description)
     model = MLP(math.prod(description.x_shape), outputs, section.layers, section.width, criterion, section.dropout)
-    return Task(model, model.loss, blocks_of(model))
+    return Task(model, model.loss)
 
 
 def _target(description: Description) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from mpitrain.errors import InputError
-from mpitrain.models.task import Description, Task, blocks_of
+from mpitrain.models.task import Description, Task
 
 
 def build_from_factory(path: str, description: Description, options: Mapping[str, Any]) -> Task:
@@ -119,4 +119,4 @@ def _checked(path: str, made: Any) -> Task:
             f"model.factory {path}: the loss {type(loss).__name__} has parameters of its own, which nobody would "
             "train; make them part of the module"
         )
-    return Task(module, loss, blocks_of(module))
+    return Task(module, loss)

@@ -37,6 +37,15 @@ class MLP(nn.Module):
         hidden = [(f"hidden.{index}", layer) for index, layer in enumerate(self.hidden)]
         return [("flatten", self.flatten), *hidden, ("head", self.head)]
 
+    def tensor_plan(self) -> dict[str, str]:
+        """How each layer may be divided over ranks: in pairs, so that a sum follows every second one.
+
+        With an even number of hidden layers the head is left whole.
+        """
+        linear = [f"hidden.{index}.0" for index in range(len(self.hidden))] + ["head"]
+        pairs = zip(linear[::2], linear[1::2], strict=False)
+        return {name: way for pair in pairs for name, way in zip(pair, ("column", "row"), strict=True)}
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _, block in self.pipeline_blocks():
             x = block(x)

@@ -1,4 +1,4 @@
-"""What the trainer gets to train: a module, its loss, and the blocks a pipeline may cut it at.
+"""What the trainer gets to train: a module and its loss.
 
 Built-in models and the user's own are handed over in the same form, so nothing after this room knows which
 one it has.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-
-Blocks: TypeAlias = "tuple[tuple[str, nn.Module], ...]"
 
 
 class Description(Protocol):
@@ -37,21 +35,7 @@ class Description(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """loss(module(x), y) is a scalar: the mean over the samples of the batch.
-
-    blocks: (qualified name, module) in order, such that feeding x through them equals module(x); empty when
-    the module does not say how it may be cut.
-    """
+    """loss(module(x), y) is a scalar: the mean over the samples of the batch."""
 
     module: nn.Module
     loss: Callable[[Any, Any], torch.Tensor]
-    blocks: Blocks = ()
-
-
-def blocks_of(module: nn.Module) -> Blocks:
-    """The module's own `pipeline_blocks()`, the children of an nn.Sequential, or nothing."""
-    if callable(listing := getattr(module, "pipeline_blocks", None)):
-        return tuple(listing())
-    if isinstance(module, nn.Sequential):
-        return tuple(module.named_children())
-    return ()

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--costs", type=_costs, default=Costs(), metavar="F,I,W,C", help="of a step's kinds and a message [1,1,1,0]"
     )
-    parser.add_argument("--recording", type=Path, metavar="FILE", help="draw what Pipeline(record=True) wrote instead")
+    parser.add_argument(
+        "--recording", type=Path, metavar="FILE", help="draw what a run wrote (parallel.recording) instead"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf) instead of text")
 
 

@@ -20,7 +20,7 @@ from mpitrain.layout import split
 _TRIES = 3  # of a block's timing; the fastest counts
 
 
-def blocks_of(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def listed_blocks(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """(name, module) in order. Raises InputError when the model does not say how it may be cut."""
     if not isinstance(model, nn.Module):
         return list(model)
@@ -37,7 +37,9 @@ def blocks_of(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tuple[
     inside = {id(p) for _, block in blocks for p in block.parameters()}
     outside = [name for name, p in model.named_parameters() if id(p) not in inside]
     if outside:
-        raise InputError(f"parameters {outside[:3]} of the model are in none of its blocks; put them into one")
+        raise InputError(
+            f"parameters {outside[:3]} of the model are in none of its blocks; put them into one", agreed=True
+        )
     return blocks
 
 
@@ -75,7 +77,8 @@ def cut_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequ
     if len(blocks) < stages:
         raise InputError(
             f"the model has {len(blocks)} blocks, but there are {stages} stages (pipeline ranks x chunks); use fewer "
-            "stages or a deeper model"
+            "stages or a deeper model",
+            agreed=True,
         )
     return split(len(blocks), stages) if costs is None else partition(costs, stages)
 
@@ -103,7 +106,8 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
 def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     """Seconds, and the block's output cut off from its graph."""
     tensors = _leaves(x)
-    x = tensors[0] if isinstance(x, torch.Tensor) else tuple(tensors)
+    given = [t.clone() for t in tensors]  # which the block may overwrite, as no leaf may be
+    x = given[0] if isinstance(x, torch.Tensor) else tuple(given)
     begin = time.perf_counter()
     y = block(x)
     outputs = [t for t in ((y,) if isinstance(y, torch.Tensor) else y) if t.requires_grad]

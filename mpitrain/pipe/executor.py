@@ -110,9 +110,7 @@ class Executor:
     def _forward(self, number: int, stage: Stage, microbatch: int) -> None:
         batch = self._batch
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
-        past = None
-        if self.schedule.slices > 1:
-            past = self._past.setdefault((number, microbatch // self.schedule.slices), Past())
+        past = self._past_of(number, microbatch)
         ending = partial(self._ending, microbatch) if number == self._last else None
         output, kept = stage.forward(x, ending, past)
         if torch.is_grad_enabled():
@@ -123,6 +121,17 @@ class Executor:
             return
         self._tell(number, microbatch, Spec.of(output))
         self._pass_on(number, microbatch, False, list(as_tuple(output)), number + 1)
+
+    def _past_of(self, number: int, microbatch: int) -> Past | None:
+        """What the stage has of the slices before this one; after the last one each slice keeps what it saw."""
+        slices = self.schedule.slices
+        if slices == 1:
+            return None
+        key = number, microbatch // slices
+        past = self._past.setdefault(key, Past())
+        if microbatch % slices == slices - 1:
+            del self._past[key]
+        return past
 
     def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
         """The microbatch's part of the loss."""

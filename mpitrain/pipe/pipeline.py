@@ -21,17 +21,19 @@ from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
-from mpitrain.pipe.cut import blocks_of, cut_blocks, parameter_costs, time_costs
+from mpitrain.pipe.cut import cut_blocks, listed_blocks, parameter_costs, time_costs
 from mpitrain.pipe.executor import Batch, Executor, Known, Loss
 from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.record import Recorder, to_json
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.slices import cannot_look_back, cut_sequences
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.tied import Tied, find_tied, sum_gradients
 from mpitrain.pipe.wire import Wire, look
 
 _REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
+_STEADY = 3  # the training batch that is recorded into a file: memory is touched and shapes are known by then
 
 
 class Pipeline:
@@ -50,33 +52,31 @@ class Pipeline:
         microbatches: int = 1,
         chunks: int = 1,
         slices: int = 1,
-        cut: str = "uniform",
+        cut: str | Sequence[float] = "uniform",
         sample: Any = None,
         recompute: bool = False,
-        record: bool = False,
+        record: bool | Path = False,
         static_shapes: bool = True,
     ) -> None:
         """model: an nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list.
 
         loss(output, y): a scalar, the mean over the samples; as a method of the model it keeps all of that in memory
         on the last stage's rank. schedule: gpipe, 1f1b, interleaved, zero-bubble or terapipe. microbatches: of an
-        evaluation; a training step runs as many as it is given. chunks: stages a rank. slices: of the sequence, for
-        terapipe, where every block that looks at earlier positions has a forward_slice (see `stage`). cut: uniform,
-        parameters or time, which needs a `sample` input. recompute: stages keep their input and run forward again
-        before backward. record: note when each step runs. static_shapes: microbatches that look alike have the same
-        shapes inside the model, so that these are told once; False: they are told with every message.
+        evaluation; a training step runs as many as it is given. chunks: stages a rank. slices: of the sequence, where
+        every block that looks at earlier positions has a forward_slice (see `stage`). cut: uniform, parameters, time,
+        which needs a `sample` input, or what each block costs. recompute: stages keep their input and run forward
+        again before backward. record: note when each step runs, and write that of one training batch into the file,
+        if one is given. static_shapes: microbatches that look alike have the same shapes inside the model, so that
+        these are told once; False: they are told with every message.
         """
         self.comm = mesh.pipeline if isinstance(mesh, Mesh) else mesh
         self._named = schedule, chunks, slices
         self._microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
-        blocks = blocks_of(model)
+        blocks = listed_blocks(model)
         if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
-            raise InputError(
-                "terapipe cuts sequences: blocks that look at earlier positions need a method forward_slice(x, past), "
-                "and this model has none; choose another schedule"
-            )
-        bounds = cut_blocks(blocks, plan.stages, self._costs(blocks, cut, sample))
+            raise cannot_look_back(model, slices)
+        bounds = cut_blocks(blocks, plan.stages, _costs(blocks, cut, sample, mesh))
         parts = [blocks[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
         self.bounds = tuple(bounds)  # stage s has blocks bounds[s] .. bounds[s + 1] - 1
@@ -92,6 +92,8 @@ class Pipeline:
         device = next((t.device for t in self.module.parameters() if t.device.type != "meta"), torch.device("cpu"))
         self._wire = Wire(self.comm, device)
         self._recorder = Recorder() if record else None
+        self._record_to = record if isinstance(record, Path) else None
+        self._batches = 0
         self._recorded: Schedule | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._known: dict[Any, Known] = {}
@@ -107,7 +109,11 @@ class Pipeline:
         if not microbatches:
             return 0.0
         with torch.enable_grad():
-            return self._run(microbatches, weights, training=True)
+            loss = self._run(microbatches, weights, training=True)
+        self._batches += 1
+        if self._record_to is not None and self._batches == _STEADY:
+            self.write_recording(self._record_to)
+        return loss
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The loss of the samples on every rank, in evaluation mode and without gradients.
@@ -144,16 +150,23 @@ class Pipeline:
         return to_json(self._recorded, rows) if self.comm.rank == 0 else None
 
     def write_recording(self, path: Path) -> None:
-        """The recording as a JSON file, written by rank 0."""
+        """The recording as a JSON file, written by rank 0. Raises InputError where it cannot be."""
         recording = self.recording()
-        self.comm.on_root(lambda: path.write_text(json.dumps(recording), encoding="utf-8"))
+
+        def write() -> None:
+            try:
+                path.write_text(json.dumps(recording), encoding="utf-8")
+            except OSError as error:
+                raise InputError(f"the recording cannot be written to {path}: {error.strerror}") from None
+
+        self.comm.on_root(write)
 
     # -- inside
 
     def _run(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], training: bool) -> float:
         slices = self._named[2]
         if slices > 1:
-            microbatches, weights = _sliced(microbatches, weights, slices)
+            microbatches, weights = cut_sequences(microbatches, weights, slices)
         executor = self._executor(len(microbatches) // slices, training)
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
@@ -162,7 +175,7 @@ class Pipeline:
             self._recorder.start()
             self._recorded = executor.schedule
         losses = executor.run(Batch(inputs, targets, weights, known), headers)
-        self.peak_in_flight = executor.most_kept / executor.schedule.chunks
+        self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
         return self._wire.share_loss(sum(float(loss) for loss in losses), self._last_rank)
 
     def _executor(self, microbatches: int, training: bool) -> Executor:
@@ -191,16 +204,29 @@ class Pipeline:
             self._known.clear()
         return [self._known.setdefault(kind, {}) for kind in kinds], True
 
-    def _costs(self, blocks: Sequence[tuple[str, nn.Module]], cut: str, sample: Any) -> list[float] | None:
-        if cut == "uniform":
-            return None
-        if cut == "parameters":
-            return parameter_costs(blocks)
-        if cut == "time":
-            if sample is None:
-                raise InputError('cut="time" measures the blocks: give the input of a microbatch as sample')
-            return list(self.comm.on_root(lambda: time_costs(blocks, sample)))
-        raise InputError(f"there is no cut {cut!r}; choose uniform, parameters or time")
+
+def _costs(
+    blocks: Sequence[tuple[str, nn.Module]], cut: str | Sequence[float], sample: Any, mesh: Mesh | Communicator
+) -> Sequence[float] | None:
+    """Of each block, the same on all ranks; None: all alike."""
+    if not isinstance(cut, str):
+        return cut
+    if cut == "uniform":
+        return None
+    if cut == "parameters":
+        return parameter_costs(blocks)
+    if cut != "time":
+        raise InputError(f"there is no cut {cut!r}; choose uniform, parameters or time", agreed=True)
+    if sample is None:
+        raise InputError('cut="time" measures the blocks: give the input of a microbatch as sample', agreed=True)
+    if isinstance(mesh, Mesh) and mesh.tensor.size > 1:
+        raise InputError(
+            'cut="time" on one rank cannot measure layers that several work on; take time_costs of the whole model '
+            "before it is divided, and give them as cut",
+            agreed=True,
+        )
+    everyone = mesh.world if isinstance(mesh, Mesh) else mesh
+    return list(everyone.on_root(lambda: time_costs(blocks, sample)))
 
 
 def _named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
@@ -215,23 +241,3 @@ def _named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
             place = place.get_submodule(part)
         place.add_module(last, block)
     return root
-
-
-def _sliced(
-    microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], slices: int
-) -> tuple[list[tuple[Any, Any]], list[float]]:
-    """Each microbatch [samples, sequence, ...] cut along its sequence, and weighted by the length of the slices."""
-    cut: list[tuple[Any, Any]] = []
-    shares: list[float] = []
-    for (x, y), weight in zip(microbatches, weights, strict=True):
-        length = x.shape[1] if isinstance(x, torch.Tensor) and x.dim() > 1 else 0
-        if length < slices or y.shape[:2] != x.shape[:2]:
-            raise InputError(
-                f"a microbatch of x {look(x)} and y {look(y)} does not give {slices} slices of the sequence; both must "
-                "be one tensor [samples, sequence, ...]; use fewer slices"
-            )
-        bounds = split(length, slices)
-        for lo, hi in pairwise(bounds):
-            cut.append((x[:, lo:hi], y[:, lo:hi]))
-            shares.append(weight * (hi - lo) / length)
-    return cut, shares

@@ -7,8 +7,8 @@
                   groups of p microbatches     Training on GPU Clusters"; v times less idle, more messages
     zero_bubble   backward in two: I (input)   Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 with one
                   and W (weights) fill gaps    stage a rank, ZB-V with two, placed as a V
-    terapipe      slices of the sequence as    Li et al. 2021, for causal models: a slice needs earlier slices only
-                  microbatches
+    terapipe      gpipe over slices of the     Li et al. 2021, for causal models: a slice needs earlier slices only;
+                  sequence                     1f1b and interleaved can be cut into slices too (`in_slices`)
 
 Idle fraction with F = I = W = 1 and no communication, and microbatches held at most:
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
 from mpitrain.errors import InputError
@@ -122,18 +123,32 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """GPipe over the slices of all microbatches; backward takes the slices of a microbatch from the last one on."""
-    _check("terapipe", ranks, microbatches, 1, (1,))
+    """GPipe over the slices of all microbatches."""
+    return replace(in_slices(gpipe(ranks, microbatches), slices), name="terapipe")
+
+
+def in_slices(schedule: Schedule, slices: int) -> Schedule:
+    """The schedule with each step taken slice by slice: forward from the first one on, backward from the last.
+
+    So the ranks behind begin after one slice, not after a whole microbatch; as many microbatches are held as before.
+    """
     if slices < 1:
-        raise InputError(f"terapipe: {slices} slices of the sequence are not possible; give 1 or more")
-    forward = range(microbatches * slices)
-    backward = [j * slices + s for j in range(microbatches) for s in reversed(range(slices))]
+        raise InputError(
+            f"{schedule.name}: {slices} slices of the sequence are not possible; give 1 or more", agreed=True
+        )
+    if any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps):
+        raise InputError(
+            f"{schedule.name} leaves gradients of weights for later, but an earlier slice needs those of its states "
+            "at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved",
+            agreed=True,
+        )
 
-    def order(rank: int) -> tuple[Compute, ...]:
-        return (*(Forward(rank, unit) for unit in forward), *(Backward(rank, unit) for unit in backward))
+    def taken(step: Compute) -> list[Compute]:
+        order = range(slices) if isinstance(step, Forward) else reversed(range(slices))
+        return [type(step)(step.stage, step.microbatch * slices + number) for number in order]
 
-    steps = tuple(order(r) for r in range(ranks))
-    return Schedule("terapipe", ranks, microbatches * slices, tuple(range(ranks)), steps, slices)
+    steps = tuple(tuple(part for step in of_rank for part in taken(step)) for of_rank in schedule.steps)
+    return replace(schedule, microbatches=schedule.microbatches * slices, steps=steps, slices=slices)
 
 
 SCHEDULES: dict[str, Maker] = {
@@ -149,10 +164,11 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
     if name == "terapipe":
         return terapipe(ranks, microbatches, slices)
     if name not in SCHEDULES:
-        raise InputError(f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}")
-    if slices != 1:
-        raise InputError(f"{name}: only terapipe cuts the sequence into slices; choose it or leave slices at 1")
-    return SCHEDULES[name](ranks, microbatches, chunks)
+        raise InputError(
+            f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}", agreed=True
+        )
+    schedule = SCHEDULES[name](ranks, microbatches, chunks)
+    return schedule if slices == 1 else in_slices(schedule, slices)
 
 
 def _entries(stage: int, *kinds: Kind) -> list[Entry]:
@@ -173,7 +189,11 @@ def _numbered(order: Iterable[Entry], microbatches: int) -> tuple[Compute, ...]:
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:
     if ranks < 1 or microbatches < 1:
-        raise InputError(f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each")
+        raise InputError(
+            f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each", agreed=True
+        )
     if chunks not in possible:
         choices = ", ".join(map(str, possible)) if not isinstance(possible, range) else "1 or more"
-        raise InputError(f"{name}: {chunks} chunks a rank are not possible; set parallel.chunks to {choices}")
+        raise InputError(
+            f"{name}: {chunks} chunks a rank are not possible; set parallel.chunks to {choices}", agreed=True
+        )

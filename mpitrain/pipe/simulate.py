@@ -80,8 +80,8 @@ class Simulation:
 
     @property
     def in_flight(self) -> float:
-        """Microbatches a rank holds at most; a stage's part of one counts as 1 / chunks."""
-        return max(self.peaks) / self.schedule.chunks
+        """Microbatches a rank holds at most; a slice of a stage's part of one counts as 1 / chunks / slices."""
+        return max(self.peaks) / self.schedule.chunks / self.schedule.slices
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:

@@ -29,7 +29,7 @@ from mpitrain.tensor.streams import Streams
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64
 _FIRST_CAPACITY = 1 << 20  # bytes of a slot to begin with
-_DIRECT = 16 << 10  # bytes up to which everybody sums everything: one meeting instead of three
+_DIRECT = 16 << 10  # bytes up to which more than two ranks sum everything each: one meeting instead of three
 _MOST_VIEWS = 1024
 _SUM, _GATHER, _SCATTER = 1, 2, 3
 _NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
@@ -81,8 +81,8 @@ class Axis:
             total = x.clone(memory_format=torch.contiguous_format)
             self.comm.all_reduce(total)
             return total
-        if x.numel() * x.element_size() <= _DIRECT:
-            return _sum(views)
+        if self.size == 2 or x.numel() * x.element_size() <= _DIRECT:
+            return _sum(views)  # of two ranks each sum is one pass anyway, and nothing is to be copied out
         self.comm.all_reduce(views[self.rank])
         return views[self.rank].clone()
 

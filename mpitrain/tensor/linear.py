@@ -112,7 +112,7 @@ class RowParallelLinear(nn.Module):
             x = scatter(x, self.axis, -1)
         part = functional.linear(x, self.weight)
         y = reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if self.bias is None else y.add_(self.bias.to(y.dtype))  # in place: y is new, and nobody keeps it
 
     def extra_repr(self) -> str:
         return (

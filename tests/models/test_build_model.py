@@ -9,6 +9,7 @@ from mpitrain.models import Task, build_model
 from mpitrain.models.gpt import GPT
 from mpitrain.models.mlp import MLP
 from mpitrain.models.resnet import ResNet
+from mpitrain.pipe.cut import listed_blocks
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def check_trains(task: Task, x: torch.Tensor, y: torch.Tensor) -> None:
     assert loss.shape == () and loss.isfinite()
     loss.backward()
     out = x
-    for name, block in task.blocks:
+    for name, block in listed_blocks(task.module):
         assert task.module.get_submodule(name) is block
         out = block(out)
     assert out.shape == task.module(x).shape

@@ -8,6 +8,7 @@ from torch import nn
 from mpitrain.config import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models import build_model
+from mpitrain.pipe.cut import listed_blocks
 
 SOURCE = """
     import torch
@@ -92,13 +93,13 @@ def refused(function, module="users_package.networks", options=None):
 def test_a_module_from_the_current_folder_brings_its_loss_and_blocks(folder):
     task = build("make_net", {"depth": 3})
     assert len(task.module.layers) == 3
-    assert [name for name, _ in task.blocks] == ["layers.0", "layers.1", "layers.2"]
+    assert [name for name, _ in listed_blocks(task.module)] == ["layers.0", "layers.1", "layers.2"]
     assert task.loss(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 4.0])).item() == 1.5
 
 
 def test_a_pair_of_module_and_loss_works_and_a_sequential_can_be_cut(folder):
     task = build("pair")
-    assert [name for name, _ in task.blocks] == ["0", "1"]
+    assert [name for name, _ in listed_blocks(task.module)] == ["0", "1"]
     assert isinstance(task.loss, nn.MSELoss)
 
 

@@ -22,7 +22,10 @@ SCHEDULES = {
     "zb-h1": {"schedule": "zero-bubble"},
     "zb-v": {"schedule": "zero-bubble", "chunks": 2},
     "terapipe": {"schedule": "terapipe", "slices": 3},
+    "1f1b-slices": {"schedule": "1f1b", "slices": 3},
+    "interleaved-slices": {"schedule": "interleaved", "chunks": 2, "slices": 2},
 }
+WHOLE = [kind for kind, options in SCHEDULES.items() if "slices" not in options]  # for models without sequences
 
 
 def gpt(layers: int = 5) -> GPT:

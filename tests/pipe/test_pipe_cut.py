@@ -10,7 +10,7 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT
-from mpitrain.pipe.cut import blocks_of, cut_blocks, parameter_costs, partition, time_costs
+from mpitrain.pipe.cut import cut_blocks, listed_blocks, parameter_costs, partition, time_costs
 
 
 def test_no_other_cut_has_a_smaller_largest_part():
@@ -29,7 +29,7 @@ def test_what_is_free_under_the_largest_part_is_even_too():
 
 def test_blocks_by_number_by_parameters_and_by_time():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4), nn.Linear(4, 4))
-    blocks = blocks_of(model)
+    blocks = listed_blocks(model)
     assert [name for name, _ in blocks] == ["0", "1", "2", "3"]
     assert cut_blocks(blocks, 3, None) == [0, 2, 3, 4]
     assert parameter_costs(blocks) == [20, 2000, 1604, 20]
@@ -49,22 +49,27 @@ def test_measuring_blocks_changes_nothing_in_the_model():
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
-    costs = time_costs(blocks_of(model), torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
+    costs = time_costs(listed_blocks(model), torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(torch.rand(3), wanted)
     assert max(costs) == costs[2]
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_blocks_that_overwrite_their_input_can_be_measured():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    assert min(time_costs(listed_blocks(model), torch.randn(3, 4))) > 0
+
+
 def test_a_model_that_cannot_be_cut_is_refused():
     with pytest.raises(InputError, match="pipeline_blocks"):
-        blocks_of(nn.Linear(2, 2))
+        listed_blocks(nn.Linear(2, 2))
     with pytest.raises(InputError, match="3 blocks, but there are 4 stages"):
-        cut_blocks(blocks_of(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4, None)
+        cut_blocks(listed_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4, None)
 
 
 def test_a_parameter_outside_all_blocks_is_refused():
     model = GPT(10, 1, 8, 2)
     model.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(InputError, match="extra"):
-        blocks_of(model)
+        listed_blocks(model)

@@ -14,6 +14,7 @@ from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.schedule import Backward, BackwardWeight, Program, Receive, Schedule, ScheduleError, Send
 from mpitrain.pipe.schedules import (
     gpipe,
+    in_slices,
     interleaved,
     make_schedule,
     one_f_one_b,
@@ -32,6 +33,8 @@ KINDS: dict[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-v": zb_v,
     "terapipe 3": lambda p, m: terapipe(p, m, 3),
+    "1f1b, 2 slices": lambda p, m: in_slices(one_f_one_b(p, m), 2),
+    "interleaved 2, 2 slices": lambda p, m: in_slices(interleaved(p, m, 2), 2),
 }
 
 
@@ -86,6 +89,15 @@ def test_idle_fractions_equal_the_closed_forms(p):
             assert idle_of(zb_h1(p, m)) == Fraction(p - 1, 3 * m + p - 1)
         if m >= 2 * p - 1:
             assert idle_of(zb_v(p, m)) == Fraction(p - 1, 6 * m + p - 1)
+
+
+def test_slices_fill_the_pipeline_sooner_and_hold_no_more():
+    for p, m in ((2, 1), (4, 8), (8, 32)):
+        for slices in (2, 4):
+            for make in (gpipe, one_f_one_b):
+                sliced = in_slices(make(p, m), slices)
+                assert idle_of(sliced) == Fraction(p - 1, m * slices + p - 1)
+                assert simulate(sliced).in_flight == simulate(make(p, m)).in_flight
 
 
 @pytest.mark.parametrize(
@@ -189,7 +201,8 @@ def test_every_backward_of_a_microbatch_accumulates_in_order():
         (("1f1b", 2, 2, 2), "parallel.chunks to 1"),
         (("zero-bubble", 2, 2, 3), "parallel.chunks to 1, 2"),
         (("gpipe", 2, 0), "at least one"),
-        (("1f1b", 2, 2, 1, 4), "only terapipe"),
+        (("zero-bubble", 2, 2, 1, 4), "parallel.slices to 1, or parallel.schedule to gpipe"),
+        (("1f1b", 2, 2, 1, 0), "0 slices"),
     ],
 )
 def test_what_no_schedule_can_do_is_refused_by_name(arguments, message):

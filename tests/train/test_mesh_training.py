@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from train.jobs import run
 
+from mpitrain.assemble import assemble
+from mpitrain.config import Config
+from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
+from mpitrain.errors import InputError
+from mpitrain.mesh import Mesh
+from mpitrain.models import build_model
+from mpitrain.pipe.record import load
+from mpitrain.pipe.schedules import make_schedule
 
 STEPS, BATCH = 6, 12
 GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}
@@ -29,11 +38,17 @@ def text(world, place):
 
 
 def settings(text, **parallel):
-    precision = parallel.pop("precision", "fp32")
+    precision, microbatch = parallel.pop("precision", "fp32"), parallel.pop("microbatch", 2)
     return {
         "data": {"path": text},
         "model": GPT,
-        "train": {"steps": STEPS, "batch": BATCH, "microbatch": 2, "precision": precision, "evaluate_samples": 20},
+        "train": {
+            "steps": STEPS,
+            "batch": BATCH,
+            "microbatch": microbatch,
+            "precision": precision,
+            "evaluate_samples": 20,
+        },
         "checkpoint": {"every": 3, "keep": 9},
         "parallel": parallel,
     }
@@ -65,6 +80,9 @@ CASES = {
         {"pipeline": 2, "zero": 3, "schedule": "zero-bubble"},
         {"tensor": 2, "zero": 1, "sequence": True},
         {"tensor": 4, "zero": 0},
+        {"pipeline": 2, "tensor": 2, "cut": "time", "slices": 3},
+        {"pipeline": 2, "slices": 4, "schedule": "interleaved", "chunks": 2},
+        {"pipeline": 4, "cut": "parameters", "microbatch": 5},  # fewer microbatches than stages, the last one ragged
     ],
     8: [
         {"data": 2, "pipeline": 2, "tensor": 2, "zero": 1},
@@ -73,8 +91,8 @@ CASES = {
         {"data": 2, "pipeline": 4, "tensor": 1, "zero": 1, "schedule": "gpipe"},
         {"data": 8, "zero": 3},
     ],
-    3: [{"pipeline": 3}],
-    2: [{"pipeline": 2}, {"tensor": 2}],
+    3: [{"pipeline": 3}, {"pipeline": 3, "cut": "time", "slices": 2}],
+    2: [{"pipeline": 2}, {"tensor": 2}, {"pipeline": 2, "slices": 4}],
 }
 
 
@@ -114,3 +132,101 @@ def test_sixteen_bit_meshes_learn_like_fp32(world, place, text, wanted):
     shape = {"pipeline": 2, "tensor": 2, "precision": "bf16", "zero": 1}
     lines = run(world, place / "bf16", **settings(text, **shape))
     assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=0.01)
+
+
+SLOW = {"factory": "train.odd_models:slow_in_the_middle", "sequence": 16}
+
+
+def assembled(world, sections):
+    """The engine of a configuration, without its training."""
+    config = Config.from_dict(sections)
+    data = open_dataset(config.data.path, sequence=config.model.sequence)
+    torch.manual_seed(config.run.seed)
+    task = build_model(config.model, data.description)
+    mesh = Mesh.make(world, "auto", config.parallel.pipeline, config.parallel.tensor)
+    return assemble(config, mesh, task, data).engine
+
+
+@pytest.mark.ranks(2, 4)
+def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(world, place, text):
+    measured = settings(text, pipeline=2, cut="time") | {"model": SLOW}
+    engine = assembled(world, measured)
+    bounds = world.all_gather_object(list(engine._pipeline.bounds))
+    assert bounds == [[0, 2, 7]] * world.size  # block 1 takes longer than the five after it
+    engine.close()
+    whole, first, then = place / "slow", place / "slow-uniform", place / "slow-measured"
+    constant = {"model": SLOW, "optim": {"schedule": "constant"}}
+    wanted = run(world, whole, **settings(text) | constant)
+    part = settings(text, pipeline=2) | constant
+    part["train"]["steps"] = 3
+    run(world, first, **part)
+    measured = settings(text, pipeline=2, cut="time") | constant
+    measured["checkpoint"]["resume"] = str(first)
+    lines = run(world, then, **measured)
+    assert [m["step"] for m in lines] == [4, 5, 6]
+    check(lines, wanted)
+
+
+@pytest.fixture(scope="module")
+def numbers(world, place):
+    """Arrays of 90 samples with three classes."""
+    path = place / "numbers"
+    if world.rank == 0:
+        source = place / "arrays"
+        source.mkdir()
+        generator = np.random.default_rng(5)
+        y = generator.integers(0, 3, 90)
+        np.save(source / "x.npy", (generator.random((90, 5, 3)) + y[:, None, None] / 3).astype(np.float32))
+        np.save(source / "y.npy", y)
+        prepare([str(source / "x.npy"), str(source / "y.npy")], path)
+    world.barrier()
+    return str(path)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("layers", [2, 3])
+def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers):
+    def sections(**parallel):
+        return settings(numbers, **parallel) | {"model": {"name": "mlp", "layers": layers, "width": 18}}
+
+    alone = world.subgroup([0])
+    wanted = run(alone, place / f"mlp-{layers}", **sections()) if alone is not None else None
+    wanted = world.broadcast_object(wanted)
+    lines = run(world, place / f"mlp-{layers}-mesh", **sections(tensor=2, pipeline=world.size // 2))
+    check(lines, wanted)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        (GPT, {"pipeline": 2, "slices": 17}, "does not give 17 slices"),
+        (GPT, {"pipeline": 2, "slices": 2, "schedule": "zero-bubble"}, "parallel.schedule to gpipe, 1f1b"),
+        (SLOW, {"pipeline": 2, "slices": 2}, "Sequential has none; set parallel.slices to 1"),
+        ({"factory": "train.odd_models:looks_ahead", "sequence": 16}, {"pipeline": 2, "slices": 2}, "block 1 .Mixes.*"),
+        (GPT, {"pipeline": 2, "zero": 3, "share_node": False}, "twice for every microbatch"),
+        ({"name": "mlp", "width": 18}, {"pipeline": 2, "slices": 2}, "MLP has none; set parallel.slices to 1"),
+        ({"name": "mlp", "width": 18}, {"tensor": 2, "sequence": True}, "the plan of MLP names none"),
+        ({"name": "resnet", "layers": 18, "width": 4}, {"tensor": 2}, "convolutions"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(world, text, numbers, model, parallel, message):
+    path = numbers if model.get("name") in ("mlp", "resnet") else text
+    with pytest.raises(InputError, match=message) as refused:
+        assembled(world, settings(path, **parallel) | {"model": model})
+    assert refused.value.agreed
+
+
+@pytest.mark.ranks(2)
+def test_sharded_parameters_without_data_parallel_ranks_are_the_stages_own(world, place, text, wanted):
+    lines = run(world, place / "own", **settings(text, pipeline=2, zero=3, share_node=False))
+    check(lines, wanted)
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_job_leaves_a_recording_of_its_pipeline(world, place, text):
+    path = place / "recording.json"
+    run(world, place / "recorded", **settings(text, pipeline=2, recording=str(path), slices=2))
+    drawn = load(path)
+    assert drawn.schedule == make_schedule("1f1b", 2, BATCH // 2 // (world.size // 2), slices=2)
+    assert [tuple(run.step for run in runs) for runs in drawn.runs] == list(drawn.schedule.steps)

@@ -1,0 +1,48 @@
+"""Models for `model.factory`: one whose blocks take unequally long, one that is not causal."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Slow(nn.Module):
+    """Takes some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return self.linear(x)
+
+
+class Mixes(nn.Module):
+    """Every position gets something of all others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(1, keepdim=True)
+
+    def forward_slice(self, x: torch.Tensor, past: list) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return self(x), (x,)
+
+
+def nats(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, -2), y.flatten())
+
+
+def slow_in_the_middle(description):
+    quick = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(description.vocabulary, 8), Slow(), *quick, head(description)), nats
+
+
+def looks_ahead(description):
+    return nn.Sequential(nn.Embedding(description.vocabulary, 8), Mixes(), head(description)), nats
+
+
+def head(description):
+    return nn.Linear(8, description.vocabulary)
