@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,19 +189,21 @@ def _colours(names: dict[str, Any]) -> list[str]:
 
 
 def _draw_growth(figure: Any, results: dict[int, Result]) -> None:
-    """Per rank count: step time over one process' step, against the parameters."""
-    figure.set_size_inches(5 * len(results), 4)
+    """Per rank count: step time over one process' step, against the parameters; ours solid, theirs dashed."""
+    figure.set_size_inches(4.5 * len(results) + 2, 4.5)
     axes = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     for axis, (ranks, result) in zip(axes, results.items(), strict=True):
+        sizes = [int(numel) / 1e6 for numel in result["sizes"]]
         names = [name for name in next(iter(result["sizes"].values()))[HEAVY] if name != ALONE]
         for name in names:
-            points = [
-                (int(numel) / 1e6, batches[HEAVY][name]["relative"])
-                for numel, batches in result["sizes"].items()
-                if "relative" in batches[HEAVY].get(name, {})
-            ]
-            if points:
-                axis.loglog(*zip(*points, strict=True), marker=".", label=name)
+            found = [batches[HEAVY].get(name, {}).get("relative", math.nan) for batches in result["sizes"].values()]
+            if not all(map(math.isnan, found)):
+                axis.loglog(sizes, found, "-" if name in _COUNTERPARTS else "--", marker=".", label=name)
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(title=f"{ranks} ranks", xlabel="million parameters", ylabel="step / one process' step")
-        axis.legend(fontsize="small")
+        axis.set(title=f"{ranks} ranks", xlabel="million parameters")
+        axis.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+        axis.minorticks_off()
+    ticks = [1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16]
+    axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[0].set_ylabel("step / one process' step")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")

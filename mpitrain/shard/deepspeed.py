@@ -1,7 +1,8 @@
 """A DeepSpeed configuration (ds_config.json) as settings of ours.
 
-What has a counterpart is taken over; what only tunes DeepSpeed's own machinery is named in `Settings.without_effect`;
-anything else is an error that names the key. See the "DeepSpeed Configuration JSON" page of DeepSpeed's documentation.
+What has a counterpart is taken over; what only tunes DeepSpeed's own machinery, and what is switched off, is named in
+`Settings.without_effect`; anything else is an error that names the key. See the "DeepSpeed Configuration JSON" page of
+DeepSpeed's documentation.
 """
 
 from __future__ import annotations
@@ -22,12 +23,52 @@ from mpitrain.shard.sharding import Options
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping"}
-_KNOWN |= {"activation_checkpointing", "communication_data_type", "data_types", "zero_allow_untested_optimizer"}
+_MANAGED = "managed_gradient_accumulation"  # step() counts microbatches, as ours does
+_KNOWN |= {
+    _MANAGED,
+    "activation_checkpointing",
+    "communication_data_type",
+    "data_types",
+    "zero_allow_untested_optimizer",
+}
 _TUNING = {"steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor"}
+_TUNING |= {"dataloader_drop_last", "disable_allgather", "memory_breakdown", "zero_force_ds_cpu_optimizer", "aio"}
+# what a configuration may have as long as it is switched off
+_UNSUPPORTED = {
+    "amp",
+    "autotuning",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "compile",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "hybrid_engine",
+    "nebula",
+    "progressive_layer_drop",
+    "quantize_training",
+    "seq_parallel_communication_data_type",
+    "sparse_attention",
+    "sparse_gradients",
+    "tensor_parallel",
+    "tensorboard",
+    "torch_autocast",
+    "use_data_before_expert_parallelism",
+    "wandb",
+    "zenflow",
+}
 _ZERO_TUNING = {
     "allgather_partitions",
     "allgather_bucket_size",
     "contiguous_gradients",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
     "overlap_comm",
     "reduce_scatter",
     "round_robin_gradients",
@@ -35,9 +76,12 @@ _ZERO_TUNING = {
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
+    "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
     "stage3_prefetch_bucket_size",
 }
+_ONE_IS_OFF = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # the values that ask for nothing
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bfp16": torch.bfloat16, "bf16": torch.bfloat16}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -61,38 +105,38 @@ def from_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config"
     for key, value in _flat(values):
         if value == "auto":
             raise InputError(f'{origin}: {key} is "auto", which nobody filled in; give a value', agreed=True)
-    ignored = [key for key in values if key in _TUNING]
-    for key in values:
-        if key not in _KNOWN | _TUNING:
+    for key, value in values.items():
+        if key not in _KNOWN | _TUNING and not (key in _UNSUPPORTED and _is_off(value)):
             raise _unsupported(origin, key)
+    if not values.get(_MANAGED, True):
+        raise _unsupported(origin, f"{_MANAGED} false")
+    ignored = [key for key in values if key not in _KNOWN]
     micro, steps = accumulation(*(values.get(key) for key in BATCH_KEYS), ranks=ranks, names=BATCH_KEYS)
     zero, offload, hints = _zero(values.get("zero_optimization", {}), origin)
-    precision, scale = _precision(values, origin)
-    reduce = values.get("communication_data_type") or values.get("data_types", {}).get("grad_accum_dtype")
-    if reduce is not None and reduce not in _DTYPES:
-        raise InputError(f"{origin}: {reduce!r} is no type to reduce in; use one of {sorted(_DTYPES)}", agreed=True)
+    precision, scale, further = _precision(values, origin)
+    reduce = _reduce_dtype(values, origin)
     bucket = values.get("zero_optimization", {}).get("reduce_bucket_size")
-    optimizer = values.get("optimizer", {})
-    _only(optimizer, {"type", "params"}, f"{origin}: optimizer")
+    optimizer = values.get("optimizer") or {}
+    hints += [*further, *_only(optimizer, {"type", "params"}, f"{origin}: optimizer")]
     recompute = values.get("activation_checkpointing")
-    if recompute:
-        _only(recompute, {"number_checkpoints", "profile"}, f"{origin}: activation_checkpointing", off=True)
+    known = {"number_checkpoints", "profile", "synchronize_checkpoint_boundary"}
+    hints += _only(recompute or {}, known, f"{origin}: activation_checkpointing")
     return Settings(
         microbatch=micro,
         accumulate=steps,
         precision=precision,
         scale=scale,
-        clip=float(values.get("gradient_clipping", 0.0)),
+        clip=float(values.get("gradient_clipping") or 0.0),
         recompute=recompute is not None,
         options=Options(
             zero=zero,
             offload=offload,
-            reduce_dtype=_DTYPES[reduce] if reduce is not None else None,
+            reduce_dtype=reduce,
             # DeepSpeed counts elements
             bucket_mb=25.0 if bucket is None else float(bucket) * (4 if precision == "fp32" else 2) / (1 << 20),
         ),
         any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
-        optimizer=(optimizer["type"], dict(optimizer.get("params", {}))) if optimizer else None,
+        optimizer=_optimizer(optimizer, origin),
         schedule=_schedule(values.get("scheduler"), optimizer.get("params", {}), origin),
         without_effect=(*ignored, *hints),
     )
@@ -105,28 +149,74 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
+def _is_off(value: Any) -> bool:
+    """Whether a key asks for nothing: it is false, or a section that is not enabled."""
+    return not value or (isinstance(value, Mapping) and value.get("enabled", True) in (False, None))
+
+
 def _unsupported(origin: str, key: str) -> InputError:
     return InputError(f"{origin}: {key} has no counterpart here; remove it", agreed=True)
 
 
-def _only(values: Mapping[str, Any], known: set[str], origin: str, *, off: bool = False) -> None:
-    """off: further keys may be there when they are switched off."""
+def _only(values: Mapping[str, Any], known: set[str], origin: str) -> list[str]:
+    """Refuse further keys than the known ones; returns the names of those that are switched off."""
+    off = []
     for key, value in values.items():
-        if key not in known and not (off and not value):
-            raise InputError(f"{origin}.{key} has no counterpart here; remove it", agreed=True)
+        if key not in known:
+            if not _is_off(value) and value != _ONE_IS_OFF.get(key):
+                raise InputError(f"{origin}.{key} has no counterpart here; remove it", agreed=True)
+            off.append(f"{origin.rpartition(': ')[2]}.{key}")
+    return off
+
+
+def _optimizer(section: Mapping[str, Any], origin: str) -> tuple[str, dict[str, Any]] | None:
+    """(class of torch.optim, options). DeepSpeed's Adam is AdamW unless it is told otherwise."""
+    if not section:
+        return None
+    if "type" not in section:
+        raise InputError(f"{origin}: optimizer.type is missing; name a class of torch.optim", agreed=True)
+    kind, params = section["type"], dict(section.get("params") or {})
+    if kind.lower() in ("adam", "adamw"):
+        params.pop("torch_adam", None)  # it always is
+        if not params.pop("bias_correction", True):
+            raise _unsupported(origin, "optimizer.params.bias_correction false")
+        kind = "AdamW" if params.pop("adam_w_mode", True) or kind.lower() == "adamw" else "Adam"
+    return kind, params
+
+
+def _reduce_dtype(values: Mapping[str, Any], origin: str) -> torch.dtype | None:
+    section = values.get("data_types") or {}
+    _only(section, {"grad_accum_dtype"}, f"{origin}: data_types")
+    found = set()
+    for name in (values.get("communication_data_type"), section.get("grad_accum_dtype")):
+        if name is not None and name not in _DTYPES:
+            raise InputError(f"{origin}: {name!r} is no type to reduce in; use one of {sorted(_DTYPES)}", agreed=True)
+        found |= {_DTYPES[name]} if name is not None else set()
+    if len(found) > 1:
+        raise InputError(
+            f"{origin}: gradients are added up and sent in one type, but communication_data_type and "
+            "data_types.grad_accum_dtype differ; make them equal",
+            agreed=True,
+        )
+    return found.pop() if found else None
 
 
 def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]:
     """(stage, offload, keys without effect)."""
     name = f"{origin}: zero_optimization"
-    hints = [f"zero_optimization.{key}" for key in section if key in _ZERO_TUNING]
-    _only(section, {"stage", "offload_optimizer", "reduce_bucket_size", *_ZERO_TUNING}, name, off=True)
+    if not section.get("ignore_unused_parameters", True):
+        raise _unsupported(origin, "zero_optimization.ignore_unused_parameters false")
+    if (section.get("offload_param") or {}).get("device", "none") != "none":
+        raise _unsupported(origin, "zero_optimization.offload_param")
+    hints = [f"zero_optimization.{key}" for key in section if key in {*_ZERO_TUNING, "offload_param"}]
+    taken = {"stage", "offload_optimizer", "reduce_bucket_size", "ignore_unused_parameters"}
+    hints += _only(section, {*taken, *_ZERO_TUNING, "offload_param"}, name)
     stage = section.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise InputError(f"{name}.stage {stage!r} is not 0, 1, 2 or 3", agreed=True)
     offload = section.get("offload_optimizer") or {}
     tuning = {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "ratio"}
-    _only(offload, {"device", "nvme_path", *tuning}, f"{name}.offload_optimizer")
+    hints += _only(offload, {"device", "nvme_path", *tuning}, f"{name}.offload_optimizer")
     hints += [f"zero_optimization.offload_optimizer.{key}" for key in offload if key in tuning]
     device = offload.get("device", "none")
     if device == "nvme":
@@ -138,25 +228,31 @@ def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]
     return stage, HOST if device == "cpu" else "", hints
 
 
-def _precision(values: Mapping[str, Any], origin: str) -> tuple[str, LossScale | None]:
-    bf16, fp16 = values.get("bf16", {}), values.get("fp16", {})
-    _only(bf16, {"enabled"}, f"{origin}: bf16", off=True)
-    known = {"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"}
-    _only(fp16, known, f"{origin}: fp16", off=True)
+def _precision(values: Mapping[str, Any], origin: str) -> tuple[str, LossScale | None, list[str]]:
+    """(precision, loss scale, keys without effect)."""
+    bf16, fp16 = values.get("bf16") or {}, values.get("fp16") or {}
+    hints = [f"bf16.{key}" for key in bf16 if key == "immediate_grad_update"]
+    hints += _only(bf16, {"enabled", "immediate_grad_update", "check_grad_overflow"}, f"{origin}: bf16")
+    known = {"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"}
+    if fp16.get("enabled"):
+        hints += _only(fp16, {*known, "consecutive_hysteresis"}, f"{origin}: fp16")
     if bf16.get("enabled") and fp16.get("enabled"):
         raise InputError(f"{origin}: bf16 and fp16 are both enabled; choose one", agreed=True)
     if bf16.get("enabled"):
-        return "bf16", None
+        return "bf16", None, hints
     if not fp16.get("enabled"):
-        return "fp32", None
+        return "fp32", None, hints
     if fixed := fp16.get("loss_scale", 0):
-        return "fp16", LossScale(float(fixed))
-    return "fp16", LossScale(
+        return "fp16", LossScale(float(fixed)), hints
+    dynamic = LossScale(
         2.0 ** fp16.get("initial_scale_power", 16),
         dynamic=True,
         patience=fp16.get("loss_scale_window", 1000),
         least=float(fp16.get("min_loss_scale", 1)),
+        spare=int(fp16.get("hysteresis", 2)) - 1,
+        refill=bool(fp16.get("consecutive_hysteresis", False)),
     )
+    return "fp16", dynamic, hints
 
 
 def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> Schedule | None:

@@ -179,6 +179,7 @@ class Engine:
         weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
         cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
         loss = self.compute(lambda: pipeline.forward_backward(cast, weights))
+        self.sharding.gradients.settle()  # copies of tied parameters must lie alike on all ranks
         pipeline.synchronize_tied()
         self.sharding.reducer.finish()
         return loss / self.scale.value

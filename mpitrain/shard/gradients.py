@@ -52,14 +52,22 @@ class Reduction:
             x, self.op, self.algorithm, background, compression=shapes, reproducible=self.reproducible
         )
 
-    def scatter(self, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool) -> Work | None:
-        """Reduce a bucket so that this rank's share of it is right; the rest becomes meaningless."""
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a bucket."""
+        length = x.numel() // self.comm.size
+        return x[self.comm.rank * length : (self.comm.rank + 1) * length]
+
+    def scatter(
+        self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool
+    ) -> Work | None:
+        """Reduce this rank's share of a bucket, `into` being that share or other memory; x becomes meaningless.
+
+        shapes: only where `into` is that share.
+        """
         if shapes is not None:
             return self.sum(x, number, shapes, background=background)
         comm = self.comms[number % len(self.comms)]
-        length = x.numel() // comm.size
-        own = x[comm.rank * length : (comm.rank + 1) * length]
-        return comm.reduce_scatter(own, x, self.op, async_op=background, reproducible=self.reproducible)
+        return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
 
     def among_replicas(self, share: torch.Tensor) -> None:
         if self.replicas is not None:
@@ -91,7 +99,11 @@ class Gradients(Protocol):
     def end(self, works: Sequence[Work | None]) -> None:
         """Complete the reductions started since the last `end`."""
 
-    def zero(self) -> None: ...
+    def zero(self) -> None:
+        """Forget all gradients."""
+
+    def settle(self) -> None:
+        """Take over what the parameters' gradients are now."""
 
     def scale(self, factor: float) -> None: ...
 
@@ -112,6 +124,9 @@ def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
 class WholeGradients:
     """Every rank keeps all gradients, in arenas; each parameter's `.grad` is its place there.
 
+    The first gradient of a step is copied there when it is complete, and still in the cache; later ones are added
+    there by autograd. Arenas are never cleared: that would cost a pass over them, and autograd another.
+
     sharded: reduce only this rank's shares. dtype: None for the parameters' own; else gradients are added up in
     that type and `.grad` is empty after backward. Collective to make.
     """
@@ -124,11 +139,12 @@ class WholeGradients:
         for arena in self._arenas:
             arena.tensor.zero_()
         self._apart = [arena.tensor.dtype != g.dtype for arena, g in zip(self._arenas, groups, strict=True)]
+        self._stale: set[nn.Parameter] = set()  # whose place in another dtype the next gradient replaces
         self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}
         for g, group in enumerate(groups):
             for parameter, view in zip(group.parameters, group.views(self._arenas[g].tensor), strict=True):
                 self._views[parameter] = (view, self._apart[g])
-        self._buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
+        self.buckets = [b for g, group in enumerate(groups) for b in group.buckets(self._arenas[g].tensor)]
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
         whole = not sharded and reduction.compression is None and not reduction.overlaps
         self.at_once = [arena.tensor for arena in self._arenas] if whole else None
@@ -138,35 +154,40 @@ class WholeGradients:
         if not apart:
             adopt(parameter, view)
         elif parameter.grad is not None:
-            view.add_(parameter.grad)
+            if parameter in self._stale:
+                self._stale.remove(parameter)
+                view.copy_(parameter.grad)
+            else:
+                view.add_(parameter.grad)
             parameter.grad = None
 
     def start(self, bucket: int, background: bool) -> Work | None:
-        reduce = self.reduction.scatter if self.sharded else self.reduction.sum
-        return reduce(self._buckets[bucket], bucket, self._compressed[bucket], background=background)
+        x, shapes = self.buckets[bucket], self._compressed[bucket]
+        if self.sharded:
+            return self.reduction.scatter(self.reduction.own(x), x, bucket, shapes, background=background)
+        return self.reduction.sum(x, bucket, shapes, background=background)
 
     def end(self, works: Sequence[Work | None]) -> None:
         for work in works:
             if work is not None:
                 work.wait()
         if self.reduction.replicas is not None:
-            for number, (g, b) in enumerate(numbered(self.groups)):
-                lo, hi = self.groups[g].layout.share(b, self.reduction.comm.rank)
-                start = self.groups[g].layout.bounds[b]
-                self.reduction.among_replicas(self._buckets[number][lo - start : hi - start])
+            for bucket in self.buckets:
+                self.reduction.among_replicas(self.reduction.own(bucket))
 
     def zero(self) -> None:
-        for parameter, (view, apart) in self._views.items():
-            if not apart and (parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr()):
-                parameter.grad = view
-        for arena in self._arenas:
-            arena.tensor.zero_()
+        for parameter, (_, apart) in self._views.items():
+            parameter.grad = None
+            if apart:
+                self._stale.add(parameter)
 
-    def attach(self) -> None:
-        """Take over what the parameters' gradients hold now."""
+    def settle(self) -> None:
+        """Where no gradient came there are zeros afterwards."""
         for parameter, (view, apart) in self._views.items():
-            if parameter.grad is not None and not apart:
-                adopt(parameter, view)
+            self.arrived(parameter)
+            if apart and parameter in self._stale:
+                self._stale.remove(parameter)
+                view.zero_()
 
     @property
     def flat(self) -> list[torch.Tensor]:
@@ -195,7 +216,8 @@ class ShardedGradients:
     """Every rank keeps its shares of the reduced gradients; a parameter's own lasts until its bucket is reduced.
 
     Buckets pass through one slot in an arena (two where communication overlaps backward), so the memory beside the
-    shares is constant. Every backward pass adds its reduction to the shares. Collective to make.
+    shares is constant. The first backward pass of a step reduces them into the shares, further ones within the slot,
+    and add that. Collective to make.
     """
 
     def __init__(self, groups: Sequence[FlatGroup], reduction: Reduction, *, dtype: torch.dtype | None = None) -> None:
@@ -215,7 +237,7 @@ class ShardedGradients:
             for length, shard in zip(longest, self._shards, strict=True)
         ]
         self._stale: set[int] = set()  # buckets whose shares the next reduction replaces
-        self._started: list[tuple[int, torch.Tensor, Work | None]] = []  # (bucket, slot, work) not yet added
+        self._started: list[tuple[int, torch.Tensor, Work | None]] = []  # (bucket, reduced share, work) not yet added
         self._members: list[list[tuple[nn.Parameter, int]]] = [[] for _ in self._numbers]  # with offsets in the bucket
         first = 0
         for group in groups:
@@ -226,6 +248,9 @@ class ShardedGradients:
             first += group.layout.buckets
 
     def arrived(self, parameter: nn.Parameter) -> None:
+        return
+
+    def settle(self) -> None:
         return
 
     def start(self, bucket: int, background: bool) -> Work | None:
@@ -239,8 +264,10 @@ class ShardedGradients:
         self._fill(bucket, slot)
         if self.taken is not None:
             self.taken(b)
-        work = self.reduction.scatter(slot, bucket, self._compressed[bucket], background=background)
-        self._started.append((bucket, slot, work))
+        shapes = self._compressed[bucket]
+        share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.own(slot)
+        work = self.reduction.scatter(share, slot, bucket, shapes, background=background)
+        self._started.append((bucket, share, work))
         return work
 
     def _fill(self, bucket: int, slot: torch.Tensor) -> None:
@@ -257,20 +284,21 @@ class ShardedGradients:
         slot[at:].zero_()
 
     def _collect(self, started: tuple[int, torch.Tensor, Work | None]) -> None:
-        bucket, slot, work = started
+        bucket, share, work = started
         if work is not None:
             work.wait()
-        g, b = self._numbers[bucket]
-        layout, rank = self.groups[g].layout, self.reduction.comm.rank
-        length = (layout.bounds[b + 1] - layout.bounds[b]) // layout.parts
-        share = slot[rank * length : (rank + 1) * length]
         self.reduction.among_replicas(share)
-        kept = self._shards[g][self._at(g, b) :][:length]
-        if bucket in self._stale:
-            self._stale.discard(bucket)
-            kept.copy_(share)
-        else:
+        kept = self._share(bucket)
+        if bucket not in self._stale:
             kept.add_(share)
+        elif share.data_ptr() != kept.data_ptr():
+            kept.copy_(share)
+        self._stale.discard(bucket)
+
+    def _share(self, bucket: int) -> torch.Tensor:
+        """Where this rank keeps its share of a bucket."""
+        g, b = self._numbers[bucket]
+        return self._shards[g][self._at(g, b) : self._at(g, b + 1)]
 
     def _at(self, group: int, bucket: int) -> int:
         """Where a bucket's share begins in this rank's shard."""

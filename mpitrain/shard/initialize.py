@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Store
-from mpitrain.comm import Communicator, init
+from mpitrain.comm import Communicator, init, set_timeout
 from mpitrain.config import Config, OptimSection, read_toml
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.shard.deepspeed import from_deepspeed, looks_like_deepspeed, read_json
@@ -182,19 +182,29 @@ def initialize(
         settings = from_deepspeed(config, comm.size)
     else:
         ours = config if isinstance(config, Config) else Config.from_dict(_values(config), _origin(config))
-        settings, section = from_config(ours, comm.size, own_optimizer=optimizer is not None), ours.optim
+        own = optimizer is not None
+        settings, section = from_config(ours, comm.size, own_optimizer=own, origin=_origin(config)), ours.optim
+    for what, given, named in (
+        ("an optimizer", optimizer, settings.optimizer),
+        ("a scheduler", scheduler, settings.schedule),
+    ):
+        if given is not None and named is not None:
+            raise InputError(f"{what} was given, and {_origin(config)} names another; leave one out", agreed=True)
+    if settings.timeout is not None:
+        set_timeout(settings.timeout)
     if settings.without_effect and comm.rank == 0:
         print(f"without effect here: {', '.join(settings.without_effect)}", flush=True)
     if optimizer is None:
-        if section is None:
-            section = _section(settings)
-        optimizer = make_optimizer(section, model.named_parameters())
+        if section is not None:
+            optimizer = make_optimizer(section, model.named_parameters())
+        else:
+            optimizer = make_optimizer(_section(settings), model.named_parameters(), decay_all=True)
     if settings.any_optimizer:
         optimizer.elementwise = True  # type: ignore[attr-defined]
     if settings.recompute:
         recompute_blocks(model)
-    own = getattr(model, "loss", None)
-    chosen = loss if loss is not None else own if callable(own) else None
+    models = getattr(model, "loss", None)
+    chosen = loss if loss is not None else models if callable(models) else None
     engine = Engine(
         model,
         chosen or (lambda output, y: output),
@@ -214,7 +224,7 @@ def _values(config: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else read_toml(str(config))
 
 
-def _origin(config: str | Path | Mapping[str, Any] | None) -> str:
+def _origin(config: str | Path | Mapping[str, Any] | Config | None) -> str:
     return str(config) if isinstance(config, (str, Path)) else "config"
 
 

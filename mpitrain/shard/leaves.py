@@ -84,13 +84,14 @@ class TreeSum:
 
     def __init__(self, gradients: WholeGradients | ShardedGradients) -> None:
         assert isinstance(gradients, WholeGradients)
-        self._flat = gradients.flat
+        self._gradients, self._flat = gradients, gradients.flat
         self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k leaves; the k descend
         self._leaves = 0
 
     def add(self, *, last: bool) -> None:
         """Take a leaf's gradients over, and clear them for the next; after the last they hold the sum."""
         self._leaves += 1
+        self._gradients.settle()
         finished = self._leaves
         while finished % 2 == 0:  # like carrying in a binary counter
             for flat, earlier in zip(self._flat, self._waiting.pop(), strict=True):
@@ -101,5 +102,4 @@ class TreeSum:
                 raise InputError(f"{self._leaves} leaves on this rank are not a power of two", agreed=True)
             return
         self._waiting.append([flat.clone() for flat in self._flat])
-        for flat in self._flat:
-            flat.zero_()
+        self._gradients.zero()

@@ -17,10 +17,13 @@ _NEED_A_CLOSURE = ("LBFGS",)
 _SPARSE_ONLY = ("SparseAdam",)
 
 
-def make_optimizer(section: OptimSection, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def make_optimizer(
+    section: OptimSection, named: Iterable[tuple[str, nn.Parameter]], *, decay_all: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer of `section` over the parameters, weight decay on those of two or more dimensions only.
 
-    Fused where torch has it for the class. Raises InputError for a name or an option torch.optim does not have.
+    decay_all: weight decay on all parameters. Fused where torch has it for the class. Raises InputError for a name or
+    an option torch.optim does not have.
     """
     _spare_the_compiler()
     kind = _class_of(section.name)
@@ -32,8 +35,8 @@ def make_optimizer(section: OptimSection, named: Iterable[tuple[str, nn.Paramete
     groups: list[dict[str, object]] = [{"params": trained}]
     if "weight_decay" in accepted:
         groups = [
-            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
-            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.dim() >= 2 or decay_all], "weight_decay": section.weight_decay},
+            {"params": [p for p in trained if p.dim() < 2 and not decay_all], "weight_decay": 0.0},
         ]
     groups = [group for group in groups if group["params"]]
     unknown = sorted(set(options) - set(accepted))

@@ -38,13 +38,19 @@ def narrowed(x: Any, precision: str) -> Any:
 
 @dataclass
 class LossScale:
-    """The number losses are multiplied by: halved when gradients overflow, doubled after `patience` good steps."""
+    """The number losses are multiplied by: halved when gradients overflow, doubled after `patience` good steps.
+
+    spare: overflows that are let pass before it is halved, counted anew once it is doubled; refill: at each good step.
+    """
 
     value: float = 1.0
     dynamic: bool = False
     patience: int = 2000
     good: int = 0
     least: float = 1.0
+    spare: int = 0
+    refill: bool = False
+    passed: int = 0
 
     @staticmethod
     def of(precision: str, initial: float = 2.0**16) -> LossScale:
@@ -54,13 +60,17 @@ class LossScale:
         if not self.dynamic:
             return
         self.good = 0 if overflowed else self.good + 1
-        if overflowed:
+        if overflowed and self.passed < self.spare:
+            self.passed += 1
+        elif overflowed:
             self.value = max(self.least, self.value / 2)
         elif self.good == self.patience:
-            self.value, self.good = self.value * 2, 0
+            self.value, self.good, self.passed = self.value * 2, 0, 0
+        elif self.refill:
+            self.passed = 0
 
     def state(self) -> dict[str, float]:
-        return {"scale": self.value, "good": self.good}
+        return {"scale": self.value, "good": self.good, "passed": self.passed}
 
     def load(self, state: dict[str, float]) -> None:
-        self.value, self.good = float(state["scale"]), int(state["good"])
+        self.value, self.good, self.passed = float(state["scale"]), int(state["good"]), int(state.get("passed", 0))

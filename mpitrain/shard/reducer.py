@@ -67,7 +67,9 @@ class Reducer:
     def take_over(self, earlier: Reducer) -> None:
         """Go on after another reducer of the same parameters, which is closed: with what their gradients hold."""
         assert isinstance(self.gradients, WholeGradients)
-        self.gradients.attach()
+        for parameter in self._bucket:
+            if parameter.grad is not None:
+                self.gradients.arrived(parameter)
         self.passes, self.factor, self.enabled = earlier.passes, earlier.factor, earlier.enabled
         self._expected.update(earlier._expected)
         self._touched = earlier._touched
@@ -84,6 +86,11 @@ class Reducer:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         bucket = self._bucket[parameter]
+        if bucket < len(self._works) and not self._expected[parameter]:
+            raise InputError(
+                f"{self.names[parameter]} got a gradient, and none in the first backward pass, but static_graph=True "
+                "says that all are alike; leave it out"
+            )
         if bucket < len(self._works):
             raise InputError(
                 f"{self.names[parameter]} got a second gradient in one backward pass, after the first was sent: a "
@@ -122,10 +129,7 @@ class Reducer:
         unused = [p for p, times in self._expected.items() if times and p not in self._touched]
         if unused and not alone and not self.unused_allowed and not (self.static and not self.passes):
             raise CommunicationError(self._unused_message(unused))
-        if isinstance(self.gradients, WholeGradients):
-            for parameter in self._bucket:
-                if parameter not in self._came:
-                    self.gradients.arrived(parameter)
+        self.gradients.settle()
         at_once = self.gradients.at_once
         if at_once is None:
             self._start_ready(everything=True)
@@ -152,7 +156,9 @@ class Reducer:
     def _unused_message(self, unused: Sequence[nn.Parameter]) -> str:
         names = [self.names[p] for p in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return (
-            f"{len(names)} parameters got no gradient in this backward pass: {shown}; use them in the loss, or set "
-            "find_unused_parameters=True"
+        mend = (
+            "they had one in the first, and static_graph=True says that all are alike; leave it out"
+            if self.static
+            else "use them in the loss, or set find_unused_parameters=True"
         )
+        return f"{len(names)} parameters got no gradient in this backward pass: {shown}; {mend}"

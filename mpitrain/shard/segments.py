@@ -97,9 +97,6 @@ def shared_out_segments(
     """
     refuse_unless_elementwise(optimizer)
     settings_of = _settings_of(optimizer)
-    strangers = set(settings_of) - {p for group in groups for p in group.parameters}
-    if any(p.requires_grad for p in strangers):
-        raise InputError("the optimizer has parameters that are not the model's; give it those alone", agreed=True)
     segments = []
     for g, group in enumerate(groups):
         for b in range(group.layout.buckets):
@@ -153,6 +150,12 @@ def _stretches(
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     return {p: number for number, settings in enumerate(optimizer.param_groups) for p in settings["params"]}
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+    strangers = set(_settings_of(optimizer)) - {p for group in groups for p in group.parameters}
+    if any(p.requires_grad for p in strangers):
+        raise InputError("the optimizer has parameters that are not the model's; give it those alone", agreed=True)
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:

@@ -28,16 +28,19 @@ from mpitrain.shard.offload import HOST
 from mpitrain.shard.parameters import NodeParameters, Parameters, PrivateParameters, shard_order
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.segments import Segment, hand_over, shared_out_segments, whole_segments
+from mpitrain.shard.segments import Segment, hand_over, refuse_strangers, shared_out_segments, whole_segments
 from mpitrain.shard.units import ShardedParameters, members, unit_groups, units_of
 
+CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
 
 
 @dataclass(frozen=True)
 class Options:
-    """zero: the stage. share_node: keep one copy of the parameters per node where memory can be shared.
-    shard_within: "all" ranks, or the "node": shares are then cut inside each node and replicated over the nodes.
+    """zero: the stage. bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce
+    them in the middle of backward (stages 2 and 3, no core free to overlap). share_node: keep one copy of the
+    parameters per node where memory can be shared. shard_within: "all" ranks, or the "node": shares are then cut
+    inside each node and replicated over the nodes.
     reduce_dtype: in which gradients are added up and reduced; None: the parameters' own.
     offload: "host", for optimizer states in host memory, or a folder for files they are kept in.
     reproducible: reduce in an order that does not depend on the number of ranks.
@@ -82,6 +85,7 @@ class Sharding:
         if not in_backward_order(named):
             raise InputError("the model has no parameter to train; let some require a gradient", agreed=True)
         self.groups, self.parameters = self._place_parameters(named)
+        refuse_strangers(optimizer, self.groups)
         gradients = self._place_gradients()
         self.reducer = Reducer(
             gradients, names, unused_allowed=True, forget_unused=not self.stage.states and not staged
@@ -115,7 +119,9 @@ class Sharding:
         options, shard = self.options, self.shard
         multiple = EXACT_BLOCK if options.reproducible else 16
         parts = shard.size if self.stage.states else 1
-        groups = flat_groups(in_backward_order(named), options.bucket_mb, parts, multiple)
+        cached = self.stage.gradients and not options.reproducible and not shard.overlaps and shard.num_nodes == 1
+        bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
+        groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
         if not self.stage.states:
             return groups, None
         placed = self._on_node(groups)

@@ -10,6 +10,7 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.layout import split
+from mpitrain.shard.gradients import WholeGradients
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.optim import update
 from mpitrain.shard.segments import Segment
@@ -26,21 +27,35 @@ class Updater:
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
         self._rounds = _rounds(sharding.segments, files is not None)
+        # whether the norm is that of all gradients there are
+        counted = {p for s in sharding.segments if s.counted for p, *_ in s.contents}
+        self._all = counted == {p for group in sharding.groups for p in group.parameters}
 
     def norm(self) -> float:
         """The 2-norm of all gradients as they are, over all axes. Collective; the same on every rank."""
         if self._sharding.options.reproducible:
             return math.sqrt(self._exact_squares())
-        gradients = [g for s in self._sharding.segments if s.counted and (g := s.gradient()) is not None]
+        gradients, shared_out = self._squared()
         total = torch.zeros(1, dtype=torch.float64)
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients)))
             total += norms.double().square_().sum().cpu()
-        if self._sharding.stage.states:
+        if shared_out:
             self._sharding.shard.all_reduce(total)
         for axis in self._axes:
             axis.all_reduce(total)
         return math.sqrt(float(total)) if math.isfinite(total) else math.nan
+
+    def _squared(self) -> tuple[list[torch.Tensor], bool]:
+        """The gradients whose squares this rank sums, and whether the others sum those of the rest."""
+        sharding, shard = self._sharding, self._sharding.shard
+        whole = sharding.gradients
+        if sharding.stage.states or shard.size == 1 or not self._all or not isinstance(whole, WholeGradients):
+            counted = [s.gradient() for s in sharding.segments if s.counted]
+            return [g for g in counted if g is not None], sharding.stage.states
+        # all ranks have all gradients, with zeros between them: each takes its part
+        bounds = [split(bucket.numel(), shard.size)[shard.rank :][:2] for bucket in whole.buckets]
+        return [bucket[lo:hi] for bucket, (lo, hi) in zip(whole.buckets, bounds, strict=True)], True
 
     def _exact_squares(self) -> float:
         """The sum of squares, the same bits for any number of ranks: of fixed blocks, then summed exactly."""
@@ -50,7 +65,7 @@ class Updater:
             for b in range(group.layout.buckets):
                 lo, hi = group.layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
                 blocks = sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)
-                sums.append(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_())
+                sums.append(torch.linalg.vector_norm(blocks, dim=1, dtype=_wide(blocks)).double().square_())
         mine = torch.cat(sums)
         if sharding.stage.states and sharding.shard.size > 1:
             everyone = torch.empty(mine.numel() * sharding.shard.size, dtype=torch.float64)
@@ -81,6 +96,11 @@ class Updater:
             return None
         gradient = gradient.to(segment.value)  # in its type, where it is
         return gradient.mul_(factor) if factor != 1.0 else gradient
+
+
+def _wide(*gradients: torch.Tensor) -> torch.dtype:
+    """In which their squares are summed."""
+    return torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
 
 
 def _rounds(segments: Sequence[Segment], files: bool) -> list[list[Segment]]:

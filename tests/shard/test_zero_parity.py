@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 
 import pytest
 import torch
 from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, resnet, steps_of, tokens
+from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.shard.batchnorm import SyncBatchNorm
+from mpitrain.shard.engine import Engine
+from mpitrain.shard.sharding import Options
 
 MANY = pytest.mark.ranks(1, 2, 3, 4, 8)
 PLACEMENTS = {
@@ -69,6 +73,64 @@ def test_random_delays_change_nothing(world, expected, placement):
     assert losses == pytest.approx(expected["adamw"][0], rel=1e-5)
     close(engine, expected["adamw"][1])
     engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_goes_on_beside_backward_where_a_core_is_free_changes_nothing(world, expected, placement, monkeypatch):
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=1))
+    comm = world.split(0)
+    assert comm.overlaps
+    engine = engine_of(gpt(), comm, bucket_mb=0.004, **PLACEMENTS[placement])
+    losses = steps_of(engine, comm, tokens, microbatches=3)
+    assert losses == pytest.approx(expected["adamw"][0], rel=1e-5)
+    close(engine, expected["adamw"][1])
+    engine.close()
+    comm.free()
+
+
+class Branches(nn.Module):
+    """Of two layers the second is used by some batches only: y says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def loss(self, output, used):
+        return (self.second(output) if used.any() else output).square().mean()
+
+    def forward(self, x):
+        return self.first(x)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3", "zero3-units"])
+def test_a_gradient_of_an_earlier_step_is_gone_where_none_came(world, placement, reduce_dtype):
+    model, whole = Branches(), Branches()
+    engine = engine_of(model, world, "sgd", clip=0.0, reduce_dtype=reduce_dtype, **PLACEMENTS[placement])
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+    engine.optimizer.param_groups[0]["momentum"] = 0.0
+    samples = torch.randn(4, world.size, 2, 5, generator=torch.Generator().manual_seed(1))
+    for step, who in enumerate((range(world.size), (), (0,), ())):  # the ranks that use the second layer
+        used = [torch.full((2,), rank in who) for rank in range(world.size)]
+        engine.forward_backward([[(samples[step, world.rank], used[world.rank])]], 2 * world.size)
+        engine.step()
+        plain.zero_grad()
+        for rank in range(world.size):
+            (whole.loss(whole(samples[step, rank]), used[rank]) / world.size).backward()
+        plain.step()
+        close(engine, dict(whole.named_parameters()))
+    engine.close()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_optimizer_of_another_model_is_refused(world, zero):
+    model = gpt()
+    with pytest.raises(InputError, match="not the model's"):
+        Engine(model, model.loss, torch.optim.SGD(gpt().parameters()), world, Options(zero=zero))
 
 
 @pytest.mark.ranks(1, 2, 4, 8)
@@ -150,9 +212,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(world
 def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(world):
     model = gpt()
     with pytest.raises(InputError, match="Adafactor cannot be sharded"):
-        from mpitrain.shard.engine import Engine
-        from mpitrain.shard.sharding import Options
-
         Engine(model, model.loss, torch.optim.Adafactor(model.parameters()), world, Options(zero=1))
 
 
