@@ -7,6 +7,9 @@ import os
 
 # Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+# With fault tolerance: coll/han waits in communicators of its own, which are not revoked with the one they serve.
+if "OMPI_MCA_mpi_ft_enable" in os.environ:
+    os.environ.setdefault("OMPI_MCA_coll", "^han")
 
 from mpitrain.comm import compression
 from mpitrain.comm.arena import Arena

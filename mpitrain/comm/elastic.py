@@ -7,6 +7,10 @@
 
 Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI communication capability", IJHPCA 27
 (2013). What belonged to the old world is left as it is: a window shared with a dead rank cannot be freed together.
+
+MPI learns from its own daemon that a process ended, but of a host that is switched off or cut off only by a connection
+that fails, to which end the connections' patience is limited (`connections`). The daemon of such a host never answers
+mpirun again, which therefore is ended by the ranks (`launcher`).
 """
 
 from __future__ import annotations
@@ -24,17 +28,22 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
+from mpitrain.comm import launcher
 from mpitrain.comm import world as of_process
 from mpitrain.comm.arena import ArenaIndex
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.faults import Faults
+from mpitrain.comm.connections import Connections
+from mpitrain.comm.faults import Faults, say
 from mpitrain.comm.topology import Topology, library_name
 from mpitrain.comm.watchdog import Watchdog
 from mpitrain.errors import CommunicationError, InputError
 
 _NOTICE = 2.0  # seconds in which a death that made an operation fail becomes known
 _MOMENT = 0.3  # likewise for one that made an operation give nonsense
+_SILENCE = 30.0  # seconds at most in which a host acknowledges what it is sent, else it is lost; see `begin`
+_RECOVERING = 1.5  # likewise while the ranks that are left come together
 _SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
+_COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
 _ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
 
 
@@ -59,10 +68,19 @@ def require() -> None:
 class Deaths:
     """Which ranks of the world died, and all communicators of this process, to be given up at once."""
 
-    def __init__(self, nodes: Sequence[int], neighbours: dict[int, int]) -> None:
-        """nodes: of the processes of MPI_COMM_WORLD. neighbours: process there, on this node -> pidfd."""
+    def __init__(
+        self, nodes: Sequence[int], neighbours: dict[int, tuple[int, int]], mpirun: int, silence: float
+    ) -> None:
+        """nodes: of the processes of MPI_COMM_WORLD. neighbours: process there, on this node -> (pid, pidfd).
+
+        mpirun: its pid, 0 where it is not on this node. silence: seconds after which a host that does not answer is
+        lost.
+        """
         self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
+        self.host_lost = False  # whether a node was lost with all of its ranks
         self.nodes, self._neighbours = tuple(nodes), neighbours
+        self._mpirun, self._silence = mpirun, silence
+        self._connections = Connections()
         self._lock = threading.Lock()
         self._comms: list[MPI.Intracomm] = []
         self._given_up = False
@@ -90,6 +108,8 @@ class Deaths:
 
     def look(self) -> None:
         """Give up the world if a rank of it died or gave it up. Called again and again, from a thread."""
+        if len(set(self.nodes)) > 1:
+            self._connections.limit(_RECOVERING if self._given_up else self._silence, now=self._given_up)
         if not self._given_up and self.noticed():
             self.give_up()
 
@@ -111,14 +131,39 @@ class Deaths:
         """
         self.kill([self.processes[rank] for rank in silent])
         alive = {self.nodes[self.processes[rank]] for rank in answering}
-        return all(self.nodes[self.processes[rank]] in alive for rank in silent)
+        if all(self.nodes[self.processes[rank]] in alive for rank in silent):
+            return True
+        self.host_lost = True
+        return False
 
     def kill(self, processes: Sequence[int]) -> None:
         """Kill those of the processes that run on this node."""
         for process in processes:
             if process in self._neighbours:
                 with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._neighbours[process], signal.SIGKILL)
+                    signal.pidfd_send_signal(self._neighbours[process][1], signal.SIGKILL)
+
+    def free_mpirun(self, rank: int | None = None) -> None:
+        """Have mpirun end where it would wait for the ranks of a lost host for ever. This process ends next.
+
+        rank: its number in the world, if all end together; else mpirun ends only if no other rank of its node is left.
+        """
+        if not self.host_lost or not self._mpirun:
+            return
+        if rank is None:
+            launcher.end_soon(self._mpirun, unless=[pid for pid, _ in self._neighbours.values()])
+            return
+        process = self.processes[rank]
+        if process == min(other for other in self.processes if self.nodes[other] == self.nodes[process]):
+            say("mpitrain: mpirun is ended, with exit code 137, if it still waits for the lost host in 5 s")
+            launcher.end_soon(self._mpirun)
+
+    def may_exit(self, code: int) -> bool:
+        """Whether this process may end with an exit code.
+
+        A host that comes back would tell mpirun of it, which ends all others for any but 0.
+        """
+        return code == 0 or bool(self._mpirun) or not self.host_lost
 
 
 @dataclass(frozen=True)
@@ -143,24 +188,24 @@ class Loss:
 def begin(world: Communicator) -> Communicator:
     """A world of the same ranks, some of which may die: then `shrink` it. Collective.
 
-    Raises InputError where the MPI does not allow that, and on several nodes: there a survivor can stay inside an
-    operation of the library that was under way to a host that is gone.
+    Across nodes a host that acknowledges nothing for half of comm.timeout, at most 30 s, is lost with its ranks.
+    Raises InputError where the MPI does not allow that.
     """
     require()
     if world.num_nodes > 1:
-        raise InputError(
-            "elastic.mode shrink works on one node; across nodes set it to off, and let the batch system start the job "
-            "again (jobs/train.sbatch)",
-            agreed=True,
-        )
-    pids = np.empty(world.size, dtype=np.int64)
-    world.all_gather(pids, np.array([os.getpid()]))
-    neighbours: dict[int, int] = {}
+        _require_across_nodes()
+    told = np.empty((world.size, 2), dtype=np.int64)
+    world.all_gather(told.reshape(-1), np.array([os.getpid(), launcher.find()]))
+    pids, mpiruns = told[:, 0].tolist(), told[:, 1].tolist()
+    neighbours: dict[int, tuple[int, int]] = {}
     for rank in range(world.size):
         if world.nodes[rank] == world.node and rank != world.rank:
             with suppress(OSError):  # ranks of one node may be in containers of their own
-                neighbours[rank] = os.pidfd_open(int(pids[rank]))
-    deaths = Deaths(world.nodes, neighbours)
+                neighbours[rank] = (pids[rank], os.pidfd_open(pids[rank]))
+    mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
+    if world.num_nodes > 1 and mpirun and world.rank == mpiruns.index(mpirun):
+        _warn_of(mpirun)
+    deaths = Deaths(world.nodes, neighbours, mpirun, silence)
     comm = MPI.Intracomm(world._comm.Dup())
     deaths.begin(comm, range(world.size))
     made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, deaths)
@@ -207,15 +252,17 @@ def shrink(world: Communicator) -> tuple[Communicator, Loss]:
     left = deaths.processes
     lost = tuple(process for process in before if process not in left)
     alive = {deaths.nodes[process] for process in left}
+    parted = tuple(process for process in lost if deaths.nodes[process] not in alive)
+    deaths.host_lost = deaths.host_lost or bool(parted)
     deaths.kill(lost)  # one that was only stopped must not come back
     _replace(world, made)
-    return made, Loss(lost, left, tuple(process for process in lost if deaths.nodes[process] not in alive))
+    return made, Loss(lost, left, parted)
 
 
 def leave(world: Communicator, code: int) -> None:
     """End this process; all ranks do. Without MPI_Finalize, which may wait for the dead."""
     world.process.watchdog.stop()
-    _leave(world._comm, code)
+    _leave(world._comm, _deaths_of(world), code)
 
 
 def partners(nodes: Sequence[int]) -> list[int]:
@@ -230,6 +277,25 @@ def partners(nodes: Sequence[int]) -> list[int]:
     for place, rank in enumerate(order):
         found[rank] = order[(place + step) % len(nodes)]
     return found
+
+
+def _require_across_nodes() -> None:
+    """Raise InputError where Open MPI's coll/han is in use: it waits in communicators that nobody can revoke."""
+    chosen = os.environ.get(_COLLECTIVES, "")
+    if not chosen or ("han" in chosen.lstrip("^").split(",")) != chosen.startswith("^"):
+        raise InputError(
+            "elastic.mode shrink across nodes must do without Open MPI's coll/han: start the job with "
+            "mpirun --with-ft ulfm --mca coll ^han",
+            agreed=True,
+        )
+
+
+def _warn_of(mpirun: int) -> None:
+    if launcher.notices_silent_hosts(mpirun):
+        say(
+            "mpitrain: mpirun itself ends a job 8 minutes after a host fell silent, whatever the other ranks do; to go "
+            "on for longer add --prtemca oob_tcp_keepalive_time 0 to its options"
+        )
 
 
 def _deaths_of(world: Communicator) -> Deaths:
@@ -268,7 +334,7 @@ def _agreed(comm: MPI.Intracomm, made: Communicator | None) -> Communicator | No
 
 
 def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, deaths: Deaths) -> Communicator:
-    faults = Faults(deaths.track(MPI.Intracomm(comm.Dup())), _end, partial(_leave, comm))
+    faults = Faults(deaths.track(MPI.Intracomm(comm.Dup())), partial(_end, deaths), partial(_leave, comm, deaths))
     asking = deaths.track(MPI.Intracomm(comm.Dup()))
     watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, deaths)
     faults.before_leaving = watchdog.stop
@@ -285,15 +351,19 @@ def _replace(old: Communicator, new: Communicator) -> None:
     of_process.replace(new)
 
 
-def _end(code: int) -> None:
+def _end(deaths: Deaths, code: int) -> None:
     """End this process so that the others notice: they would wait for one that ends with an exit code."""
     sys.stdout.flush()
+    deaths.free_mpirun()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave(comm: MPI.Intracomm, code: int) -> None:
+def _leave(comm: MPI.Intracomm, deaths: Deaths, code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with suppress(MPI.Exception):
         comm.Barrier()
+    deaths.free_mpirun(comm.rank)
+    if not deaths.may_exit(code):
+        os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)

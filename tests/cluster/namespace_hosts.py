@@ -81,6 +81,12 @@ class Hosts:
     def mend(self, host: int) -> None:
         _ip("-n", self._switch, "link", "set", f"v{host}", "up")
 
+    def clear(self) -> None:
+        """End whatever runs on the hosts, and join them all again."""
+        for host in range(1, self.count + 1):
+            _kill_all_on(self.namespace(host))
+            self.mend(host)
+
     def mpirun(
         self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), options: Sequence[str] = ()
     ) -> list[str]:
@@ -139,12 +145,16 @@ def _ip(*words: str) -> str:
 
 def _remove(names: Sequence[str]) -> None:
     for name in names:
-        with suppress(subprocess.CalledProcessError):
-            for pid in _ip("netns", "pids", name).split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        _kill_all_on(name)
         with suppress(subprocess.CalledProcessError):
             _ip("netns", "del", name)
+
+
+def _kill_all_on(name: str) -> None:
+    with suppress(subprocess.CalledProcessError):
+        for pid in _ip("netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _remove_those_of_dead_processes() -> None:
