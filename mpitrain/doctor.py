@@ -21,7 +21,7 @@ if "--clean" in sys.argv:  # works where MPI would not start: outside a job, wit
 
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.arena import SHARED_MEMORY
-from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts
+from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.comm.leftovers import clean
 from mpitrain.comm.selection import Setting
 from mpitrain.comm.tuning import describe
@@ -30,6 +30,7 @@ from mpitrain.monitor.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
+_CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages by process_vm_readv
 _UNMEASURED = "built-in; measured by python -m mpitrain.bench collectives --tune"
 Line = tuple[str, str, str]  # verdict, subject, finding
 
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] = ()) -> int:
             print(f"mpitrain: {error}", file=sys.stderr)
             return error.exit_code
     world = init(timeout=60)
-    lines = [*software(world), *placement(world), *memory(world), *speed(world), *algorithms(world)]
+    lines = [*software(world), *placement(world), *memory(world)]
+    reached = reach(world)
+    lines += [*reached, *(() if any(verdict == BAD for verdict, _, _ in reached) else speed(world)), *algorithms(world)]
     if world.rank == 0:
         for verdict, subject, finding in lines:
             print(f"{verdict:4}  {subject:16} {finding}", flush=True)
@@ -121,6 +124,19 @@ def memory(world: Communicator) -> list[Line]:
         lines = [(OK, SHARED_MEMORY, text)]
     lines.append((OK, "memory", f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"))
     return lines
+
+
+def reach(world: Communicator) -> list[Line]:
+    """Whether the ranks of a node may read each other's memory. Collective."""
+    if world.num_nodes == world.size:
+        return []
+    if reads_neighbours(world):
+        return [(OK, "ranks of a node", "read each other's memory directly")]
+    forbidden = "the system forbids reading other processes' memory (process_vm_readv)"
+    if "MPICH" in world.library and os.environ.get(_CMA) != "0":  # large messages would fail
+        return [(BAD, "ranks of a node", f"{forbidden}, which this MPI relies on: export {_CMA}=0")]
+    mend = "ordinary tensors are summed through shared memory, slower; containers: --cap-add=SYS_PTRACE"
+    return [(WARN, "ranks of a node", f"{forbidden}: {mend}")]
 
 
 def speed(world: Communicator) -> list[Line]:

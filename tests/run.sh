@@ -32,7 +32,7 @@ at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, 
     local size=$1 label=$2
     shift 2
     echo "== $size rank(s), $label"
-    MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 600 "$@" -n "$size" \
+    MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 1200 "$@" -n "$size" \
         tests/rank.sh python -m pytest -q --color=no --capture=sys --only-mpi "${targets[@]}"
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size

@@ -49,9 +49,13 @@ class Waiting:
 class Queue:
     """The operations of one process group, carried out in the order they were issued."""
 
-    def __init__(self, threaded: bool, waiting: Waiting) -> None:
-        """threaded: make progress in a thread whenever there is something to do."""
-        self.threaded = threaded
+    def __init__(self, threaded: bool, waiting: Waiting, limit: float | None = None) -> None:
+        """threaded: make progress in a thread whenever there is something to do.
+
+        limit: seconds after which who waits for an operation is told so; None: the watchdog sees to it.
+        """
+        self.threaded, self.limit = threaded, limit
+        self.given_up: list[Operation] = []  # that somebody has waited for in vain
         self._waiting = waiting
         self._pending: deque[Operation] = deque()
         self._running = threading.Lock()  # held by whoever carries out an operation
@@ -103,7 +107,16 @@ class Queue:
         while self._pending:
             self._next(None)
 
+    @property
+    def stuck(self) -> str:
+        """The operations that were given up and are still under way; a thread is inside MPI for them."""
+        return ", ".join(operation.name for operation in self.given_up if not operation.complete)
+
     def close(self) -> None:
+        """Complete everything, unless something was given up: then the rest stays as it is."""
+        if self.stuck:
+            self._waiting.remove(self)
+            return
         self.drain()
         with self._changed:
             self._closed = True

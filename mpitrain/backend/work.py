@@ -85,13 +85,19 @@ class Operation(dist.Work):
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises what the operation raised, and GroupError when it is not complete in time."""
+        """Raises what the operation raised, and GroupError when it is not complete in the time of the call or group."""
         if not self.complete:
-            if timeout is None or timeout <= timedelta(0):
+            given = timeout is not None and timeout > timedelta(0)
+            limit = timeout.total_seconds() if given and timeout is not None else self._queue.limit
+            if limit is None or self._queue.is_this_thread:
                 self._queue.finish(self)
             else:
                 self._queue.start()
-                _poll(lambda: self.complete, timeout.total_seconds(), self.name, "does every rank call it?")
+                try:
+                    _poll(lambda: self.complete, limit, self.name, "does every rank call it?")
+                except GroupError:
+                    self._queue.given_up.append(self)
+                    raise
         if self.error is not None:
             raise self.error
         return True

@@ -1,7 +1,8 @@
 """PyTorch over our torch.distributed backend against PyTorch over gloo, in the same processes and the same run.
 
 `torch.distributed.all_reduce` of float32 at 1 to 64 MiB, and whole training steps (forward, backward, AdamW) of a
-GPT of 19 million parameters under DistributedDataParallel and FSDP2 (`fully_shard`). Everything but the process
+GPT of 19 million parameters under DistributedDataParallel and FSDP2 (`fully_shard`; "kept": after its
+`set_allocate_memory_from_process_group_for_comm`, which does nothing over gloo). Everything but the process
 group is torch's own, and both train copies of one model on the same samples: their losses must agree, or nothing is
 reported. Each rank's batch is fixed, so more ranks do more work.
 """
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +68,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         for mib in SIZES[:2] if options.quick else SIZES:
             compare(f"all_reduce {mib} MiB", {b: _all_reduce(group, mib) for b, group in groups.items()})
         for samples, tokens in TOKENS[:1] if options.quick else TOKENS:
-            for kind, wrap in (("DDP", _ddp), ("FSDP2", _fsdp)):
+            for kind, wrap in (("DDP", _ddp), ("FSDP2", _fsdp), ("FSDP2 kept", _fsdp_kept)):
                 torch.manual_seed(1)
                 model = GPT(VOCABULARY, LAYERS, WIDTH, HEADS)
                 steps = {b: _step(wrap(copy.deepcopy(model), group), samples, tokens) for b, group in groups.items()}
@@ -91,6 +92,14 @@ def _fsdp(model: Any, group: Any) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def _fsdp_kept(model: Any, group: Any) -> nn.Module:
+    made: Any = _fsdp(model, group)
+    for module in made.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    return made
 
 
 def _step(model: nn.Module, samples: int, tokens: int) -> Callable[[], float]:

@@ -1,14 +1,22 @@
 """What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and the kept results.
 
 One instance works on one MPI communicator from one thread. Bound programs are found again by the address,
-length and type of the caller's tensors, so a training loop compiles each of its operations once.
+length and type of the caller's tensors, so a training loop binds each of its operations once; plans by length and
+type alone, so that tensors at new addresses only have to be bound.
+
+What was bound goes with the tensors' memory. If it stayed, its small objects would keep the C library from giving
+the place between them out again (glibc's aligned allocations ask for more than they leave): a loop that allocates
+its tensors anew each time would grow by one tensor at each operation.
 """
 
 from __future__ import annotations
 
 import platform
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -16,8 +24,9 @@ from mpi4py import MPI
 from mpitrain.comm import kernels
 from mpitrain.comm.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.buffers import tensor_at
-from mpitrain.comm.executor import Compiled, Layout, compile_program
+from mpitrain.comm.executor import Compiled, Layout
 from mpitrain.comm.kernels import Reduction
+from mpitrain.comm.plan import Plan
 from mpitrain.comm.program import Program
 from mpitrain.comm.remote import Neighbours, probe
 from mpitrain.comm.schedule import Call
@@ -25,7 +34,9 @@ from mpitrain.comm.selection import Setting
 from mpitrain.comm.topology import Topology
 from mpitrain.comm.tuning import Tuning
 
-_KEPT = 512  # bound programs
+T = TypeVar("T")
+
+_KEPT = 512  # bound programs, and plans
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
 WINDOW = 8 << 20  # bytes of staging memory per rank
 
@@ -44,6 +55,10 @@ class Binder:
         self.crowded = crowded
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
         self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
+        self._ends: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of _bound
+        self._ended: list[Compiled] = []  # whose memory is gone, to be released by this instance's thread
         self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
         self._staging: Arena | None = None
         self._board: Arena | None = None  # where ranks of a node tell each other their addresses
@@ -57,23 +72,53 @@ class Binder:
                 arena.free()
         self._staging = self._board = None
 
-    def bound(self, key: Hashable, bind: Callable[[], Compiled]) -> Compiled:
-        """What was bound under the key, or else is now; the oldest is dropped when there are too many."""
+    def bound(self, key: Hashable, bind: Callable[[], Compiled], *tensors: torch.Tensor) -> Compiled:
+        """What was bound under the key, or else is now; kept as long as the tensors' memory, the newest _KEPT."""
         if self._generation != self.arenas.generation:  # an address may mean other memory than before
             self._drop_bound()
+        while self._ended:
+            self._ended.pop().free()
         compiled = self._bound.get(key)
         if compiled is None:
             compiled = self._bound[key] = bind()
             self._generation = self.arenas.generation  # binding may have made the staging arena
+            self._watch(key, tensors)
             if len(self._bound) > _KEPT:
-                self._bound.popitem(last=False)[1].free()
+                oldest, dropped = self._bound.popitem(last=False)
+                self._ends.pop(oldest, None)
+                dropped.free()
         return compiled
 
+    def _watch(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
+        """Drop what was bound when memory that torch has allocated ends."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
+        if ends:
+            self._ends[key] = ends
+
+    def _end(self, key: Hashable, _: object) -> None:
+        """Called in whichever thread lets go of the memory; its operation is over, or it would hold on to it."""
+        self._ends.pop(key, None)
+        compiled = self._bound.pop(key, None)
+        if compiled is not None and compiled.has_requests:
+            self._ended.append(compiled)
+
     def _drop_bound(self) -> None:
-        for compiled in self._bound.values():
+        bound, self._bound = self._bound, OrderedDict()
+        self._ends.clear()
+        for compiled in (*bound.values(), *self._ended):
             compiled.free()
-        self._bound.clear()
+        self._ended.clear()
+        self._plans.clear()
         self._generation = self.arenas.generation
+
+    def program(self, make: Callable[..., Program], *args: Any, **options: Any) -> Program:
+        """What `make` gives for these arguments; the same object for the same ones."""
+        key = make, args, *options.items()
+        program = self._programs.get(key)
+        if program is None:
+            program = _kept(self._programs, key, make(*args, **options))
+        return program
 
     # -- where the data are
 
@@ -153,7 +198,12 @@ class Binder:
         fence: list[Call] = [self.node.Barrier]
         if owner is not None and owner.window is not None and not _ORDERED:  # MPI-4.1 section 12.7: sync, meet, sync
             fence = [owner.window.Sync, self.node.Barrier, owner.window.Sync]
-        compiled = compile_program(program, self.comm, layout, reduction, fence=fence)
+        key = id(program), layout.shape, (reduction.op, reduction.dtype) if reduction is not None else None, id(owner)
+        known = self._plans.get(key)
+        if known is None:
+            plan = Plan(program, self.comm, layout, reduction, fence)
+            known = _kept(self._plans, key, (program, plan))  # with the program, whose id stays its own
+        compiled = known[1].bind(layout)
         return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
 
     def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
@@ -183,6 +233,14 @@ class Binder:
             calls += [copying(staged, piece), inner, copying(piece, staged)]
             inners.append(inner)
         return Compiled(calls, inners)
+
+
+def _kept(among: OrderedDict[Hashable, T], key: Hashable, made: T) -> T:
+    """Keep what was made under the key; the oldest is dropped when there are too many."""
+    among[key] = made
+    if len(among) > _KEPT:
+        among.popitem(last=False)
+    return made
 
 
 def at_address(x: torch.Tensor) -> torch.Tensor:

@@ -17,28 +17,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm import objects
 from mpitrain.comm.arena import Arena, allocate
-from mpitrain.comm.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.arguments import block_sizes, check_rank
+from mpitrain.comm.buffers import LARGEST_COUNT, as_tensor
 from mpitrain.comm.checks import Checks, place_of
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.device import synchronize, through_host
+from mpitrain.comm.messages import ANY_SOURCE, PointToPoint
 from mpitrain.comm.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.operations import Operations
 from mpitrain.comm.schedule import Call
-from mpitrain.comm.topology import Topology, library_name
+from mpitrain.comm.topology import Topology
+from mpitrain.comm.values import Values
 from mpitrain.comm.watchdog import Record
-from mpitrain.comm.work import Messages, Work, Worker
+from mpitrain.comm.work import Work, Worker
 from mpitrain.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
     from mpitrain.comm.world import Process
 
-ANY_SOURCE = MPI.ANY_SOURCE
+__all__ = ["ANY_SOURCE", "Communicator"]
 
 
-class Communicator:
+class Communicator(PointToPoint, Values):
     """A group of ranks. Made by `mpitrain.init()`, `split` and `subgroup`, never directly.
 
     rank, size: this rank's number and the number of ranks. node, num_nodes: likewise for nodes.
@@ -64,54 +66,6 @@ class Communicator:
         process = self.process
         node = process.track(_intra(comm.Split(self._topology.nodes[comm.rank], comm.rank)))
         return Operations(comm, node, self._topology, process.arenas, process.tuning, process.spare_cores < 0)
-
-    # -- who is here -------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self._topology.rank
-
-    @property
-    def size(self) -> int:
-        return self._topology.size
-
-    @property
-    def node(self) -> int:
-        return self._topology.nodes[self.rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._topology.num_nodes
-
-    @property
-    def local_rank(self) -> int:
-        return self._topology.neighbours.index(self.rank)
-
-    @property
-    def local_size(self) -> int:
-        return len(self._topology.neighbours)
-
-    @property
-    def world_ranks(self) -> tuple[int, ...]:
-        return self._topology.world_ranks
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node number of each rank."""
-        return self._topology.nodes
-
-    @property
-    def library(self) -> str:
-        """The MPI library and its version."""
-        return library_name()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether operations begun with async_op make progress while this rank computes."""
-        return self._background is not None
-
-    def __repr__(self) -> str:
-        return f"Communicator({self.label!r}, rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes})"
 
     # -- groups ------------------------------------------------------------------------------------------
 
@@ -235,7 +189,7 @@ class Communicator:
     ) -> Work | None:
         """The root's x becomes the reduction of all; the others' stay as they were."""
         tensor = as_tensor(x, written=self.rank == root)
-        self._check_rank(root)
+        check_rank(self, root)
 
         def bind(o: Operations, x: torch.Tensor) -> Call:
             return o.reduce(x, root, op, algorithm)
@@ -260,7 +214,7 @@ class Communicator:
         algorithm: auto, mpi, ring, halving, pairwise or shared.
         """
         into, of = as_tensor(out), as_tensor(x, written=False)
-        blocks = self._blocks("reduce_scatter", into, of, counts, "out x")
+        blocks = block_sizes(self, "reduce_scatter", into, of, counts, "out x")
 
         def bind(o: Operations, of: torch.Tensor, into: torch.Tensor) -> Call:
             return o.reduce_scatter(into, of, blocks, op, algorithm, reproducible)
@@ -273,7 +227,7 @@ class Communicator:
     def broadcast(self, x: Any, root: int, algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Every rank's x becomes the root's. algorithm: auto, mpi, tree or shared."""
         tensor = as_tensor(x, written=self.rank != root)
-        self._check_rank(root)
+        check_rank(self, root)
 
         def bind(o: Operations, x: torch.Tensor) -> Call:
             return o.broadcast(x, root, algorithm)
@@ -295,7 +249,7 @@ class Communicator:
         algorithm: auto, mpi, ring, halving or shared.
         """
         into, of = as_tensor(out), as_tensor(x, written=False)
-        blocks = self._blocks("all_gather", of, into, counts, "x out")
+        blocks = block_sizes(self, "all_gather", of, into, counts, "x out")
 
         def bind(o: Operations, into: torch.Tensor, of: torch.Tensor) -> Call:
             return o.all_gather(into, of, blocks, algorithm)
@@ -307,10 +261,10 @@ class Communicator:
     def gather(self, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
         """The root's out becomes every rank's x one after the other. out is None on the other ranks."""
         of = as_tensor(x, written=False)
-        self._check_rank(root)
+        check_rank(self, root)
         into = as_tensor(out) if self.rank == root else None
         if into is not None:
-            self._blocks("gather", of, into, None, "x out")
+            block_sizes(self, "gather", of, into, None, "x out")
 
         def bind(o: Operations, of: torch.Tensor, into: torch.Tensor | None) -> Call:
             return o.gather(into, of, root)
@@ -320,10 +274,10 @@ class Communicator:
     def scatter(self, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
         """out becomes this rank's block of the root's x. x is None on the other ranks."""
         into = as_tensor(out)
-        self._check_rank(root)
+        check_rank(self, root)
         of = as_tensor(x, written=False) if self.rank == root else None
         if of is not None:
-            self._blocks("scatter", into, of, None, "out x")
+            block_sizes(self, "scatter", into, of, None, "out x")
 
         def bind(o: Operations, into: torch.Tensor, of: torch.Tensor | None) -> Call:
             return o.scatter(into, of, root)
@@ -344,8 +298,8 @@ class Communicator:
         in_counts, out_counts: elements of the blocks of x and of out; without them all blocks are equal.
         """
         into, of = as_tensor(out), as_tensor(x, written=False)
-        received = self._blocks("all_to_all", None, into, out_counts, "x out")
-        sent = self._blocks("all_to_all", None, of, in_counts, "out x")
+        received = block_sizes(self, "all_to_all", None, into, out_counts, "x out")
+        sent = block_sizes(self, "all_to_all", None, of, in_counts, "out x")
         if into.dtype != of.dtype:
             raise InputError(f"all_to_all: x is {of.dtype}, out is {into.dtype}; make them the same")
         even = in_counts is None and out_counts is None
@@ -362,67 +316,6 @@ class Communicator:
     def barrier(self, async_op: bool = False) -> Work | None:
         """Return when every rank has come here."""
         return self._run("barrier", lambda o: o.comm.Barrier, async_op, (), ())
-
-    # -- point to point ----------------------------------------------------------------------------------
-
-    def send(self, x: Any, dest: int, tag: int = 0) -> None:
-        """Send x to rank dest; may return before it is received."""
-        self.isend(x, dest, tag).wait()
-
-    def recv(self, x: Any, source: int, tag: int = 0) -> None:
-        """Receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
-        self.irecv(x, source, tag).wait()
-
-    def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
-        """Begin to send x, which must not change until the work is done."""
-        self._check_rank(dest)
-        tensor = self._near(as_tensor(x, written=False))
-        requests = [self._messages.Isend(spec, dest, tag) for spec in _specs(tensor)]
-        return Messages(f"send to rank {dest}", tensor, requests, lambda statuses: None, self._message_record)
-
-    def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
-        """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
-        if source != ANY_SOURCE:
-            self._check_rank(source)
-        tensor = as_tensor(x)
-        near = self._near(tensor, filled=False)
-        name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
-        specs = _specs(near)
-
-        def complete(statuses: list[MPI.Status]) -> None:
-            for status, spec in zip(statuses, specs, strict=True):
-                if status.Get_count(MPI.BYTE) != spec[1]:
-                    raise CommunicationError(
-                        f"{self.label}: {name}: a message of {status.Get_count(MPI.BYTE)} bytes arrived where "
-                        f"{spec[1]} were expected; send and receive tensors of one size and type"
-                    )
-            if near is not tensor:
-                tensor.copy_(near)
-
-        requests = [self._messages.Irecv(spec, source, tag) for spec in specs]
-        return Messages(name, tensor, requests, complete, self._message_record)
-
-    # -- values ------------------------------------------------------------------------------------------
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """The root's value, which must be what JSON can hold, on every rank."""
-        return objects.broadcast(self, value, root)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value (JSON), in order of rank."""
-        return objects.all_gather(self, value)
-
-    def gather_objects(self, value: Any, root: int = 0) -> list[Any]:
-        """Every rank's value (JSON), in order of rank, on the root; an empty list elsewhere."""
-        return objects.gather(self, value, root)
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: the first such rank's."""
-        objects.agree(self, error)
-
-    def on_root(self, function: Callable[[], Any], root: int = 0) -> Any:
-        """Call a function on one rank; every rank returns its value (JSON) or raises its error."""
-        return objects.on_root(self, function, root)
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -506,47 +399,6 @@ class Communicator:
         else:
             through_host(partial(bind, operations), tensors, written)
 
-    def _near(self, tensor: torch.Tensor, *, filled: bool = True) -> torch.Tensor:
-        """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""
-        if not tensor.is_cuda:
-            return tensor
-        synchronize(tensor)
-        if self.process.cuda_aware:
-            return tensor
-        return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise InputError(f"there is no rank {rank} in {self.label}; ranks are 0 to {self.size - 1}")
-
-    def _blocks(
-        self, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, words: str
-    ) -> list[int]:
-        """Elements of each rank's block of `whole`, checked against this rank's part. words: "part whole" names."""
-        part_name, whole_name = words.split()
-        if part is not None and part.dtype != whole.dtype:
-            raise InputError(f"{name}: {part_name} is {part.dtype}, {whole_name} is {whole.dtype}; make them the same")
-        if counts is None:
-            each, rest = divmod(whole.numel(), self.size)
-            if rest:
-                raise InputError(
-                    f"{name}: {whole_name} has {whole.numel()} elements, not a multiple of {self.size} ranks; pad it "
-                    "or give counts"
-                )
-            blocks = [each] * self.size
-        else:
-            blocks = [int(n) for n in counts]
-            if len(blocks) != self.size or min(blocks) < 0 or sum(blocks) != whole.numel():
-                raise InputError(
-                    f"{name}: counts {blocks} must be {self.size} numbers that sum to {whole_name}'s {whole.numel()}"
-                )
-        if part is not None and part.numel() != blocks[self.rank]:
-            raise InputError(
-                f"{name}: {part_name} has {part.numel()} elements, rank {self.rank}'s block has {blocks[self.rank]}; "
-                f"{whole_name} is one block per rank"
-            )
-        return blocks
-
 
 def _placed(x: torch.Tensor, algorithm: str) -> torch.Tensor | None:
     """x where the algorithm may touch neighbours' memory, and so depends on where x lies."""
@@ -555,10 +407,3 @@ def _placed(x: torch.Tensor, algorithm: str) -> torch.Tensor | None:
 
 def _intra(comm: MPI.Comm) -> MPI.Intracomm:
     return MPI.Intracomm(comm)  # what Split gives is one, but mpi4py types it as any communicator
-
-
-def _specs(tensor: torch.Tensor) -> list[list[Any]]:
-    """The tensor's bytes as messages; an empty tensor is one empty message."""
-    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    starts = range(0, nbytes, LARGEST_COUNT) if nbytes else [0]
-    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in starts]

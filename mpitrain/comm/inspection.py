@@ -52,6 +52,11 @@ def hosts(world: Communicator) -> list[str]:
     return host_names(MPI.COMM_WORLD)
 
 
+def reads_neighbours(world: Communicator) -> bool:
+    """Whether every rank may read and write the memory of those on its node. Collective."""
+    return world._operations.neighbours() is not None
+
+
 def bandwidth(world: Communicator, other: int, seconds: float, nbytes: int = 4 << 20) -> float:
     """Bytes per second of messages from rank 0 to rank `other`, measured for about `seconds`. Collective."""
     data = np.zeros(nbytes, dtype=np.uint8)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from mpitrain.comm.buffers import HALVES
 from mpitrain.comm.program import tree_order
 from mpitrain.comm.schedule import Call
 from mpitrain.errors import InputError
+
+Array: TypeAlias = "torch.Tensor | np.ndarray"
 
 _FOR_THREADS = 1 << 16  # elements from which torch divides an operation among threads usefully
 
@@ -82,12 +84,11 @@ class Reduction:
         """Whether many parts may be joined two at a time: rounding after each pair would lose 16-bit sums."""
         return self.dtype not in HALVES
 
-    def combine(
-        self, parts: Sequence[torch.Tensor], out: torch.Tensor, *, tree: bool, scale: float | None
-    ) -> list[Call]:
+    def combine(self, parts: Sequence[Array], out: Array, *, tree: bool, scale: float | None) -> list[Call]:
         """Calls that set out = reduction of parts (times scale), in the order `Combine` says.
 
-        parts: flat tensors of one length; with tree any of them may be out itself, else only the first.
+        parts: flat, of one length, and all in the form `for_numpy` says; with tree any of them may be out itself,
+        else only the first.
         """
         if len(parts) == 1:
             return [copying(out, parts[0]), *scaling(out, scale)]
@@ -95,26 +96,26 @@ class Reduction:
             return [self._wide(parts, out, tree, scale)]
         if tree and len(parts) > 2:
             return [self._tree(parts, out, scale)]
-        join, (result, *arrays) = self._join(out, *parts)
-        calls: list[Call] = [partial(join, arrays[0], arrays[1], out=result)]
-        calls += [partial(join, result, array, out=result) for array in arrays[2:]]
+        join = self._join(out)
+        calls: list[Call] = [partial(join, parts[0], parts[1], out=out)]
+        calls += [partial(join, out, part, out=out) for part in parts[2:]]
         return [*calls, *scaling(out, scale)]
 
-    def _join(self, *tensors: torch.Tensor) -> tuple[Callable[..., Any], Sequence[Any]]:
-        """The function that joins two parts, and the tensors in the form it takes."""
-        arrays = _as_numpy(*tensors)
-        return (self.operation.torch, tensors) if arrays is None else (self.operation.numpy, arrays)
+    def _join(self, out: Array) -> Callable[..., Any]:
+        """The function that joins two parts of out's form."""
+        return self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
 
-    def _tree(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float | None) -> Call:
-        join, arrays = self._join(*parts)
+    def _tree(self, parts: Sequence[Array], out: Array, scale: float | None) -> Call:
+        join = self._join(out)
 
         def run() -> None:
-            out.copy_(torch.as_tensor(tree_order(arrays, join)))
-            _scaled(out, scale)
+            copying(out, tree_order(parts, join))()
+            for call in scaling(out, scale):
+                call()
 
         return run
 
-    def _wide(self, parts: Sequence[torch.Tensor], out: torch.Tensor, tree: bool, scale: float | None) -> Call:
+    def _wide(self, parts: Sequence[Any], out: Any, tree: bool, scale: float | None) -> Call:
         """16-bit parts accumulated in fp32, rounded once."""
         join = self.operation.torch
 
@@ -130,25 +131,28 @@ class Reduction:
         return run
 
 
-def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
-    """A call that copies between flat tensors, converting the type where they differ."""
-    arrays = _as_numpy(into, of) if into.dtype == of.dtype else None
-    return partial(into.copy_, of) if arrays is None else partial(np.copyto, arrays[0], arrays[1])
+def copying(into: Array, of: Array) -> Call:
+    """A call that copies between flat tensors (or arrays), converting the type where they differ."""
+    if isinstance(into, np.ndarray):
+        return partial(np.copyto, into, of)
+    assert isinstance(of, torch.Tensor)
+    if into.dtype == of.dtype and for_numpy(into.dtype, into.device, into.numel()):
+        return partial(np.copyto, into.numpy(), of.numpy())
+    return partial(into.copy_, of)
 
 
-def scaling(tensor: torch.Tensor, scale: float | None) -> list[Call]:
+def scaling(x: Array, scale: float | None) -> list[Call]:
     """The multiplication that comes once at the end, if there is one."""
-    return [] if scale is None else [partial(tensor.mul_, scale)]
+    if scale is None:
+        return []
+    return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
 
 
-def _as_numpy(*tensors: torch.Tensor) -> list[np.ndarray] | None:
-    """The tensors as arrays over the same memory, where NumPy is the better one to work on them."""
-    first = tensors[0]
-    if first.device.type != "cpu" or first.dtype in HALVES:
-        return None
-    if torch.get_num_threads() > 1 and first.numel() >= _FOR_THREADS:
-        return None
-    return [tensor.numpy() for tensor in tensors]
+def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
+    """Whether NumPy is the better one to work on so many elements."""
+    if dtype in HALVES or (device is not None and device.type != "cpu"):
+        return False
+    return numel < _FOR_THREADS or torch.get_num_threads() == 1
 
 
 def _scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:

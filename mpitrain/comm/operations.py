@@ -29,7 +29,6 @@ from mpitrain.comm.selection import (
     SHARED_CHUNK,
     all_reduce_program,
     segments_of,
-    sends_partial_sums,
 )
 from mpitrain.errors import InputError
 
@@ -44,7 +43,7 @@ class Operations(Binder):
 
     def all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
         key = ("all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible)
-        return self.bound(key, lambda: self._all_reduce(x, op, algorithm, reproducible))
+        return self.bound(key, lambda: self._all_reduce(x, op, algorithm, reproducible), x)
 
     def bound_all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled | None:
         """What `all_reduce` bound before for this very call; None if nothing, or if x must be looked at again."""
@@ -71,8 +70,8 @@ class Operations(Binder):
                 setting = replace(setting, memory="reachable")
             elif arena is None and self.staging() is None:
                 return self._all_reduce(x, op, "ring", reproducible)
-        program = all_reduce_program(algorithm, setting)
-        if x.dtype in HALVES and sends_partial_sums(program):
+        program = self.program(all_reduce_program, algorithm, setting)
+        if x.dtype in HALVES and program.sends_partial_sums:
             return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, reproducible))
         if algorithm == "two_level" and setting.memory == "private" and not reproducible:
             return self.through_staging(x, lambda piece: self._all_reduce(piece, op, algorithm, False))
@@ -84,7 +83,7 @@ class Operations(Binder):
 
     def reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
         key = ("reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, root)
-        return self.bound(key, lambda: self._reduce(x, root, op, algorithm))
+        return self.bound(key, lambda: self._reduce(x, root, op, algorithm), x)
 
     def _reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
         reduction = Reduction.of(op, x.dtype, self.topology.size)
@@ -100,12 +99,14 @@ class Operations(Binder):
             return Compiled([*calls, *(scaling(x, reduction) if at_root else ())])
         if algorithm == "shared":
             arena, neighbours = self._require_reach(x, "reduce")
-            program = shared_reduce(setting.size, root, _cache_chunks(setting.nbytes // setting.size))
+            program = self.program(shared_reduce, setting.size, root, _cache_chunks(setting.nbytes // setting.size))
             bounds = chunk_bounds(even_bounds(x.numel(), program.blocks), program.segments)
             return self.compile(program, self.in_place(x, bounds, neighbours), reduction, arena)
         if algorithm != "tree":
             raise _no_algorithm("reduce", algorithm, "mpi, shared or tree")
-        program = tree_reduce(setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes)
+        program = self.program(
+            tree_reduce, setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes
+        )
         layout = self.in_place(x, chunk_bounds([0, x.numel()], program.segments))
         if at_root:
             return self.compile(program, layout, reduction)
@@ -116,7 +117,7 @@ class Operations(Binder):
         self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], op: str, algorithm: str, reproducible: bool
     ) -> Compiled:
         key = ("reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), op, algorithm, reproducible)
-        return self.bound(key, lambda: self._reduce_scatter(out, x, counts, op, algorithm, reproducible))
+        return self.bound(key, lambda: self._reduce_scatter(out, x, counts, op, algorithm, reproducible), out, x)
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], op: str, algorithm: str, reproducible: bool
@@ -134,9 +135,9 @@ class Operations(Binder):
         arena, neighbours = None, None
         if algorithm == "shared":
             arena, neighbours = self._require_reach(x, "reduce_scatter")
-            program = shared_reduce_scatter(size, _cache_chunks(largest), tree=reproducible)
+            program = self.program(shared_reduce_scatter, size, _cache_chunks(largest), tree=reproducible)
         elif reproducible or algorithm == "pairwise":
-            program = pairwise_reduce_scatter(size, setting.nodes)
+            program = self.program(pairwise_reduce_scatter, size, setting.nodes)
         elif x.dtype in HALVES:
             wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
             inner = self._reduce_scatter(sums, wide, counts, op, algorithm, False)
@@ -147,9 +148,9 @@ class Operations(Binder):
             back = [] if result is out else [copying(out, result)]
             return Compiled([*calls, *scaling(result, reduction), *back], [] if result is out else [result])
         elif algorithm == "ring":
-            program = ring_reduce_scatter(size, segments_of(largest, RING_SEGMENT), setting.nodes)
+            program = self.program(ring_reduce_scatter, size, segments_of(largest, RING_SEGMENT), setting.nodes)
         elif algorithm == "halving":
-            program = halving_reduce_scatter(size, setting.nodes)
+            program = self.program(halving_reduce_scatter, size, setting.nodes)
         else:
             raise _no_algorithm("reduce_scatter", algorithm, "mpi, ring, halving, pairwise or shared")
         layout = Layout(
@@ -162,7 +163,7 @@ class Operations(Binder):
             seen=x.data_ptr(),
             inbox_bounds=self._cells(program, bounds),
         )
-        if not sends_partial_sums(program):
+        if not program.sends_partial_sums:
             return self.compile(program, layout, reduction, arena)
         partial = torch.empty(x.numel(), dtype=x.dtype)
         inner = self.compile(program, replace(layout, target=partial.data_ptr()), reduction)
@@ -172,7 +173,7 @@ class Operations(Binder):
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str) -> Compiled:
         key = ("broadcast", x.data_ptr(), x.numel(), x.dtype, algorithm, root)
-        return self.bound(key, lambda: self._broadcast(x, root, algorithm))
+        return self.bound(key, lambda: self._broadcast(x, root, algorithm), x)
 
     def _broadcast(self, x: torch.Tensor, root: int, algorithm: str) -> Compiled:
         if self.topology.size == 1 or x.numel() == 0:
@@ -185,15 +186,17 @@ class Operations(Binder):
         if algorithm == "shared":
             arena, neighbours = self._require_reach(x, "broadcast")
             layout = self.in_place(x, [0, x.numel()], neighbours)
-            return self.compile(shared_broadcast(setting.size, root), layout, None, arena)
+            return self.compile(self.program(shared_broadcast, setting.size, root), layout, None, arena)
         if algorithm != "tree":
             raise _no_algorithm("broadcast", algorithm, "mpi, shared or tree")
-        program = tree_broadcast(setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes)
+        program = self.program(
+            tree_broadcast, setting.size, root, segments_of(setting.nbytes, RING_SEGMENT), setting.nodes
+        )
         return self.compile(program, self.in_place(x, chunk_bounds([0, x.numel()], program.segments)))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], algorithm: str) -> Compiled:
         key = ("all_gather", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), algorithm)
-        return self.bound(key, lambda: self._all_gather(out, x, counts, algorithm))
+        return self.bound(key, lambda: self._all_gather(out, x, counts, algorithm), out, x)
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], algorithm: str) -> Compiled:
         size, rank, item = self.topology.size, self.topology.rank, x.element_size()
@@ -219,12 +222,12 @@ class Operations(Binder):
             if arena is not None:
                 find = self.peers(read, arena)
                 layout = replace(layout, peers=lambda r: find(r) - before(r))
-            inner = self.compile(shared_all_gather(size), layout, None, arena)
+            inner = self.compile(self.program(shared_all_gather, size), layout, None, arena)
         elif algorithm == "ring":
-            program = ring_all_gather(size, segments_of(largest, RING_SEGMENT), self.topology.nodes)
+            program = self.program(ring_all_gather, size, segments_of(largest, RING_SEGMENT), self.topology.nodes)
             inner = self.compile(program, replace(layout, bounds=chunk_bounds(bounds, program.segments)))
         elif algorithm == "halving":
-            inner = self.compile(doubling_all_gather(size, self.topology.nodes), layout)
+            inner = self.compile(self.program(doubling_all_gather, size, self.topology.nodes), layout)
         else:
             raise _no_algorithm("all_gather", algorithm, "mpi, ring, halving or shared")
         return Compiled([*place, inner], [inner])
@@ -236,7 +239,7 @@ class Operations(Binder):
             return Compiled(library.gather(self.comm, into, x.data_ptr(), numel, item, root))
         cells = [r * numel if out is not None else 0 for r in range(size + 1)]
         layout = Layout(x.dtype, [0, numel], x.data_ptr(), x.data_ptr(), inbox=into, inbox_bounds=cells)
-        return self.compile(direct_gather(size, root), layout)
+        return self.compile(self.program(direct_gather, size, root), layout)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int) -> Compiled:
         size, numel, item = self.topology.size, out.numel(), out.element_size()
@@ -245,7 +248,7 @@ class Operations(Binder):
             return Compiled(library.scatter(self.comm, out.data_ptr(), source, numel, item, root))
         blocks = [r * numel for r in range(size + 1)]
         layout = Layout(out.dtype, blocks, source, source, inbox=out.data_ptr(), inbox_bounds=[0, numel])
-        return self.compile(direct_scatter(size, root), layout)
+        return self.compile(self.program(direct_scatter, size, root), layout)
 
     def all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], by_library: bool
@@ -256,7 +259,7 @@ class Operations(Binder):
             return Compiled(library.all_to_all(self.comm, out.data_ptr(), x.data_ptr(), received, sent, item))
         source, into = x.data_ptr(), out.data_ptr()
         layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))
-        return self.compile(direct_all_to_all(self.topology.size), layout)
+        return self.compile(self.program(direct_all_to_all, self.topology.size), layout)
 
     def _cells(self, program: Program, bounds: Sequence[int]) -> list[int]:
         """Bounds of an inbox of contributions to this rank's own block."""

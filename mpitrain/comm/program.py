@@ -16,6 +16,7 @@ same number of steps of the same kinds on every rank; a rank with nothing to do 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -184,6 +185,11 @@ class Program:
     @property
     def chunks(self) -> int:
         return self.blocks * self.segments
+
+    @functools.cached_property
+    def sends_partial_sums(self) -> bool:
+        """Whether sums in progress travel between ranks: 16-bit data must then be widened first."""
+        return any(isinstance(step, Exchange) and step.reduce for step in self.steps(0))
 
 
 def one_node(size: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ The kernel allows it between processes of one user, unless a container or ptrace
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 
@@ -21,10 +22,11 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.arena import Arena
-from mpitrain.comm.buffers import LARGEST_COUNT, tensor_at
+from mpitrain.comm.buffers import tensor_at
 from mpitrain.comm.schedule import Call
 from mpitrain.errors import CommunicationError
 
+_PAIR = 16  # bytes of an address and a length
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -59,11 +61,12 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
     works = np.array([1], dtype=np.int64)
     for rank, place in places.items():
         into = np.zeros(1, dtype=np.int64)
-        table = Table(made)
-        [read] = table.transfers(into.ctypes.data, 8, rank, 0, write=False)
+        transfers = Transfers(made)
+        transfers.add(rank, 0, into.nbytes, write=False)
+        table = Table(transfers, [into.ctypes.data])
         table.load()
         try:
-            read()
+            table.transfers[0]()
             works[0] &= int(into[0] == place + 1)
         except CommunicationError:
             works[0] = 0
@@ -72,31 +75,55 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
     return made if works[0] else None
 
 
-class Table:
-    """The transfers of one compiled program: local and remote (address, length) pairs, filled in at each run."""
+class Transfers:
+    """The transfers of a program, without addresses."""
 
     def __init__(self, neighbours: Neighbours) -> None:
         self.neighbours = neighbours
-        self._transfers: list[Transfer] = []
-        self._offsets: list[int] = []
-        self._owners: list[int] = []
-        self._bound = False
-        self._seen = b""
+        self.rows: list[tuple[int, int, int, bool]] = []
 
-    def transfers(self, local: int, nbytes: int, rank: int, offset: int, *, write: bool) -> list[Transfer]:
-        """Copies between `local` (an address here) and offset bytes after the rank's address on the board."""
-        made = []
-        for lo in range(0, nbytes, LARGEST_COUNT):
-            piece = np.array([local + lo, min(LARGEST_COUNT, nbytes - lo)], dtype=np.uint64)
-            made.append(Transfer(self.neighbours, rank, piece, write))
-            self._offsets.append(offset + lo)
-            self._owners.append(self.neighbours.places[rank])
-        self._transfers += made
-        return made
+    def add(self, rank: int, offset: int, nbytes: int, *, write: bool) -> None:
+        """A copy between a place here and `offset` bytes after the rank's address on the board."""
+        self.rows.append((rank, offset, nbytes, write))
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """The place on the board of each one's rank."""
+        return np.array([self.neighbours.places[rank] for rank, *_ in self.rows], dtype=np.intp)
+
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        return np.array([offset for _, offset, _, _ in self.rows], dtype=np.int64)
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        return np.array([nbytes for _, _, nbytes, _ in self.rows], dtype=np.int64)
+
+
+class Table:
+    """The transfers of a program with addresses: local and remote (address, length) pairs, as the system takes them.
+
+    The remote ones are filled in at each run.
+    """
+
+    def __init__(self, transfers: Transfers, local: Sequence[int]) -> None:
+        """local: the address here of each transfer."""
+        self._transfers, self._board = transfers, transfers.neighbours.board
+        count = len(local)
+        pairs = np.empty((2, count, 2), dtype=np.int64)
+        pairs[0, :, 0] = local
+        pairs[:, :, 1] = transfers.sizes if count else 0
+        self._pairs, self._starts = pairs, pairs[1, :, 0]
+        self._seen = b""
+        here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * count
+        self.transfers = [
+            Transfer(transfers.neighbours, rank, (here + _PAIR * i, there + _PAIR * i), nbytes, write)
+            for i, (rank, _, nbytes, write) in enumerate(transfers.rows)
+        ]
 
     def publish(self, own: int, address: int) -> Call:
         """A call that puts this rank's address on the board."""
-        board, place = self.neighbours.board, self.neighbours.places[own]
+        board, place = self._board, self._transfers.neighbours.places[own]
 
         def put() -> None:
             board[place] = address
@@ -105,46 +132,27 @@ class Table:
 
     def load(self) -> None:
         """Look the neighbours' addresses up; after a fence that followed their publishing."""
-        board = self.neighbours.board
-        seen = board.tobytes()
+        seen = self._board.tobytes()
         if seen != self._seen:  # in a training loop the addresses stay
-            if not self._bound:
-                self._bind()
-            np.add(board[self._places], self._shifts, out=self._starts)
+            np.add(self._board[self._transfers.places], self._transfers.offsets, out=self._starts)
             self._seen = seen
-
-    def _bind(self) -> None:
-        self._bound = True
-        count = len(self._transfers)
-        self._remote = np.zeros((count, 2), dtype=np.uint64)
-        self._starts = self._remote[:, 0].view(np.int64)
-        self._places = np.array(self._owners, dtype=np.intp)
-        self._shifts = np.array(self._offsets, dtype=np.int64)
-        for number, transfer in enumerate(self._transfers):
-            self._remote[number, 1] = transfer.nbytes
-            transfer.bind(self._remote[number].ctypes.data)
 
 
 class Transfer:
     """One copy between this process and another; call it to do it."""
 
-    __slots__ = ("_function", "_local", "_pid", "_pointers", "_rank", "nbytes")
+    __slots__ = ("_function", "_nbytes", "_pid", "_pointers", "_rank")
 
-    def __init__(self, neighbours: Neighbours, rank: int, local: np.ndarray, write: bool) -> None:
-        """local: address and length here, uint64 [2]."""
+    def __init__(self, neighbours: Neighbours, rank: int, pointers: tuple[int, int], nbytes: int, write: bool) -> None:
+        """pointers: to the (address, length) pairs here and there."""
         self._function = neighbours.writev if write else neighbours.readv
-        self._pid, self._rank, self._local = neighbours.pids[rank], rank, local
-        self.nbytes = int(local[1])
-        self._pointers = (0, 0)
-
-    def bind(self, remote: int) -> None:
-        self._pointers = (self._local.ctypes.data, remote)
+        self._pid, self._rank, self._pointers, self._nbytes = neighbours.pids[rank], rank, pointers, nbytes
 
     def __call__(self) -> None:
         local, remote = self._pointers
         done = self._function(self._pid, local, 1, remote, 1, 0)
-        if done != self.nbytes:
-            reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {self.nbytes} bytes were there"
+        if done != self._nbytes:
+            reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {self._nbytes} bytes were there"
             raise CommunicationError(
                 f"the memory of rank {self._rank} cannot be reached ({reason}): it has died, or passed a smaller tensor"
             )

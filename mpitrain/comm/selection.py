@@ -14,7 +14,7 @@ from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.shared import shared_all_reduce, staged_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
-from mpitrain.comm.program import Exchange, Program
+from mpitrain.comm.program import Program
 from mpitrain.errors import InputError
 
 ALGORITHMS = ("mpi", "ring", "tree", "halving", "shared", "two_level")
@@ -57,11 +57,6 @@ class Setting:
         else:
             place = ("node" if self.one_node else "nodes") + (" arena" if self.memory == "arena" else "")
         return place + (" crowded" if self.crowded else "")
-
-
-def sends_partial_sums(program: Program) -> bool:
-    """Whether sums in progress travel between ranks: 16-bit data must then be widened first."""
-    return any(isinstance(step, Exchange) and step.reduce for step in program.steps(0))
 
 
 def segments_of(nbytes: int, piece: int, most: int = MOST_SEGMENTS) -> int:

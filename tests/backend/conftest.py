@@ -14,7 +14,7 @@ def group(world):
 
     import mpitrain.backend  # noqa: F401
 
-    dist.init_process_group("mpitrain", timeout=timedelta(seconds=60))
+    dist.init_process_group("mpitrain", timeout=timedelta(minutes=10))
     yield dist
     if dist.is_initialized():
         dist.destroy_process_group()

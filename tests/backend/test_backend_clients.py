@@ -209,3 +209,22 @@ def test_importing_the_backend_leaves_mpi_alone_where_the_launcher_tells_the_ran
     refused = job(2, [sys.executable, "-c", wrong], timeout=60)
     assert refused.returncode != 0
     assert 'say init_process_group("mpitrain")' in refused.stderr
+
+
+@pytest.mark.serial
+def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(tmp_path):
+    code = """if True:
+        import sys, time, torch, torch.distributed as dist, mpitrain.backend
+        from datetime import timedelta
+        dist.init_process_group("mpitrain", timeout=timedelta(seconds=1))
+        if dist.get_rank():
+            time.sleep(60)
+        try:
+            dist.all_reduce(torch.ones(3))
+        except RuntimeError as error:
+            print("caught", error, flush=True)
+        dist.destroy_process_group()"""
+    done = job(2, [sys.executable, "-c", code], timeout=40)
+    assert done.returncode != 0
+    assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in done.stdout
+    assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in done.stderr

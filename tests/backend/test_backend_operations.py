@@ -304,6 +304,43 @@ def test_barriers_end_in_time_and_name_who_is_missing(group, world):
 
 
 @RANKS
+def test_a_collective_of_a_group_with_a_short_limit_raises_where_somebody_waits(group, world):
+    short = group.new_group(timeout=timedelta(seconds=0.5))
+    x = torch.ones(3)
+    late = r"all_reduce of group .* timeout after 0\.5 s; does every rank call it"
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=late):
+            group.all_reduce(x, group=short)
+        work = group.all_reduce(y := torch.ones(2), group=short, async_op=True)
+        with pytest.raises(RuntimeError, match=late):
+            work.wait()
+    group.barrier()
+    if world.rank:
+        group.all_reduce(x, group=short)
+        group.all_reduce(y := torch.ones(2), group=short)
+    else:
+        work.wait(timedelta(seconds=30))  # what was given up goes on, and completes once everybody has come
+    assert x.tolist() == [world.size] * 3 and y.tolist() == [world.size] * 2
+
+
+@RANKS
+def test_memory_of_the_group_is_used_again_once_no_tensor_needs_it(group, world):
+    backend = group.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_tensor_alloc(torch.device("cpu"))
+    x = backend.allocate_tensor(5000, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert (x.shape, x.dtype) == ((5000,), torch.bfloat16)
+    view, address = x[10:20].fill_(1), x.data_ptr()
+    del x
+    other = backend.allocate_tensor(5000, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert other.data_ptr() != address  # the view needs it
+    other.fill_(world.rank)
+    group.all_reduce(other)
+    assert view.tolist() == [1] * 10 and other.unique().tolist() == [sum(range(world.size))]
+    del view
+    assert backend.allocate_tensor(4990, dtype=torch.bfloat16, device=torch.device("cpu")).data_ptr() == address
+
+
+@RANKS
 def test_a_wrong_call_is_an_error_with_its_mend(group, world):
     with pytest.raises(ValueError, match=f"1 output tensors for {world.size} ranks; give one for each"):
         group.all_gather([torch.empty(2)], torch.empty(2))

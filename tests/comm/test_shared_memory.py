@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from support import job, launcher
 
 CHECKS = """
@@ -196,3 +197,26 @@ def test_vectors_of_more_than_2_to_the_31_elements(tmp_path, full):
         pytest.skip("needs 12 GiB of free memory")
     done = two_ranks(tmp_path, LONG, timeout=500)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_is_bound_to_a_tensor_goes_with_its_memory_and_stays_as_long(world):
+    bound = world._operations._bound
+    kept = torch.ones(1 << 18)
+    view = kept[10:]
+    for algorithm in ("auto", "ring", "mpi"):
+        world.all_reduce(view.detach(), algorithm=algorithm)
+    entries = len(bound)
+    assert [world._operations.bound_all_reduce(view, "sum", a, False) is None for a in ("auto", "ring")] == [False] * 2
+    for _ in range(5):
+        for algorithm in ("auto", "ring", "mpi"):
+            x = torch.full((1 << 19,), 2.0)
+            world.all_reduce(x, algorithm=algorithm)
+            assert bool((x == 2 * world.size).all())
+            out = torch.empty((1 << 19) // 8)
+            world.reduce_scatter(out, torch.ones(out.numel() * world.size))
+            assert bool((out == world.size).all())
+    del x, out
+    assert len(bound) == entries
+    del kept, view
+    assert len(bound) == entries - 3

@@ -1,0 +1,220 @@
+"""The collectives of a process group: each method checks, converts and calls the communicator.
+
+Ranks are those of the group; options are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mpitrain.backend.arguments import Tensors, check_length, check_splits, flat_list, joined, listed, options, rooted
+from mpitrain.backend.issuing import Issuing
+from mpitrain.backend.reductions import Reducing, all_reduce_sparse
+from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
+
+
+class Collectives(Issuing):
+    """Old and new names of the same operations: torch's releases and its C++ code differ in which they call."""
+
+    # -- reductions --------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
+        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in tensors]
+
+        def call() -> None:
+            for tensor, reducing in zip(tensors, reducings, strict=True):
+                if tensor.is_sparse:
+                    all_reduce_sparse(tensor, reducing)
+                else:
+                    reducing.all_reduce(tensor)
+
+        return self._run("all_reduce", call, tensors, opts, tensors, opts.reduceOp.op)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
+        tensors = listed(tensors)
+        if isinstance(opts, int):
+            opts = rooted(dist.ReduceOptions(), opts, *others)
+        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in tensors]
+
+        def call() -> None:
+            for tensor, reducing in zip(tensors, reducings, strict=True):
+                reducing.reduce(tensor, opts.rootRank)
+
+        return self._run("reduce", call, tensors, opts, tensors, opts.reduceOp.op, "to", opts.rootRank)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each output becomes this rank's block of the reduction of a list of blocks, one for each rank."""
+        outputs, opts = listed(outputs), options(opts, dist.ReduceScatterOptions)
+        lists = [inputs] if isinstance(inputs[0], torch.Tensor) else list(inputs)
+        check_length(self.comm, "reduce_scatter", "input", lists)
+        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
+
+        def call() -> None:
+            for out, blocks, reducing in zip(outputs, lists, reducings, strict=True):
+                joined = Blocks(blocks)
+                joined.collect()
+                reducing.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
+
+        return self._run("reduce_scatter", call, outputs, opts, lists[0], opts.reduceOp.op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        opts = options(opts, dist.ReduceScatterOptions)
+        outputs, inputs = list(outputs), list(inputs)
+        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
+
+        def call() -> None:
+            for out, x, reducing in zip(outputs, inputs, reducings, strict=True):
+                reducing.reduce_scatter(out, x)
+
+        return self._run("reduce_scatter", call, outputs, opts, outputs, inputs, opts.reduceOp.op)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- movements ---------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        tensors = listed(tensors)
+        if isinstance(opts, int):
+            opts = rooted(dist.BroadcastOptions(), opts)
+        root = opts.rootRank
+
+        def call() -> None:
+            for tensor in tensors:
+                if self.comm.rank == root:
+                    self.comm.broadcast(to_read(tensor), root)
+                else:
+                    into = Written(tensor)
+                    self.comm.broadcast(into.buffer, root)
+                    into.land()
+
+        return self._run("broadcast", call, tensors, opts, tensors, "from", root)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each list of outputs becomes every rank's input; the sizes may differ between ranks."""
+        inputs, opts = listed(inputs), options(opts, c10d.AllgatherOptions)
+        lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
+        check_length(self.comm, "all_gather", "output", lists)
+
+        def call() -> None:
+            for outs, x in zip(lists, inputs, strict=True):
+                blocks = Blocks(outs)
+                self.comm.all_gather(blocks.buffer, to_read(x), counts=None if blocks.even else blocks.sizes)
+                blocks.spread()
+
+        return self._run("all_gather", call, joined(lists), opts, lists[0])
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """output_lists[r][i] becomes rank r's input i."""
+        return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        opts = options(opts, c10d.AllgatherOptions)
+        outputs, inputs = list(outputs), list(inputs)
+
+        def call() -> None:
+            for out, x in zip(outputs, inputs, strict=True):
+                into = Written(out)
+                self.comm.all_gather(into.buffer, to_read(x))
+                into.land()
+
+        return self._run("all_gather", call, outputs, opts, outputs, inputs)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """The root's list of outputs becomes every rank's input."""
+        [x] = listed(inputs)
+        if isinstance(opts, int):
+            opts = rooted(dist.GatherOptions(), opts)
+        root, outs = opts.rootRank, flat_list(outputs)
+        if self.comm.rank == root:
+            check_length(self.comm, "gather", "output", [outs])
+
+        def call() -> None:
+            if self.comm.rank != root:
+                self.comm.gather(None, to_read(x), root)
+                return
+            blocks = Blocks(outs)
+            self.comm.gather(blocks.buffer, to_read(x), root)
+            blocks.spread()
+
+        return self._run("gather", call, outs, opts, [x], "to", root)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """The output becomes this rank's entry of the root's list of inputs."""
+        [out] = listed(outputs)
+        if isinstance(opts, int):
+            opts = rooted(dist.ScatterOptions(), opts)
+        root, blocks = opts.rootRank, flat_list(inputs)
+        if self.comm.rank == root:
+            check_length(self.comm, "scatter", "input", [blocks])
+
+        def call() -> None:
+            into = Written(out)
+            if self.comm.rank == root:
+                joined = Blocks(blocks)
+                joined.collect()
+                self.comm.scatter(into.buffer, joined.buffer, root)
+            else:
+                self.comm.scatter(into.buffer, None, root)
+            into.land()
+
+        return self._run("scatter", call, [out], opts, [out], "from", root)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> dist.Work:
+        """Rows of dimension 0 go to the ranks in order; the split sizes are rows for each rank, none: equal."""
+        into_rows, from_rows = output_split_sizes or [], input_split_sizes or []
+        check_splits(self.comm, "output", output, into_rows)
+        check_splits(self.comm, "input", input, from_rows)
+        opts = options(opts, dist.AllToAllOptions)
+
+        def call() -> None:
+            into = Written(output)
+            self.comm.all_to_all(
+                into.buffer,
+                to_read(input),
+                out_counts=row_counts(output, into_rows),
+                in_counts=row_counts(input, from_rows),
+            )
+            into.land()
+
+        return self._run("all_to_all", call, [output], opts, input.dtype)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Input r goes to rank r; output s comes from rank s."""
+        outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.AllToAllOptions)
+        check_length(self.comm, "all_to_all", "output", [outputs])
+        check_length(self.comm, "all_to_all", "input", [inputs])
+
+        def call() -> None:
+            into, of = Blocks(outputs), Blocks(inputs)
+            of.collect()
+            self.comm.all_to_all(into.buffer, of.buffer, out_counts=into.sizes, in_counts=of.sizes)
+            into.spread()
+
+        return self._run("all_to_all", call, outputs, opts, inputs[0].dtype)

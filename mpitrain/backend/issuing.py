@@ -1,0 +1,54 @@
+"""How an operation of a process group is carried out: now, or in the group's queue; alone, or as one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpitrain.backend import versions
+from mpitrain.backend.arguments import Tensors
+from mpitrain.backend.debug import Comparison
+from mpitrain.backend.queues import Queue
+from mpitrain.backend.tensors import on_stream
+from mpitrain.backend.work import Finished, Operation, Several
+
+
+class Issuing(versions.Base):
+    """A process group's way of doing things."""
+
+    _queue: Queue
+    _comparison: Comparison | None  # in debug mode
+    _coalesced: list[dist.Work] | None  # operations that are being issued as one
+
+    def _run(self, name: str, call: Callable[[], None], outputs: Tensors, options: Any, *alike: object) -> dist.Work:
+        """Carry an operation out now, or put it into the queue. alike: what must be the same on all ranks."""
+        self._compare(name, alike)
+        at_once = not versions.asynchronous(options) and self._coalesced is None
+        if at_once and self._queue.limit is None:
+            self._queue.perform(call)
+            return Finished(outputs)
+        title = f"{name} of {self.comm.label}"
+        work = self._queue.submit(Operation(title, on_stream(outputs, call), outputs, self._queue))
+        if at_once:  # by a thread, because nobody can be called back from inside MPI
+            work.wait()
+        return self._remember(work)
+
+    def _compare(self, name: str, alike: Sequence[object]) -> None:
+        comparison = self._comparison
+        if comparison is not None:
+            self._queue.perform(lambda: comparison.compare(name, alike))
+
+    def _remember(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return Several(works)

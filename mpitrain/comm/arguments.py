@@ -1,0 +1,45 @@
+"""What the arguments of collectives must be: checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mpitrain.comm.member import Member
+from mpitrain.errors import InputError
+
+
+def check_rank(comm: Member, rank: int) -> None:
+    """Raise InputError unless the communicator has the rank."""
+    if not 0 <= rank < comm.size:
+        raise InputError(f"there is no rank {rank} in {comm.label}; ranks are 0 to {comm.size - 1}")
+
+
+def block_sizes(
+    comm: Member, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, words: str
+) -> list[int]:
+    """Elements of each rank's block of `whole`, checked against this rank's part. words: "part whole" names."""
+    part_name, whole_name = words.split()
+    if part is not None and part.dtype != whole.dtype:
+        raise InputError(f"{name}: {part_name} is {part.dtype}, {whole_name} is {whole.dtype}; make them the same")
+    if counts is None:
+        each, rest = divmod(whole.numel(), comm.size)
+        if rest:
+            raise InputError(
+                f"{name}: {whole_name} has {whole.numel()} elements, not a multiple of {comm.size} ranks; pad it "
+                "or give counts"
+            )
+        blocks = [each] * comm.size
+    else:
+        blocks = [int(n) for n in counts]
+        if len(blocks) != comm.size or min(blocks) < 0 or sum(blocks) != whole.numel():
+            raise InputError(
+                f"{name}: counts {blocks} must be {comm.size} numbers that sum to {whole_name}'s {whole.numel()}"
+            )
+    if part is not None and part.numel() != blocks[comm.rank]:
+        raise InputError(
+            f"{name}: {part_name} has {part.numel()} elements, rank {comm.rank}'s block has {blocks[comm.rank]}; "
+            f"{whole_name} is one block per rank"
+        )
+    return blocks
