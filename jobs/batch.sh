@@ -89,6 +89,9 @@ run_trainer() { # run_trainer ARGUMENTS...: sets code
     if [ $code -eq 0 ] && [ "$(newest_step)" -lt "$steps" ]; then
         say "the launcher reports success, but step $steps was not reached" # mpirun does, when it loses a node
         code=1
+    elif [ $code -eq 137 ] && [ "$(newest_step)" -ge "$steps" ]; then
+        say "the launcher was ended after the last step" # by the ranks: it cannot end itself when it has lost a node
+        code=0
     fi
 }
 
