@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -82,10 +83,30 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", f"v{host}", "up")
 
     def clear(self) -> None:
-        """End whatever runs on the hosts, and join them all again."""
-        for host in range(1, self.count + 1):
+        """End whatever runs on the hosts, and join them all again; returns when they reach each other."""
+        hosts = range(1, self.count + 1)
+        for host in hosts:
             _kill_all_on(self.namespace(host))
             self.mend(host)
+        for host in hosts:  # a host that was looked for in vain counts as unreachable for some time more
+            _ip("-n", self.namespace(host), "neighbour", "flush", "dev", "e0")
+        deadline = time.monotonic() + 20
+        while not all(self._reaches(one, other) for one in hosts for other in hosts if one != other):
+            assert time.monotonic() < deadline, "the hosts do not reach each other again"
+
+    def _reaches(self, one: int, other: int) -> bool:
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace(one),
+            "timeout",
+            "2",
+            "bash",
+            "-c",
+            f": <>/dev/tcp/{NETWORK}{other}/9",
+        ]
+        return b"refused" in subprocess.run(words, capture_output=True).stderr  # nobody listens there
 
     def mpirun(
         self, command: Sequence[object], ranks: Sequence[int] = (2, 2, 2), options: Sequence[str] = ()
