@@ -65,7 +65,7 @@ def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_alone(tmp_path, fu
 
     chance = random.Random(11)
     reached = 0
-    for number in range(150 if full else 16):
+    for number in range(150 if full else 6):
         ranks = chance.choice([0, 0, 2])
         for name in ("pids", "saving"):
             (tmp_path / name).unlink(missing_ok=True)
