@@ -142,10 +142,6 @@ class Slice:
     def numel(self) -> int:
         return sum(box.numel for box in self.boxes)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.numel == prod(self.shape)
-
     def pieces(self, name: str, lo: int, hi: int) -> list[tuple[int, Piece]]:
         """Elements [lo, hi) of the rank's tensor: (place in that stretch, the piece of the logical tensor)."""
         found, begin = [], 0

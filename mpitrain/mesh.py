@@ -62,11 +62,6 @@ class Mesh:
         """This rank's number along data, pipeline and tensor."""
         return self.data.rank, self.pipeline.rank, self.tensor.rank
 
-    def rank_at(self, data: int, pipeline: int, tensor: int) -> int:
-        """The rank in the world of a place."""
-        _, p, t = self.shape
-        return (data * p + pipeline) * t + tensor
-
 
 def coordinates(rank: int, shape: tuple[int, int, int]) -> tuple[int, int, int]:
     """A rank's place along data, pipeline and tensor."""

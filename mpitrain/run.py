@@ -237,12 +237,6 @@ class Run:
             self.stopping.watch()
         world.on_root(self._inherit)
 
-    def go_on(self, step: int) -> None:
-        """Write on from `step`, at which the ranks that are left begin."""
-        self._step = self.resumed_step = step
-        if self.world.rank == 0:
-            self._open_records(step)
-
     def report(
         self,
         step: int,

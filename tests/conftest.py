@@ -51,6 +51,12 @@ def world():
     return mpitrain.init(timeout=OPERATION_TIMEOUT, debug=True)
 
 
+@pytest.fixture
+def folder(world, mpi_tmp_path) -> Path:
+    """An empty folder, the same on all ranks."""
+    return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--full"))

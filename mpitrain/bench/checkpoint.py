@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.timing import Contender, interleaved
@@ -42,7 +41,7 @@ _SAVES = (_RAW, _OURS, _DCP, _TORCH)
 def main(arguments: Sequence[str]) -> int:
     options = parser("checkpoint", __doc__ or "", ranks="1,2")
     options.add_argument("--mb", type=int, default=256, metavar="MB", help="MiB of state, all ranks together [256]")
-    options.add_argument("--dir", type=Path, metavar="DIR", help="where to write [a temporary folder here]")
+    options.add_argument("--dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
     options.add_argument("--repeats", type=int, default=9, metavar="N", help="[9]")
     return run(Benchmark("checkpoint", options, measure, report), arguments)
 
@@ -92,37 +91,34 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     warnings.filterwarnings("ignore", module="torch.distributed")
     state = State(world, 16 if options.quick else options.mb)
     parts, wanted = state.parts(), state.empty_parts()
-    made = world.on_root(lambda: tempfile.mkdtemp(prefix="bench-checkpoint-", dir=options.dir or Path.cwd()))
-    folder = Path(made)
-    try:
-        with gloo(world), Store(folder / "ours", world, 1) as store:
-            store.prepare(set_aside=False)
-            store.save(0, parts, {})
-            own, theirs = state.distributed(0), state.distributed(1)
-            dcp.save(own, checkpoint_id=folder / "dcp-load")
-            step = iter(range(1, 1 << 30))
-            buffers = [torch.zeros_like(of) for of in state.slices]
-            fresh = partial(_fresh, store, world, folder)
-            calls: dict[str, Callable[[], object]] = {
-                _RAW: lambda: _raw(folder / f"peer-raw-{world.rank}", state.slices),
-                _OURS: lambda: store.save(next(step), parts, {}),
-                _DCP: lambda: dcp.save(own, checkpoint_id=folder / "peer-dcp"),
-                _TORCH: lambda: _torch_save(folder / f"peer-torch-{world.rank}", state),
-                _COPY: lambda: [b.copy_(s) for b, s in zip(buffers, state.slices, strict=True)],
-                _STALL: lambda: store.save(next(step), parts, {}, background=True),
-                f"load {_OURS}": lambda: store.load(store.newest_first()[0], lambda manifest: wanted),
-                f"load {_DCP}": lambda: dcp.load(theirs, checkpoint_id=folder / "dcp-load"),
-            }
-            contenders = {name: Contender(call, fresh, single=True) for name, call in calls.items()}
-            times = interleaved(world, contenders, 2 if options.quick else options.repeats)
-            for part, name in zip(wanted, state.names, strict=True):
-                if not torch.equal(part.data.view(_ROWS, -1), theirs[name].to_local()):
-                    raise RuntimeError(f"{name}: the two loads differ")
-            store.finish()
-    finally:
-        world.barrier()
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    with (
+        temporary_folder(world, options, "checkpoint") as folder,
+        gloo(world),
+        Store(folder / "ours", world, 1) as store,
+    ):
+        store.prepare(set_aside=False)
+        store.save(0, parts, {})
+        own, theirs = state.distributed(0), state.distributed(1)
+        dcp.save(own, checkpoint_id=folder / "dcp-load")
+        step = iter(range(1, 1 << 30))
+        buffers = [torch.zeros_like(of) for of in state.slices]
+        fresh = partial(_fresh, store, world, folder)
+        calls: dict[str, Callable[[], object]] = {
+            _RAW: lambda: _raw(folder / f"peer-raw-{world.rank}", state.slices),
+            _OURS: lambda: store.save(next(step), parts, {}),
+            _DCP: lambda: dcp.save(own, checkpoint_id=folder / "peer-dcp"),
+            _TORCH: lambda: _torch_save(folder / f"peer-torch-{world.rank}", state),
+            _COPY: lambda: [b.copy_(s) for b, s in zip(buffers, state.slices, strict=True)],
+            _STALL: lambda: store.save(next(step), parts, {}, background=True),
+            f"load {_OURS}": lambda: store.load(store.newest_first()[0], lambda manifest: wanted),
+            f"load {_DCP}": lambda: dcp.load(theirs, checkpoint_id=folder / "dcp-load"),
+        }
+        contenders = {name: Contender(call, fresh, single=True) for name, call in calls.items()}
+        times = interleaved(world, contenders, 2 if options.quick else options.repeats)
+        for part, name in zip(wanted, state.names, strict=True):
+            if not torch.equal(part.data.view(_ROWS, -1), theirs[name].to_local()):
+                raise RuntimeError(f"{name}: the two loads differ")
+        store.finish()
     return {
         "bytes": state.nbytes,
         "hashes": crc32.__module__,

@@ -16,8 +16,6 @@ is all that loading costs; with 1 it is what the step waits for it.
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.step_contenders import RATE, Shape
 from mpitrain.bench.timing import Contender, interleaved
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser("data", __doc__ or "", ranks="1,2,4")
     options.add_argument("--mb", type=int, default=8, metavar="MB", help="MiB of tokens, a byte each [8]")
     options.add_argument("--batch", type=int, default=8, metavar="N", help="samples of a batch, each rank [8]")
-    options.add_argument("--dir", type=Path, metavar="DIR", help="where to put them [a temporary folder here]")
+    options.add_argument("--dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
     options.add_argument("--repeats", type=int, default=9, metavar="N", help="epochs of each loader [9]")
     options.add_argument("--steps", type=int, default=30, metavar="N", help="training steps [30]")
     return run(Benchmark("data", options, measure, report), arguments)
@@ -65,17 +63,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     mb, repeats, steps = (1, 3, 4) if options.quick else (options.mb, options.repeats, options.steps)
-    made = world.on_root(lambda: tempfile.mkdtemp(prefix="bench-data-", dir=options.dir or Path.cwd()))
-    folder = Path(made)
-    try:
+    with temporary_folder(world, options, "data") as folder:
         world.on_root(lambda: _make(folder, mb << 20))
         result = {"loading": _loading(world, folder, options.batch, repeats)}
         models = list(MODELS)[:1] if options.quick else MODELS
         result["steps"] = {name: _steps(world, folder, *MODELS[name], steps) for name in models}
-    finally:
-        world.barrier()
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
     return result
 
 

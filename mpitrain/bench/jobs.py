@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,24 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
             parts[ranks] = json.loads(part.read_text(encoding="utf-8"))
     _write(benchmark, parts, options)
     return EXIT_DONE
+
+
+@contextmanager
+def temporary_folder(world: Communicator, options: argparse.Namespace, name: str) -> Iterator[Path]:
+    """A folder for what is measured with, in --dir or where the results go; removed afterwards. Collective."""
+
+    def make() -> str:
+        parent = (options.dir or options.out).absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f"bench-{name}-", dir=parent)
+
+    folder = Path(world.on_root(make))
+    try:
+        yield folder
+    finally:
+        world.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def launched() -> bool:

@@ -25,6 +25,7 @@ from mpitrain.checkpoint.files import Part, Place, begin_file, bytes_of, make_st
 from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, read_manifest, write_manifest
 from mpitrain.checkpoint.view import VIEW, make_view
+from mpitrain.disk import sync
 from mpitrain.errors import InputError
 from mpitrain.layout import Piece
 
@@ -65,7 +66,7 @@ def export(folder: Path, out: Path) -> int:
         temporary = out.with_name(folders.temporary_name(out.name))
         try:
             write(temporary, folder, manifest, sources | ties)
-            folders.sync(temporary)
+            sync(temporary)
             os.rename(temporary, out)
         finally:
             temporary.unlink(missing_ok=True)
@@ -139,7 +140,7 @@ def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> 
         tensors = {part.spec.name: part.spec for part in parts}
         view = image_bytes(make_view(tensors, extents, values["tied"]))
         (temporary / VIEW).write_bytes(view)
-        folders.sync(temporary / VIEW)
+        sync(temporary / VIEW)
         manifest = Manifest(
             0,
             tensors,

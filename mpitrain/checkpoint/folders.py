@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import MANIFEST
+from mpitrain.disk import free_name, sync
 from mpitrain.errors import InputError
 
 LATEST = "latest"
@@ -54,12 +55,8 @@ def find(path: Path) -> list[Path]:
 
 def set_aside(root: Path) -> None:
     """Move a folder with checkpoints out of the way, under another name. Raises OSError."""
-    if not finished_steps(root):
-        return
-    number = 1
-    while (aside := root.with_name(f"{root.name}.{number}")).exists():
-        number += 1
-    os.rename(root, aside)
+    if finished_steps(root):
+        os.rename(root, free_name(root))
 
 
 def remove_leftovers(root: Path) -> None:
@@ -127,11 +124,3 @@ def doomed(steps: Sequence[int], keep: int, verified: Collection[int], unusable:
 def unwritable(folder: Path, error: OSError) -> InputError:
     reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
     return InputError(f"{folder} could not be saved: {reason}; make room, or choose another run.dir")
-
-
-def sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,6 +37,7 @@ from mpitrain.checkpoint.parity import (
     ranks_of,
     rebuild_rounds,
 )
+from mpitrain.disk import sync
 from mpitrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class LocalFolders:
         for one, ranks in sets:
             for parity, rank in zip(one.parities, ranks, strict=True):
                 if rank == comm.rank and (folder / parity).exists():
-                    folders.sync(folder / parity)
+                    sync(folder / parity)
         return [one for one, _ in sets]
 
     def forget(self, comm: Communicator, step: int) -> None:
@@ -243,7 +244,7 @@ def _clear(folder: Path) -> None:
 
 def _arrive(folder: Path, names: Sequence[str]) -> None:
     for name in names:
-        folders.sync(folder / f"{name}{_BROUGHT}")
+        sync(folder / f"{name}{_BROUGHT}")
         os.replace(folder / f"{name}{_BROUGHT}", folder / name)
 
 

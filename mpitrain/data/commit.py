@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mpitrain.data.format import is_dataset
+from mpitrain.disk import sync
 from mpitrain.errors import InputError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -66,15 +67,6 @@ def os_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{what}: {_reason(error)}") from error
-
-
-def sync(path: Path) -> None:
-    """Makes a file's or folder's content durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: OSError) -> str:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpitrain.data.commit import make_dataset, sync
+from mpitrain.data.commit import make_dataset
 from mpitrain.data.dataset import verify
 from mpitrain.data.defaults import resolve
 from mpitrain.data.format import MANIFEST, TOKENIZER, Manifest, ShardSpec, read_manifest
+from mpitrain.disk import sync
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpitrain.disk import free_name
 from mpitrain.errors import InputError
 
 METRICS = "metrics.jsonl"
@@ -158,12 +159,8 @@ def _cut_after(path: Path, resume_step: int) -> int:
 
 def _set_aside(path: Path) -> None:
     """An earlier run's file, unless empty, gets the first free number."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    os.rename(path, aside)
+    if path.exists() and path.stat().st_size:
+        os.rename(path, free_name(path))
 
 
 def _finite(value: Any) -> Any:

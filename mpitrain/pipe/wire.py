@@ -15,22 +15,10 @@ from typing import Any
 import torch
 
 from mpitrain.comm import Communicator, Work
+from mpitrain.comm.buffers import DTYPES
 from mpitrain.errors import InputError
 
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_DTYPES = tuple(sorted(DTYPES, key=str))  # a header says which by its number
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mpitrain.bench.data import _compare, report
 
 def test_a_quick_run_writes_samples_and_shares_of_a_step(tmp_path):
     command = [sys.executable, "-m", "mpitrain.bench", "data", "--quick", "--ranks", "2"]
-    done = job(0, [*command, "--out", str(tmp_path), "--dir", str(tmp_path)], timeout=110)
+    done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "BENCH-data.json").read_text())["results"]["2"]
     assert result["loading"]["samples"] == ((1 << 20) - 1) // 128 // 16 * 16  # whole batches of 8 on 2 ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from mpitrain.errors import MpitrainError
 
 
 @pytest.fixture
-def store(world, mpi_tmp_path):
-    made = Store(Path(world.broadcast_object(str(mpi_tmp_path))) / "c", world, keep=2)
+def store(world, folder):
+    made = Store(folder / "c", world, keep=2)
     made.prepare(set_aside=False)
     return made
 

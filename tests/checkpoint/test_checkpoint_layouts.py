@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from checkpoint_states import (
@@ -22,11 +20,6 @@ from checkpoint_states import (
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.errors import CheckpointError
-
-
-@pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -6,7 +6,6 @@ import fcntl
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from mpitrain.checkpoint.manifest import read_manifest
 
 
 @pytest.fixture
-def run(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path))) / "run"
+def run(folder):
+    return folder / "run"
 
 
 def _saved(world, run, steps=(1,), *, keep=9, seed=3):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from checkpoint_states import empty, in_shares, in_slices, same, small_tensors, whole_parts
@@ -29,11 +28,6 @@ def _store(world, folder, redundancy, *, nodes=None, places=None, files="rank", 
     return Store(
         folder / "c", world, 2, files=files, local=local, redundancy=redundancy, flush_every=flush_every, nodes=nodes
     )
-
-
-@pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
 
 
 @pytest.mark.ranks(2, 3, 4, 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from math import prod
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -18,11 +17,6 @@ from hypothesis import strategies as st
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.view import rectangles
 from mpitrain.layout import Box, Piece
-
-
-@pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -36,11 +36,6 @@ def copies(tensors, rank, size):
 
 
 @pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
-
-
-@pytest.fixture
 def saved(world, folder):
     """A store, the tensors in it, and the folder of a checkpoint in which each rank has a flat slice of each."""
     generator = torch.Generator().manual_seed(5)

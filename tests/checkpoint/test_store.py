@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import h5py
 import pytest
@@ -14,11 +13,6 @@ from mpitrain.errors import CheckpointError
 from mpitrain.layout import Box, Piece, shares, split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)
-
-
-@pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
 
 
 def _tensors():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,8 +95,7 @@ def test_many_at_once_make_one_copy(tokens_set, tmp_path):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_first_rank_of_a_node_copies_and_all_find_it(world, mpi_tmp_path):
-    folder = Path(world.broadcast_object(str(mpi_tmp_path)))
+def test_the_first_rank_of_a_node_copies_and_all_find_it(world, folder):
     world.on_root(lambda: make(folder))
     for _ in range(2):
         stage_on_nodes(world, str(folder / "set"), folder / "disk")
@@ -107,8 +105,7 @@ def test_the_first_rank_of_a_node_copies_and_all_find_it(world, mpi_tmp_path):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_fails_on_one_rank_is_told_by_all(world, mpi_tmp_path):
-    folder = Path(world.broadcast_object(str(mpi_tmp_path)))
+def test_what_fails_on_one_rank_is_told_by_all(world, folder):
     world.on_root(lambda: make(folder))
     world.on_root(lambda: (folder / "disk").write_text("no folder"))
     with pytest.raises(InputError, match=r"disk.*a file lies where a folder is needed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +17,6 @@ from mpitrain.shard.precision import LossScale
 from mpitrain.shard.settings import from_config
 
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
-
-
-@pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
 
 
 def train(engine, world, steps, first=0, accumulate=1):

@@ -20,11 +20,6 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
-
-
 def save(engine, comm, folder):
     parts, values = engine.parts()
     with Store(folder, comm, 3) as store:

@@ -16,11 +16,6 @@ MANY = pytest.mark.ranks(2, 3, 4, 8)
 
 
 @pytest.fixture
-def folder(world, mpi_tmp_path):
-    return Path(world.broadcast_object(str(mpi_tmp_path)))
-
-
-@pytest.fixture
 def text(world, folder):
     """A small text data set."""
     path = folder / "text"
