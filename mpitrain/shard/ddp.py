@@ -55,7 +55,7 @@ class DistributedDataParallel(nn.Module):
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
         groups = flat_groups(order, self._bucket_mb)
         gradients = WholeGradients(groups, self._reduction, sharded=False)
-        return Reducer(gradients, self._names, unused_allowed=self._unused, static=self._static)
+        return Reducer(gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and self.reducer.enabled and torch.is_grad_enabled():

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from mpitrain.comm import Communicator, Work
+from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.shard.flat import FlatGroup, adopt
 
@@ -91,6 +91,9 @@ class Gradients(Protocol):
 
     groups: Sequence[FlatGroup]
 
+    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Where its next gradient can be computed at once, if nothing is there; given away at most once a pass."""
+
     def arrived(self, parameter: nn.Parameter) -> None:
         """Its gradient of this backward pass is complete."""
 
@@ -140,6 +143,7 @@ class WholeGradients:
             arena.tensor.zero_()
         self._apart = [arena.tensor.dtype != g.dtype for arena, g in zip(self._arenas, groups, strict=True)]
         self._stale: set[nn.Parameter] = set()  # whose place in another dtype the next gradient replaces
+        self._given: set[nn.Parameter] = set()  # whose place is where a gradient on its way lies
         self._views: dict[nn.Parameter, tuple[torch.Tensor, bool]] = {}
         for g, group in enumerate(groups):
             for parameter, view in zip(group.parameters, group.views(self._arenas[g].tensor), strict=True):
@@ -149,8 +153,16 @@ class WholeGradients:
         whole = not sharded and reduction.compression is None and not reduction.overlaps
         self.at_once = [arena.tensor for arena in self._arenas] if whole else None
 
+    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        view, apart = self._views[parameter]
+        if apart or parameter.grad is not None or parameter in self._given:
+            return None
+        self._given.add(parameter)
+        return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
+
     def arrived(self, parameter: nn.Parameter) -> None:
         view, apart = self._views[parameter]
+        self._given.discard(parameter)
         if not apart:
             adopt(parameter, view)
         elif parameter.grad is not None:
@@ -176,6 +188,7 @@ class WholeGradients:
                 self.reduction.among_replicas(self.reduction.own(bucket))
 
     def zero(self) -> None:
+        self._given.clear()
         for parameter, (_, apart) in self._views.items():
             parameter.grad = None
             if apart:
@@ -237,15 +250,30 @@ class ShardedGradients:
             for length, shard in zip(longest, self._shards, strict=True)
         ]
         self._stale: set[int] = set()  # buckets whose shares the next reduction replaces
-        self._started: list[tuple[int, torch.Tensor, Work | None]] = []  # (bucket, reduced share, work) not yet added
+        self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
         self._members: list[list[tuple[nn.Parameter, int]]] = [[] for _ in self._numbers]  # with offsets in the bucket
+        self._next = 0  # the bucket to be started next
+        self._given: set[nn.Parameter] = set()  # whose place in a slot is where a gradient on its way lies
+        self._where: dict[nn.Parameter, tuple[int, int]] = {}  # (bucket, offset in it)
         first = 0
         for group in groups:
             for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-                self._members[first + place.bucket].append(
-                    (parameter, place.offset - group.layout.bounds[place.bucket])
-                )
+                bucket, offset = first + place.bucket, place.offset - group.layout.bounds[place.bucket]
+                self._members[bucket].append((parameter, offset))
+                self._where[parameter] = bucket, offset
             first += group.layout.buckets
+
+    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        bucket, offset = self._where[parameter]
+        slots = self._slots[self._numbers[bucket][0]]
+        slot = slots[bucket % len(slots)].tensor
+        if bucket != self._next or slot.dtype != parameter.dtype:
+            return None
+        if parameter.grad is not None or parameter in self._given:
+            return None
+        self._make_room(slots)
+        self._given.add(parameter)
+        return slot[offset : offset + parameter.numel()].view(parameter.shape)
 
     def arrived(self, parameter: nn.Parameter) -> None:
         return
@@ -256,8 +284,8 @@ class ShardedGradients:
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]
         slots = self._slots[g]
-        if len(self._started) >= len(slots):
-            self._collect(self._started.pop(0))
+        self._make_room(slots)
+        self._next = bucket + 1
         layout = self.groups[g].layout
         lo, hi = layout.bounds[b], layout.bounds[b + 1]
         slot = slots[bucket % len(slots)].tensor[: hi - lo]
@@ -267,8 +295,16 @@ class ShardedGradients:
         shapes = self._compressed[bucket]
         share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.own(slot)
         work = self.reduction.scatter(share, slot, bucket, shapes, background=background)
-        self._started.append((bucket, share, work))
+        if work is None:
+            self._collect((bucket, share, work))
+        else:
+            self._started.append((bucket, share, work))
         return work
+
+    def _make_room(self, slots: Sequence[Arena]) -> None:
+        """Have the slot of the bucket to be started next free."""
+        if len(self._started) >= len(slots):
+            self._collect(self._started.pop(0))
 
     def _fill(self, bucket: int, slot: torch.Tensor) -> None:
         """Move the gradients of a bucket into the slot; missing ones and gaps are zeros."""
@@ -276,11 +312,13 @@ class ShardedGradients:
         for parameter, begin in self._members[bucket]:
             slot[at:begin].zero_()
             at = begin + parameter.numel()
+            self._given.discard(parameter)
             if parameter.grad is None:
                 slot[begin:at].zero_()
-            else:
+                continue
+            if parameter.grad.data_ptr() != slot[begin:].data_ptr():
                 slot[begin:at].view(parameter.shape).copy_(parameter.grad)
-                parameter.grad = None
+            parameter.grad = None
         slot[at:].zero_()
 
     def _collect(self, started: tuple[int, torch.Tensor, Work | None]) -> None:
@@ -308,8 +346,11 @@ class ShardedGradients:
         for started in self._started:
             self._collect(started)
         self._started.clear()
+        self._next = 0
 
     def zero(self) -> None:
+        self._given.clear()
+        self._next = 0
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.grad = None

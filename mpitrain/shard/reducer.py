@@ -17,13 +17,16 @@ from mpitrain.comm import Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import refuse_sparse
 from mpitrain.shard.gradients import ShardedGradients, WholeGradients
+from mpitrain.shard.in_place import InPlace
 
 
 class Reducer:
     """Watches the backward passes of the parameters of `gradients`.
 
-    names: of the parameters. unused_allowed: parameters without a gradient count as zero; else they are an error
-    that names them. static: the first backward pass tells which parameters are used, and how often, in all of them.
+    names: of the parameters. module: theirs, whose linear layers are to compute gradients where they are reduced;
+    None where backward passes are not autograd's alone.
+    unused_allowed: parameters without a gradient count as zero; else they are an error that names them.
+    static: the first backward pass tells which parameters are used, and how often, in all of them.
     forget_unused: parameters that no rank used keep no gradient, so that optimizers leave them alone.
     """
 
@@ -31,6 +34,7 @@ class Reducer:
         self,
         gradients: WholeGradients | ShardedGradients,
         names: Mapping[nn.Parameter, str],
+        module: nn.Module | None,
         *,
         unused_allowed: bool = False,
         static: bool = False,
@@ -58,11 +62,14 @@ class Reducer:
         self._works: list[Work | None] = []
         self._in_backward = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._bucket]
+        self._in_place = InPlace(module, self._bucket, gradients) if module is not None else None
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        if self._in_place is not None:
+            self._in_place.remove()
 
     def take_over(self, earlier: Reducer) -> None:
         """Go on after another reducer of the same parameters, which is closed: with what their gradients hold."""

@@ -87,8 +87,9 @@ class Sharding:
         self.groups, self.parameters = self._place_parameters(named)
         refuse_strangers(optimizer, self.groups)
         gradients = self._place_gradients()
+        whose = None if staged else module  # split backward passes take weight gradients out of autograd's
         self.reducer = Reducer(
-            gradients, names, unused_allowed=True, forget_unused=not self.stage.states and not staged
+            gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states and not staged
         )
         if isinstance(self.parameters, ShardedParameters) and isinstance(gradients, ShardedGradients):
             gradients.taken = self.parameters.bucket_done

@@ -1,0 +1,238 @@
+"""Weight gradients computed where they are reduced: the same bits as torch's, without a copy, only where it is safe."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mpitrain.shard import in_place
+from mpitrain.shard.ddp import DistributedDataParallel
+from mpitrain.shard.engine import Engine
+from mpitrain.shard.gradients import ShardedGradients, WholeGradients
+from mpitrain.shard.in_place import InPlace, Linear
+from mpitrain.shard.sharding import Options
+
+WIDTH = 256  # WIDTH^2 elements are just enough of a weight
+
+
+class OnePlace:
+    """Memory for the gradient of one weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.memory, self.given = torch.empty_like(weight), 0
+
+    def place(self, parameter):
+        if parameter.grad is not None:
+            return None
+        self.given += 1
+        return self.memory.view_as(self.memory)
+
+    def holds(self, gradient) -> bool:
+        return gradient.data_ptr() == self.memory.data_ptr()
+
+
+@pytest.fixture
+def pair():
+    """A layer as torch has it; the same one with a place for its gradient; the place."""
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, WIDTH)
+    layer = copy.deepcopy(plain)
+    place = OnePlace(layer.weight.detach())
+    hooked = InPlace(layer, layer.parameters(), place)
+    yield plain, layer, place
+    hooked.remove()
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("out", "into", "shape"), [(512, 256, (1, 128, 256)), (256, 300, (3, 7, 300)), (700, 100, (2, 3, 2, 100))]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_gradients_have_the_bits_of_torchs_own_layer(dtype, out, into, shape, bias):
+    torch.manual_seed(0)
+    plain = nn.Linear(into, out, bias).to(dtype)
+    layer = copy.deepcopy(plain)
+    place = OnePlace(layer.weight.detach())
+    hooked = InPlace(layer, layer.parameters(), place)
+    found = []
+    for module in (plain, layer):
+        x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        y = module(x * 1.5)
+        y.square().sum().backward()
+        found.append([y, x.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert place.holds(layer.weight.grad)
+    hooked.remove()
+
+
+def test_a_second_backward_pass_adds_to_the_first(pair):
+    plain, layer, place = pair
+    x = torch.randn(5, WIDTH)
+    for module in (plain, layer):
+        module(x).square().sum().backward()
+        module(x + 1).square().sum().backward()
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+    assert place.holds(layer.weight.grad) and place.given == 1
+
+
+def test_results_of_torch_autograd_grad_are_the_callers(pair):
+    plain, layer, place = pair
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    wanted = torch.autograd.grad(plain(x).square().sum(), [x, plain.weight, plain.bias])
+    found = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert place.given == 0
+
+
+def test_gradients_of_gradients_are_right(pair):
+    found = []
+    for module in pair[:2]:
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        found.append((x.grad, module.weight.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("elsewhere", ["compiled", "torch.func", "autocast", "a copy", "frozen", "not contiguous"])
+def test_where_it_cannot_be_done_the_layer_computes_as_ever(pair, elsewhere):
+    plain, layer, place = pair
+    found = []
+    for module in (plain, layer):
+        x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        weight = module.weight
+        if elsewhere == "compiled":
+            y = torch.compile(module, backend="eager")(x)
+        elif elsewhere == "torch.func":
+            y = torch.func.vmap(module)(x[:, None])
+        elif elsewhere == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                y = module(x)
+        elif elsewhere == "a copy":
+            module = copy.deepcopy(module)
+            weight = module.weight
+            y = module(x)
+        elif elsewhere == "frozen":
+            y = module.requires_grad_(False)(x)
+        else:
+            y = module(x.t())
+        y.sum().backward()
+        found.append([y, x.grad, weight.grad])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert elsewhere == "frozen" or torch.equal(found[0][2], found[1][2])
+    assert place.given == 0
+
+
+def test_small_tied_and_derived_layers_are_left_alone():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Own(WIDTH, WIDTH), nn.Linear(9, 9)
+    )
+    model[1].weight = model[2].weight
+    hooked = InPlace(model, model.parameters(), OnePlace(model[0].weight.detach()))
+    assert [type(layer) for layer in model] == [Linear, nn.Linear, nn.Linear, Own, nn.Linear]
+    hooked.remove()
+    assert type(model[0]) is nn.Linear
+
+
+class Wide(nn.Module):
+    """One layer is used twice in a pass, one is tied to an embedding; each block has small parameters as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def loss(self, output, y):
+        return functional.cross_entropy(output, y)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.twice(torch.tanh(self.twice(x))))
+
+
+LARGE = 5  # weights of `Wide` that have a place: of the blocks, and of `twice`, once in a pass
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """The parameters whose places were given away, in order."""
+    found: list[nn.Parameter] = []
+    for kind in (WholeGradients, ShardedGradients):
+        original = kind.place
+
+        def place(self, parameter, original=original):
+            made = original(self, parameter)
+            if made is not None:
+                found.append(parameter)
+            return made
+
+        monkeypatch.setattr(kind, "place", place)
+    return found
+
+
+def trained(comm, **options):
+    """Parameters after two steps of two microbatches."""
+    model = Wide()
+    engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), lr=1e-3), comm, Options(**options))
+    generator = torch.Generator().manual_seed(comm.rank)
+    for _ in range(2):
+        x = torch.randint(WIDTH, (2, 8), generator=generator)
+        engine.forward_backward([[(row, row + 1 - row // (WIDTH - 1)) for row in x]], 16 * comm.size)
+        engine.step()
+    found = engine.state_dict()
+    engine.close()
+    assert all(type(layer) is not Linear for layer in model.modules())
+    return found
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("spare_cores", [0, 1])
+@pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3, "share_node": False}], ids=str)
+def test_training_has_the_same_bits_as_with_copies(world, options, spare_cores, given, monkeypatch):
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare_cores))
+    comm = world.split(0)
+    found = trained(comm, bucket_mb=0.7, **options)
+    count = len(given)
+    monkeypatch.setattr(in_place, "LEAST", 1 << 40)
+    wanted = trained(comm, bucket_mb=0.7, **options)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    # the first microbatch of a step, or each of them where every one is reduced
+    passes = 2 * (2 if options["zero"] >= 2 else 1)
+    # a gathered model's root unit has the last bucket, but `twice`, which is in it, comes first
+    each = LARGE - ("share_node" in options)
+    assert (count, len(given) - count) == (each * passes, 0)
+    comm.free()
+
+
+@pytest.mark.ranks(1, 2)
+def test_distributed_data_parallel_computes_in_place_and_rebuilds(world, given):
+    wrapped, plain = DistributedDataParallel(Wide(), world, bucket_mb=0.5), Wide()
+    tokens = torch.randint(WIDTH, (3, world.size, 8), generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        for module in (wrapped, plain):
+            for parameter in module.parameters():
+                parameter.grad = None
+        wrapped.module.loss(wrapped(tokens[step, world.rank]), tokens[step, world.rank]).backward()
+        for mine in tokens[step]:
+            (plain.loss(plain(mine), mine) / world.size).backward()
+        for a, b in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+    assert len(given) == 3 * LARGE
