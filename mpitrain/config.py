@@ -102,7 +102,9 @@ class CommSection(Section):
     algorithm: Literal["auto", "mpi", "ring", "tree", "halving", "shared", "two_level"] = Field(
         "auto", description="all-reduce algorithm"
     )
-    bucket_mb: float = Field(25.0, gt=0.0, description="gradient bucket size in MiB")
+    bucket_mb: float = Field(
+        25.0, gt=0.0, description="gradient bucket size in MiB; at parallel.zero 2 and 3 at most 4 on one busy node"
+    )
     compression: Literal["none", "fp16", "bf16", "topk", "powersgd"] = Field(
         "none", description="gradient compression on the wire"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import subprocess
 import sys
 import time
 
@@ -14,7 +13,7 @@ from support import job
 
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import markdown
-from mpitrain.bench.step import _groups, _losses, _parser
+from mpitrain.bench.step import _groups, _losses, _parser, main
 from mpitrain.bench.step_contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
 from mpitrain.bench.step_memory import _watching
 from mpitrain.bench.step_report import report
@@ -24,23 +23,20 @@ MIB = 1 << 20
 SMALL = Shape(vocabulary=32, layers=2, width=64, tokens=8)
 
 
-def bench(*arguments: object, timeout: float = 110) -> subprocess.CompletedProcess[str]:
-    return job(0, [sys.executable, "-m", "mpitrain.bench", "step", *map(str, arguments)], timeout=timeout)
-
-
 # -- the command ---------------------------------------------------------------------------------------------
 
 
 def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
-    done = bench("--quick", "--ranks", 2, "--only", "ZeRO-2,torch DDP", "--out", tmp_path)
+    command = [sys.executable, "-m", "mpitrain.bench", "step", "--quick", "--ranks", "2", "--only", "ZeRO-2"]
+    done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "BENCH-step.json").read_text())
     [found] = values["results"]["2"]["sizes"].values()
     of = found["communication-heavy"]
-    assert set(of) == {ALONE, "ZeRO-2", "torch DDP"}
+    assert set(of) == {ALONE, "ZeRO-2"}
     assert all(0 < v["best"] <= v["median"] < 60 and v["memory"]["node"] > v["memory"]["rank"] / 2 for v in of.values())
     assert of["ZeRO-2"]["account"]["states"] == 2 * of["ZeRO-2"]["account"]["gradients"] > 0
-    assert of["ZeRO-2"]["loss"] == pytest.approx(of["torch DDP"]["loss"], rel=1e-4)
+    assert of["ZeRO-2"]["loss"] == pytest.approx(of[ALONE]["loss"], rel=1e-2)  # few steps: nearly the same yet
     text = (tmp_path / "BENCH-step.md").read_text()
     for words in ("quick run", "/ one process", "not computing ms", "a node, MiB", "activations"):
         assert words in text, words
@@ -48,10 +44,13 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     assert (tmp_path / "BENCH-step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_contender_is_named_with_those_there_are():
-    done = bench("--only", "ZeRO-4")
-    assert done.returncode == 2
-    assert "'ZeRO-4'" in done.stderr and "ZeRO-3 gathered" in done.stderr and "Traceback" not in done.stderr
+def test_an_unknown_contender_is_named_with_those_there_are(capsys):
+    assert _parser().parse_args(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
+    with pytest.raises(SystemExit) as left:
+        main(["--only", "ZeRO-4"])
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert "'ZeRO-4'" in told and "ZeRO-3 gathered" in told
 
 
 # -- the contenders ------------------------------------------------------------------------------------------

@@ -37,9 +37,10 @@ time.sleep(60)
 
 
 class Job:
-    """Two ranks that have communicated and wait. pids: of everything mpirun started, itself first."""
+    """Two ranks that communicate and then wait. pids: of everything mpirun started, itself first."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         folder.mkdir()
         (folder / "rank.py").write_text(RANK)
         self.process = subprocess.Popen(
@@ -49,16 +50,16 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        try:
-            deadline = time.monotonic() + 60
-            while not all((folder / str(r)).exists() and (folder / str(r)).read_text() for r in range(2)):
-                assert self.process.poll() is None, "the job ended too early"
-                assert time.monotonic() < deadline, "the job did not start"
-                time.sleep(0.02)
-        except BaseException:
-            self.kill()
-            raise
-        self.ranks = [int((folder / str(r)).read_text()) for r in range(2)]
+
+    def communicated(self) -> None:
+        """Wait until both ranks have, and note which processes and files are the job's."""
+        told = [self.folder / str(rank) for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(path.exists() and path.read_text() for path in told):
+            assert self.process.poll() is None, "the job ended too early"
+            assert time.monotonic() < deadline, "the job did not start"
+            time.sleep(0.02)
+        self.ranks = [int(path.read_text()) for path in told]
         self.pids = _with_descendants(self.process.pid)
         assert set(self.ranks) < set(self.pids)
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.ranks)
@@ -112,18 +113,23 @@ def _wait_until(condition) -> None:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Job]:
-    started = Job(folder)
+def running(*folders: Path) -> Iterator[list[Job]]:
+    """A job in each folder, started at once. Killed at the end, and what they left removed."""
+    jobs: list[Job] = []
     try:
-        yield started
+        jobs.extend(map(Job, folders))
+        for started in jobs:
+            started.communicated()
+        yield jobs
     finally:
-        started.kill()
+        for started in jobs:
+            started.kill()
         job(0, CLEAN)
 
 
 def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path):
     before = of_nobody()
-    with running(tmp_path / "live") as live, running(tmp_path / "dead") as dead:
+    with running(tmp_path / "live", tmp_path / "dead") as (live, dead):
         assert any(path.parent == SHM for path in live.files)
         dead.kill()
         _assert_only_the_librarys(of_nobody() - before)
@@ -147,7 +153,7 @@ def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path
 
 def test_nothing_of_ours_is_left_in_shared_memory_when_the_ranks_are_killed(tmp_path):
     before = of_nobody()
-    with running(tmp_path / "job") as killed:
+    with running(tmp_path / "job") as [killed]:
         for pid in killed.ranks:
             _kill(pid)
         killed.process.wait(30)
