@@ -59,6 +59,8 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
     """
     global _world
     if _world is not None:
+        if abort_on_error:  # the backend, which does not ask for it, may have come first
+            _world.process.faults.install()
         return _world
     comm = MPI.COMM_WORLD
     faults = Faults(comm.Dup())
