@@ -192,13 +192,18 @@ class Binder:
         reduction: Reduction | None = None,
         arena: Arena | None = None,
         keeps: Sequence[object] = (),
+        *,
+        fenced: bool = True,
     ) -> Compiled:
-        """arena: the one whose memory neighbours touch, where it is not memory of this instance."""
+        """arena: the one whose memory neighbours touch, where it is not memory of this instance.
+
+        fenced: False leaves the fences out, in whose place the caller meets the other ranks.
+        """
         owner = arena or self._board or self._staging
-        fence: list[Call] = [self.node.Barrier]
-        if owner is not None and owner.window is not None and not _ORDERED:  # MPI-4.1 section 12.7: sync, meet, sync
-            fence = [owner.window.Sync, self.node.Barrier, owner.window.Sync]
-        key = id(program), layout.shape, (reduction.op, reduction.dtype) if reduction is not None else None, id(owner)
+        sync = syncs(owner)  # MPI-4.1 section 12.7: sync, meet, sync
+        fence: list[Call] = [*sync, self.node.Barrier, *sync] if fenced else []
+        reduces = (reduction.op, reduction.dtype) if reduction is not None else None
+        key = id(program), layout.shape, reduces, id(owner), fenced
         known = self._plans.get(key)
         if known is None:
             plan = Plan(program, self.comm, layout, reduction, fence)
@@ -241,6 +246,11 @@ def _kept(among: OrderedDict[Hashable, T], key: Hashable, made: T) -> T:
     if len(among) > _KEPT:
         among.popitem(last=False)
     return made
+
+
+def syncs(arena: Arena | None) -> list[Call]:
+    """What a rank calls before and after it meets others, for what was written in the arena to be seen."""
+    return [] if _ORDERED or arena is None or arena.window is None else [arena.window.Sync]
 
 
 def at_address(x: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,13 @@ from mpi4py import MPI
 
 from mpitrain.comm.arena import Arena, allocate
 from mpitrain.comm.arguments import block_sizes, check_rank
+from mpitrain.comm.binding import syncs
 from mpitrain.comm.buffers import LARGEST_COUNT, as_tensor
 from mpitrain.comm.checks import Checks, place_of
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.device import synchronize, through_host
+from mpitrain.comm.lagging import Lagging, Meeting
 from mpitrain.comm.messages import ANY_SOURCE, PointToPoint
 from mpitrain.comm.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.operations import Operations
@@ -61,6 +63,8 @@ class Communicator(PointToPoint, Values):
         self._record = process.watchdog.record(label)
         self._background_record = process.watchdog.record(f"{label} (async)")
         self._message_record = process.watchdog.record(f"{label} (messages)")
+        self._lagging_record = process.watchdog.record(f"{label} (lagging)")
+        self._meetings: tuple[Meeting, Meeting] | None = None
 
     def _make_operations(self, comm: MPI.Intracomm) -> Operations:
         process = self.process
@@ -104,7 +108,10 @@ class Communicator(PointToPoint, Values):
         self._operations.free()
         if self._background is not None:
             self._background.free()
-        for record in (self._record, self._background_record, self._message_record):
+        if self._meetings is not None:
+            for meeting in self._meetings:
+                meeting.free()
+        for record in (self._record, self._background_record, self._message_record, self._lagging_record):
             self.process.watchdog.forget(record)
         self._messages.Free()
 
@@ -222,6 +229,24 @@ class Communicator(PointToPoint, Values):
         alike, placed = (op, blocks, algorithm, reproducible), _placed(of, algorithm)
         return self._run("reduce_scatter", bind, async_op, (of, into), (False, True), alike, placed=placed)
 
+    def lagging_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum") -> Lagging | None:
+        """Begin a reduce_scatter of size blocks of out's length that needs no thread, see `mpitrain.comm.lagging`.
+
+        x stays as it is until the `release` of what is returned. None, on all ranks, where they do not share x's
+        memory: it has to be in an arena, and all of them on one node. Collective; so is `wait`, in the same order.
+        """
+        blocks = block_sizes(self, "reduce_scatter", out, x, None, "out x")
+        body = self._operations.body_of_reduce_scatter(out, x, op)
+        if body is None:
+            return None
+        self._compare("reduce_scatter", (x, out), (op, blocks, "lagging", False), placed=x)
+        if self._meetings is None:
+            node = self._operations.node
+            complete, read = (Meeting(self.process.track(_intra(node.Dup()))) for _ in range(2))
+            self._meetings = complete, read
+        sync = syncs(self._operations.arena_of(x))
+        return Lagging("lagging reduce_scatter", x, body, *self._meetings, sync, self._lagging_record)
+
     # -- movements ---------------------------------------------------------------------------------------
 
     def broadcast(self, x: Any, root: int, algorithm: str = "auto", async_op: bool = False) -> Work | None:
@@ -338,12 +363,7 @@ class Communicator(PointToPoint, Values):
         uneven, the size. staged: whether tensors on a device are to be staged; else bind takes them as they are.
         placed: the tensor that neighbours find in an arena by its offset.
         """
-        if self._checks is not None:
-            first = tensors[0] if tensors else None
-            place = "" if placed is None else place_of(placed, self._operations.arena_of(placed))
-            shape, dtype = ((), None) if first is None else (first.shape, first.dtype)
-            with self._record.comparing(name, shape, dtype):
-                self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
+        self._compare(name, tensors, alike, uneven, placed)
         if not async_op:
             if self._worker is not None and self._background is None:
                 self._worker.drain()  # what waits to be run here comes first
@@ -355,6 +375,23 @@ class Communicator(PointToPoint, Values):
         numel = tensors[0].numel() if tensors and tensors[0] is not None else 0
         perform = partial(self._perform, name, bind, operations, self._background_record, tensors, written, staged)
         return self._worker.submit(f"{name} of {numel} elements on {self.label}", perform)
+
+    def _compare(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor | None],
+        alike: object,
+        uneven: bool = False,
+        placed: torch.Tensor | None = None,
+    ) -> None:
+        """When debugging: that all ranks are about to do the same."""
+        if self._checks is None:
+            return
+        first = tensors[0] if tensors else None
+        place = "" if placed is None else place_of(placed, self._operations.arena_of(placed))
+        shape, dtype = ((), None) if first is None else (first.shape, first.dtype)
+        with self._record.comparing(name, shape, dtype):
+            self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
 
     def _perform(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -119,8 +120,28 @@ class Operations(Binder):
         key = ("reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), op, algorithm, reproducible)
         return self.bound(key, lambda: self._reduce_scatter(out, x, counts, op, algorithm, reproducible), out, x)
 
+    def body_of_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str) -> Compiled | None:
+        """What lies between the two fences of a reduce_scatter in an arena, of blocks as long as `out`.
+
+        None, on all ranks, where x is not in the memory of one node.
+        """
+        if self.topology.size == 1 or self.topology.num_nodes > 1 or x.numel() == 0 or self.arena_of(x) is None:
+            return None
+        counts = [out.numel()] * self.topology.size
+        key = ("body of reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op)
+        bind = partial(self._reduce_scatter, out, x, counts, op, "shared", False, fenced=False)
+        return self.bound(key, bind, out, x)
+
     def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], op: str, algorithm: str, reproducible: bool
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        counts: Sequence[int],
+        op: str,
+        algorithm: str,
+        reproducible: bool,
+        *,
+        fenced: bool = True,
     ) -> Compiled:
         reduction = Reduction.of(op, x.dtype, self.topology.size)
         setting, rank, bounds = self.setting(x, reproducible), self.topology.rank, offsets(counts)
@@ -164,10 +185,10 @@ class Operations(Binder):
             inbox_bounds=self._cells(program, bounds),
         )
         if not program.sends_partial_sums:
-            return self.compile(program, layout, reduction, arena)
-        partial = torch.empty(x.numel(), dtype=x.dtype)
-        inner = self.compile(program, replace(layout, target=partial.data_ptr()), reduction)
-        return Compiled([inner, copying(out, partial[bounds[rank] : bounds[rank + 1]])], [inner, partial])
+            return self.compile(program, layout, reduction, arena, fenced=fenced)
+        whole = torch.empty(x.numel(), dtype=x.dtype)
+        inner = self.compile(program, replace(layout, target=whole.data_ptr()), reduction)
+        return Compiled([inner, copying(out, whole[bounds[rank] : bounds[rank + 1]])], [inner, whole])
 
     # -- movements
 

@@ -33,6 +33,10 @@ class Work:
         """Whether the operation is complete; lets it make progress."""
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Block until what the operation reads may be written again; that is when it is complete, or later."""
+        self.wait()
+
 
 class Finished(Work):
     """An operation that was complete when it was begun."""

@@ -7,7 +7,7 @@ same order on every rank; `end` completes what was started.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.shard.flat import FlatGroup, adopt
+
+_LAGGING = 3  # slots in which buckets are reduced one behind the other
+_UNDER_WAY = 2  # reductions that may be under way at once
 
 
 class Reduction:
@@ -57,16 +60,25 @@ class Reduction:
         length = x.numel() // self.comm.size
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
 
+    def lags(self, arena: Arena) -> bool:
+        """Whether buckets in such an arena can be reduced one behind the other, see `mpitrain.comm.lagging`."""
+        plain = self.compression is None and not self.reproducible and not self.overlaps
+        return plain and arena.kind == "shared" and self.comm.num_nodes == 1
+
     def scatter(
-        self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool
+        self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool, lag: bool
     ) -> Work | None:
         """Reduce this rank's share of a bucket, `into` being that share or other memory; x becomes meaningless.
 
-        shapes: only where `into` is that share.
+        shapes: only where `into` is that share. lag: the reduction may be one behind.
         """
         if shapes is not None:
             return self.sum(x, number, shapes, background=background)
         comm = self.comms[number % len(self.comms)]
+        if lag:
+            work = comm.lagging_reduce_scatter(into, x, self.op)
+            if work is not None:
+                return work
         return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)
 
     def among_replicas(self, share: torch.Tensor) -> None:
@@ -158,7 +170,7 @@ class WholeGradients:
         if apart or parameter.grad is not None or parameter in self._given:
             return None
         self._given.add(parameter)
-        return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
+        return view.view_as(view)
 
     def arrived(self, parameter: nn.Parameter) -> None:
         view, apart = self._views[parameter]
@@ -176,7 +188,7 @@ class WholeGradients:
     def start(self, bucket: int, background: bool) -> Work | None:
         x, shapes = self.buckets[bucket], self._compressed[bucket]
         if self.sharded:
-            return self.reduction.scatter(self.reduction.own(x), x, bucket, shapes, background=background)
+            return self.reduction.scatter(self.reduction.own(x), x, bucket, shapes, background=background, lag=False)
         return self.reduction.sum(x, bucket, shapes, background=background)
 
     def end(self, works: Sequence[Work | None]) -> None:
@@ -228,9 +240,10 @@ class WholeGradients:
 class ShardedGradients:
     """Every rank keeps its shares of the reduced gradients; a parameter's own lasts until its bucket is reduced.
 
-    Buckets pass through one slot in an arena (two where communication overlaps backward), so the memory beside the
-    shares is constant. The first backward pass of a step reduces them into the shares, further ones within the slot,
-    and add that. Collective to make.
+    Buckets pass through slots in arenas, so the memory beside the shares is constant: one slot; two where communication
+    overlaps backward; three where a bucket is reduced after the next one was made, so that a rank which is a little
+    late keeps nobody waiting. The first backward pass of a step reduces buckets into the shares, further ones within
+    the slot, and add that. Collective to make.
     """
 
     def __init__(self, groups: Sequence[FlatGroup], reduction: Reduction, *, dtype: torch.dtype | None = None) -> None:
@@ -244,36 +257,36 @@ class ShardedGradients:
         longest = [
             max((b.numel() for b in g.buckets(torch.empty(g.layout.numel, device="meta"))), default=0) for g in groups
         ]
-        count = 2 if reduction.overlaps else 1
         self._slots = [
-            [reduction.comm.arena(length, shard.dtype, shard.device) for _ in range(count)]
-            for length, shard in zip(longest, self._shards, strict=True)
+            _slots(reduction, n, shard.dtype, shard.device) for n, shard in zip(longest, self._shards, strict=True)
         ]
+        self._readers: list[list[Work | None]] = [[None] * len(slots) for slots in self._slots]
         self._stale: set[int] = set()  # buckets whose shares the next reduction replaces
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
-        self._members: list[list[tuple[nn.Parameter, int]]] = [[] for _ in self._numbers]  # with offsets in the bucket
+        self._members: list[list[nn.Parameter]] = [[] for _ in self._numbers]
         self._next = 0  # the bucket to be started next
         self._given: set[nn.Parameter] = set()  # whose place in a slot is where a gradient on its way lies
-        self._where: dict[nn.Parameter, tuple[int, int]] = {}  # (bucket, offset in it)
+        self._where: dict[nn.Parameter, tuple[int, int]] = {}  # (bucket, number in it)
         first = 0
         for group in groups:
             for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-                bucket, offset = first + place.bucket, place.offset - group.layout.bounds[place.bucket]
-                self._members[bucket].append((parameter, offset))
-                self._where[parameter] = bucket, offset
+                bucket = first + place.bucket
+                self._where[parameter] = bucket, len(self._members[bucket])
+                self._members[bucket].append(parameter)
             first += group.layout.buckets
+        self._views = [[_Slot.of(groups[g], b, slot.tensor) for slot in self._slots[g]] for g, b in self._numbers]
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        bucket, offset = self._where[parameter]
-        slots = self._slots[self._numbers[bucket][0]]
-        slot = slots[bucket % len(slots)].tensor
-        if bucket != self._next or slot.dtype != parameter.dtype:
+        bucket, number = self._where[parameter]
+        slots = self._views[bucket]
+        view = slots[bucket % len(slots)].views[number]
+        if bucket != self._next or view.dtype != parameter.dtype:
             return None
         if parameter.grad is not None or parameter in self._given:
             return None
-        self._make_room(slots)
+        self._make_room(bucket)
         self._given.add(parameter)
-        return slot[offset : offset + parameter.numel()].view(parameter.shape)
+        return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
 
     def arrived(self, parameter: nn.Parameter) -> None:
         return
@@ -284,45 +297,53 @@ class ShardedGradients:
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]
         slots = self._slots[g]
-        self._make_room(slots)
+        self._make_room(bucket)
         self._next = bucket + 1
         layout = self.groups[g].layout
         lo, hi = layout.bounds[b], layout.bounds[b + 1]
         slot = slots[bucket % len(slots)].tensor[: hi - lo]
-        self._fill(bucket, slot)
+        self._fill(bucket, self._views[bucket][bucket % len(slots)])
         if self.taken is not None:
             self.taken(b)
         shapes = self._compressed[bucket]
         share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.own(slot)
-        work = self.reduction.scatter(share, slot, bucket, shapes, background=background)
+        lag = len(slots) == _LAGGING
+        work = self.reduction.scatter(share, slot, bucket, shapes, background=background, lag=lag)
         if work is None:
-            self._collect((bucket, share, work))
+            self._collect(bucket, share)
         else:
             self._started.append((bucket, share, work))
+            self._readers[g][bucket % len(slots)] = work
         return work
 
-    def _make_room(self, slots: Sequence[Arena]) -> None:
+    def _make_room(self, bucket: int) -> None:
         """Have the slot of the bucket to be started next free."""
-        if len(self._started) >= len(slots):
-            self._collect(self._started.pop(0))
+        while len(self._started) >= _UNDER_WAY:
+            self._collect(*self._started.pop(0))
+        readers = self._readers[self._numbers[bucket][0]]
+        reader, readers[bucket % len(readers)] = readers[bucket % len(readers)], None
+        if reader is not None:
+            reader.release()
 
-    def _fill(self, bucket: int, slot: torch.Tensor) -> None:
+    def _fill(self, bucket: int, slot: _Slot) -> None:
         """Move the gradients of a bucket into the slot; missing ones and gaps are zeros."""
-        at = 0
-        for parameter, begin in self._members[bucket]:
-            slot[at:begin].zero_()
-            at = begin + parameter.numel()
-            self._given.discard(parameter)
-            if parameter.grad is None:
-                slot[begin:at].zero_()
+        empty, into, of = list(slot.gaps), [], []
+        for parameter, view in zip(self._members[bucket], slot.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                empty.append(view)
                 continue
-            if parameter.grad.data_ptr() != slot[begin:].data_ptr():
-                slot[begin:at].view(parameter.shape).copy_(parameter.grad)
+            if gradient.data_ptr() != view.data_ptr():
+                into.append(view)
+                of.append(gradient)
             parameter.grad = None
-        slot[at:].zero_()
+        self._given.difference_update(self._members[bucket])
+        if into:
+            torch._foreach_copy_(into, of)
+        if empty:
+            torch._foreach_zero_(empty)
 
-    def _collect(self, started: tuple[int, torch.Tensor, Work | None]) -> None:
-        bucket, share, work = started
+    def _collect(self, bucket: int, share: torch.Tensor, work: Work | None = None) -> None:
         if work is not None:
             work.wait()
         self.reduction.among_replicas(share)
@@ -344,7 +365,7 @@ class ShardedGradients:
 
     def end(self, works: Sequence[Work | None]) -> None:
         for started in self._started:
-            self._collect(started)
+            self._collect(*started)
         self._started.clear()
         self._next = 0
 
@@ -372,6 +393,37 @@ class ShardedGradients:
             shard.mul_(factor)
 
     def free(self) -> None:
+        for readers in self._readers:
+            for reader in readers:
+                if reader is not None:
+                    reader.release()
         for slots in self._slots:
             for slot in slots:
                 slot.free()
+
+
+class _Slot(NamedTuple):
+    """A slot as a bucket sees it. views: of its parameters, in order. gaps: what is between them and after."""
+
+    views: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+    @staticmethod
+    def of(group: FlatGroup, bucket: int, flat: torch.Tensor) -> _Slot:
+        views, gaps, at = [], [], 0
+        first, last = group.layout.bounds[bucket : bucket + 2]
+        for parameter, place in zip(group.parameters, group.layout.places, strict=True):
+            if place.bucket == bucket:
+                begin = place.offset - first
+                gaps.append(flat[at:begin])
+                at = begin + parameter.numel()
+                views.append(flat[begin:at].view(parameter.shape))
+        gaps.append(flat[at : last - first])
+        return _Slot(views, [gap for gap in gaps if gap.numel()])
+
+
+def _slots(reduction: Reduction, numel: int, dtype: torch.dtype, device: torch.device) -> list[Arena]:
+    """Collective."""
+    first = reduction.comm.arena(numel, dtype, device)
+    count = _LAGGING if reduction.lags(first) else 2 if reduction.overlaps else 1
+    return [first, *(reduction.comm.arena(numel, dtype, device) for _ in range(count - 1))]

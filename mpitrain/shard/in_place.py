@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
 
-LEAST = 1 << 16  # elements of a weight; for less, Python in backward costs more than the copy
+LEAST = 1 << 19  # elements of a weight: copying fewer costs less than the Python in each pass (2 MiB: 0.2 ms, as much)
 
 
 class Places(Protocol):
@@ -28,24 +27,52 @@ class Places(Protocol):
         """Where its gradient is to be computed, in its shape; None where that is not free."""
 
 
-_places = WeakIdKeyDictionary()  # by weight: a weak reference to its Places
+class Entry:
+    """What a layer knows of its weight's place. Copies of a layer, and of its weight, have none."""
+
+    def __init__(self, weight: nn.Parameter, places: weakref.ref[Places]) -> None:
+        self.weight, self.places = weight, places
+        with torch.enable_grad():
+            above: Any = weight.view_as(weight).grad_fn
+        self._accumulator = above.next_functions[0][
+            0
+        ]  # the node that adds to `.grad`; there is one as long as it is kept
+
+    def free_place(self) -> torch.Tensor | None:
+        """In a backward pass: where the gradient may be computed, if it becomes the weight's `.grad`."""
+        places = self.places()
+        if places is None:
+            return None
+        try:
+            accumulates = torch._C._will_engine_execute_node(self._accumulator)
+        except RuntimeError:  # torch.autograd.grad, whose results are the caller's
+            return None
+        return places.place(self.weight) if accumulates else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class Linear(nn.Linear):
     """nn.Linear, whose class a layer gets by `InPlace`."""
 
+    entry: Entry | None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        weight, entry = self.weight, self.entry
         if (
-            torch.compiler.is_compiling()
-            or weight not in _places
-            or not (weight.requires_grad and torch.is_grad_enabled())
-            or not (x.dtype == weight.dtype and x.dim() >= 2 and x.is_contiguous())
+            entry is None
+            or entry.weight is not weight
+            or torch.compiler.is_compiling()
+            or not (torch.is_grad_enabled() and weight.requires_grad)
+            or x.dtype != weight.dtype
+            or x.dim() < 2
+            or not x.is_contiguous()
             or torch.is_autocast_enabled(x.device.type)
             or torch._C._are_functorch_transforms_active()
         ):
             return functional.linear(x, weight, self.bias)
-        result: torch.Tensor = _Product.apply(x, weight, self.bias)
+        result: torch.Tensor = _Product.apply(x, weight, self.bias, entry)
         return result
 
 
@@ -53,43 +80,31 @@ class _Product(torch.autograd.Function):
     """y = x W' + b for x [.., in], W [out, in], b [out]; in the operations that torch's own derivative uses."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, entry: Entry) -> Any:
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weakref.ref(weight)
+        ctx.entry = entry
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        gy = gradients[0].reshape(-1, weight.shape[0])
-        rows = x.reshape(-1, weight.shape[1])
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        height, width = weight.shape
+        gy = gradients[0].reshape(-1, height)
         gx = gy.mm(weight).view(x.shape) if for_x else None
         gw = None
         if for_weight:
-            place = None if torch.is_grad_enabled() else _free_place(ctx)  # enabled: to be derived once more
+            rows = x.reshape(-1, width)
+            place = None if torch.is_grad_enabled() else ctx.entry.free_place()  # enabled: to be derived once more
             gw = gy.t().mm(rows) if place is None else torch.mm(gy.t(), rows, out=place)
-        return gx, gw, gy.sum(0) if for_bias else None
-
-
-def _free_place(ctx: Any) -> torch.Tensor | None:
-    parameter = ctx.parameter()
-    found = _places.get(parameter) if parameter is not None else None
-    places = found() if found is not None else None
-    if places is None:
-        return None
-    try:
-        accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-    except RuntimeError:  # torch.autograd.grad, whose results are the caller's
-        return None
-    place: torch.Tensor | None = places.place(parameter) if accumulates else None
-    return place
+        return gx, gw, gy.sum(0) if for_bias else None, None
 
 
 class InPlace:
     """Lets the linear layers of `module` compute the gradients of those parameters at their places, until `remove`.
 
-    Layers of a subclass of nn.Linear, and weights of several layers, are left alone.
+    Layers of a subclass of nn.Linear, and weights of several layers, are left alone. The weights must require
+    gradients.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], places: Places) -> None:
@@ -98,16 +113,16 @@ class InPlace:
         for layer in module.modules():
             for parameter in layer.parameters(recurse=False):
                 users.setdefault(parameter, []).append(layer)
-        self._places = weakref.ref(places)
-        self._layers = []
+        self._entries: list[tuple[Linear, Entry]] = []
         for parameter, (layer, *others) in users.items():
             if parameter in large and not others and type(layer) in (nn.Linear, Linear) and layer.weight is parameter:
                 layer.__class__ = Linear
-                self._layers.append(layer)
-                _places[parameter] = self._places
+                assert isinstance(layer, Linear)
+                layer.entry = Entry(parameter, weakref.ref(places))
+                self._entries.append((layer, layer.entry))
 
     def remove(self) -> None:
-        for layer in self._layers:
-            if _places.get(layer.weight) is self._places:  # nobody has taken the layer over
-                layer.__class__ = nn.Linear
-                del _places[layer.weight]
+        for layer, entry in self._entries:
+            if layer.entry is entry:  # nobody has taken the layer over
+                del layer.entry
+                layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -17,7 +17,12 @@ from mpitrain.shard.gradients import ShardedGradients, WholeGradients
 from mpitrain.shard.in_place import InPlace, Linear
 from mpitrain.shard.sharding import Options
 
-WIDTH = 256  # WIDTH^2 elements are just enough of a weight
+WIDTH = 256
+
+
+@pytest.fixture(autouse=True)
+def smaller(monkeypatch):
+    monkeypatch.setattr(in_place, "LEAST", WIDTH**2)
 
 
 class OnePlace:

@@ -1,0 +1,89 @@
+"""A reduce_scatter in two halves: right however late ranks are, with slots written again as soon as they may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+import pytest
+import torch
+
+from mpitrain.errors import CommunicationError, InputError
+
+SLOTS, LENGTH = 3, 5000
+
+
+def values(rank: int, number: int, size: int) -> torch.Tensor:
+    return torch.arange(size * LENGTH, dtype=torch.float32) % 97 + 1000 * rank + number
+
+
+@pytest.mark.ranks(2, 3, 4, 8)
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_vectors_through_three_slots_are_reduced_whoever_is_late(world, op):
+    chance = random.Random(world.rank)
+    slots = [world.arena(world.size * LENGTH) for _ in range(SLOTS)]
+    under_way, readers, results = [], [None] * SLOTS, {}
+
+    def finish() -> None:
+        number, out, work = under_way.pop(0)
+        work.wait()
+        results[number] = out.clone()
+
+    for number in range(20):
+        if len(under_way) == SLOTS - 1:
+            finish()
+        slot = number % SLOTS
+        if readers[slot] is not None:
+            readers[slot].release()
+        time.sleep(chance.choice([0, 0, 0, 0.003]))
+        slots[slot].tensor.copy_(values(world.rank, number, world.size))
+        own = slots[slot].tensor[world.rank * LENGTH : (world.rank + 1) * LENGTH]
+        out = own if number % 2 else torch.empty(LENGTH)  # in place, or elsewhere
+        readers[slot] = world.lagging_reduce_scatter(out, slots[slot].tensor, op)
+        under_way.append((number, out, readers[slot]))
+        if number == 7:  # other operations may come between
+            world.barrier()
+    while under_way:
+        finish()
+    for number, found in results.items():
+        everyone = torch.stack([values(r, number, world.size) for r in range(world.size)])
+        wanted = {"sum": everyone.sum(0), "avg": everyone.mean(0), "max": everyone.amax(0)}[op]
+        torch.testing.assert_close(found, wanted[world.rank * LENGTH : (world.rank + 1) * LENGTH])
+    for reader in readers:
+        reader.release()
+        assert reader.done()
+    for slot in slots:
+        slot.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_ends_with_an_error_when_the_other_rank_does_not_come_in_time(world, monkeypatch):
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))  # which compares at once
+    comm = world.split(0)
+    slot = world.arena(world.size * LENGTH)
+    slot.tensor.fill_(world.rank + 1.0)
+    out = torch.empty(LENGTH)
+    comm.lagging_reduce_scatter(out, slot.tensor).release()
+    out.zero_()
+    if world.rank == 0:
+        work = comm.lagging_reduce_scatter(out, slot.tensor)
+        assert not work.done()
+        with pytest.raises(CommunicationError, match=r"lagging reduce_scatter is not complete after 0\.2 s"):
+            work.wait(timeout=0.2)
+    world.barrier()
+    if world.rank == 1:
+        work = comm.lagging_reduce_scatter(out, slot.tensor)
+    work.release()
+    assert (out == 3.0).all()
+    world.barrier()
+    comm.free()
+    slot.free()
+
+
+@pytest.mark.ranks(1, 2)
+def test_memory_that_is_not_shared_is_left_to_the_ordinary_operation(world):
+    x = torch.zeros(world.size * LENGTH)
+    assert world.lagging_reduce_scatter(torch.empty(LENGTH), x) is None
+    with pytest.raises(InputError, match="reduce_scatter"):
+        world.lagging_reduce_scatter(torch.empty(LENGTH + 1), x)
