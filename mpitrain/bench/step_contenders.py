@@ -196,6 +196,7 @@ def _deepspeed(world: Communicator, shape: Shape, batches: Batches, stage: int) 
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # its default is 1, and nobody else clips
         "zero_allow_untested_optimizer": True,  # it knows its own AdamW only
         "steps_per_print": 1 << 40,
     }

@@ -216,6 +216,13 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
         mt.initialize(model, optimizer, {"train_batch_size": world.size, "scheduler": warmup}, scheduler=schedule)
 
 
+@pytest.mark.parametrize(
+    ("said", "clip"), [({}, 1.0), ({"gradient_clipping": 0}, 0.0), ({"gradient_clipping": 2}, 2.0)]
+)
+def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing(said, clip):
+    assert from_deepspeed({"train_batch_size": 4, **said}, 2).clip == clip
+
+
 def test_a_deepspeed_configuration_is_taken_over():
     settings = from_deepspeed(
         {
