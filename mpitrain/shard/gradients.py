@@ -284,6 +284,8 @@ class ShardedGradients:
             return None
         if parameter.grad is not None or parameter in self._given:
             return None
+        if self.reduction.replicas is not None and len(self._started) >= _UNDER_WAY:
+            return None  # making room is collective over the replicas, and not every rank's data may come by here
         self._make_room(bucket)
         self._given.add(parameter)
         return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
