@@ -23,6 +23,7 @@ time grows with ranks and parameters instead, without the memory.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,7 +168,7 @@ def _groups(world: Communicator, names: Sequence[str], shape: Shape) -> tuple[li
                 used = alone
             groups[-1].append(name)
             used += needed
-    return groups or ([] if too_large else [[ALONE]]), too_large
+    return groups or ([] if ALONE in too_large else [[ALONE]]), too_large
 
 
 def _available() -> float:
@@ -187,6 +188,9 @@ def _alive(world: Communicator, shape: Shape, samples: int, names: Sequence[str]
     yield trainees
     for trainee in trainees.values():
         trainee.close()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # what the C library keeps would count as taken when the next groups are made
+        trim(0)
 
 
 def _losses(world: Communicator, trainees: Mapping[str, Trainee]) -> dict[str, float]:

@@ -187,7 +187,8 @@ def _fsdp2(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
 def _deepspeed(world: Communicator, shape: Shape, batches: Batches, stage: int) -> Trainee:
     """On the gloo group there is. DeepSpeed sets the gradients to zero in its step."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    # it refuses another number than the launcher's, which need not count in order of rank
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(world.local_rank)))
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import deepspeed
 

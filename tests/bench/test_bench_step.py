@@ -106,6 +106,7 @@ def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_e
 
     assert groups(100) == ([names], [])
     assert groups(2.01) == ([[ALONE, name] for name in names[1:]], [])
+    assert groups(1.5) == ([[ALONE]], names[1:])
     assert groups(0.5) == ([], names)
 
 
