@@ -68,7 +68,7 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
         print(
             f"mpitrain: other work keeps this machine busy (load {load:.1f}, {cores} cores); the figures will mislead"
         )
-    parts = {}
+    parts, code = {}, EXIT_DONE
     with tempfile.TemporaryDirectory(prefix="mpitrain-bench-") as folder:
         for ranks in options.ranks:
             on = f"{benchmark.name} on {counted(ranks, 'rank')}"
@@ -76,14 +76,13 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
             part = Path(folder) / f"{ranks}.json"
             code = start(["-m", "mpitrain.bench", benchmark.name, *arguments], ranks, options.limit, {_PART: str(part)})
             if code or not part.exists():
-                print(
-                    f"mpitrain: {on} ended with exit code {code}",
-                    file=sys.stderr,
-                )
-                return code or EXIT_FAILED
+                code = code or EXIT_FAILED
+                print(f"mpitrain: {on} ended with exit code {code}", file=sys.stderr)
+                break
             parts[ranks] = json.loads(part.read_text(encoding="utf-8"))
-    _write(benchmark, parts, options)
-    return EXIT_DONE
+    if parts:  # also where a later rank count has failed
+        _write(benchmark, parts, options)
+    return code
 
 
 @contextmanager
