@@ -19,7 +19,6 @@ that both kinds match in order however a rank mixes them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -27,8 +26,7 @@ from mpi4py import MPI
 
 from mpitrain.comm.schedule import Call
 from mpitrain.comm.watchdog import Record
-from mpitrain.comm.work import Work
-from mpitrain.errors import CommunicationError
+from mpitrain.comm.work import Work, poll, seen
 
 Told = list[MPI.Prequest]
 
@@ -90,8 +88,9 @@ class Lagging(Work):
         if self._complete is None:
             return
         if timeout is not None:
-            self._poll(timeout)
-        self._seen(self._sum)
+            poll(self, f"{self._record.label}: {self._name}", timeout)
+        else:
+            seen(self._record, self._name, self._x, self._sum)
 
     def done(self) -> bool:
         if self._complete is not None and MPI.Request.Testall(self._complete):
@@ -102,7 +101,7 @@ class Lagging(Work):
         """Block until x may be written again."""
         self.wait()
         if self._read is not None:
-            self._seen(self._let_go)
+            seen(self._record, self._name, self._x, self._let_go)
 
     def _sum(self) -> None:
         assert self._complete is not None
@@ -122,23 +121,3 @@ class Lagging(Work):
     def _synchronize(self) -> None:
         for call in self._sync:
             call()
-
-    def _seen(self, act: Call) -> None:
-        """Do something that the watchdog is to see."""
-        self._record.begin(self._name, self._x.shape, self._x.dtype)
-        try:
-            act()
-        except MPI.Exception as error:
-            raise CommunicationError(f"{self._record.text()} failed in MPI: {error}") from error
-        finally:
-            self._record.end()
-
-    def _poll(self, timeout: float) -> None:
-        assert self._complete is not None
-        deadline = time.monotonic() + timeout
-        while not MPI.Request.Testall(self._complete):
-            if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"{self._record.label}: {self._name} is not complete after {timeout:g} s; is the other rank there?"
-                )
-            time.sleep(1e-4)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -36,6 +37,26 @@ class Work:
     def release(self) -> None:
         """Block until what the operation reads may be written again; that is when it is complete, or later."""
         self.wait()
+
+
+def seen(record: Record, name: str, tensor: torch.Tensor, act: Callable[[], object]) -> None:
+    """Do something that may wait, for the watchdog to see. Raises CommunicationError where MPI fails."""
+    record.begin(name, tensor.shape, tensor.dtype)
+    try:
+        act()
+    except MPI.Exception as error:
+        raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+    finally:
+        record.end()
+
+
+def poll(work: Work, name: str, timeout: float) -> None:
+    """Return when the work is done. Raises CommunicationError naming it when it is not within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not work.done():
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"{name} is not complete after {timeout:g} s; is the other rank there?")
+        time.sleep(1e-4)
 
 
 class Finished(Work):
@@ -78,22 +99,10 @@ class Messages(Work):
             return
         if timeout is None:
             statuses = [MPI.Status() for _ in self._requests]
-            self._record.begin(self._name, self._tensor.shape, self._tensor.dtype)
-            try:
-                MPI.Request.Waitall(self._requests, statuses)
-            except MPI.Exception as error:
-                raise CommunicationError(f"{self._record.text()} failed in MPI: {error}") from error
-            finally:
-                self._record.end()
+            seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
             self._finish(statuses)
             return
-        deadline = time.monotonic() + timeout
-        while not self.done():
-            if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"{self._record.label}: {self._name} is not complete after {timeout:g} s; is the other rank there?"
-                )
-            time.sleep(1e-4)
+        poll(self, f"{self._record.label}: {self._name}", timeout)
 
     def done(self) -> bool:
         if self._complete is None:

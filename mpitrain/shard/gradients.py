@@ -267,19 +267,22 @@ class ShardedGradients:
         self._next = 0  # the bucket to be started next
         self._given: set[nn.Parameter] = set()  # whose place in a slot is where a gradient on its way lies
         self._where: dict[nn.Parameter, tuple[int, int]] = {}  # (bucket, number in it)
+        offsets: list[list[int]] = [[] for _ in self._numbers]  # of the members in the bucket
         first = 0
         for group in groups:
             for parameter, place in zip(group.parameters, group.layout.places, strict=True):
                 bucket = first + place.bucket
                 self._where[parameter] = bucket, len(self._members[bucket])
                 self._members[bucket].append(parameter)
+                offsets[bucket].append(place.offset - group.layout.bounds[place.bucket])
             first += group.layout.buckets
-        self._views = [[_Slot.of(groups[g], b, slot.tensor) for slot in self._slots[g]] for g, b in self._numbers]
+        self._views = [  # by bucket, of the slot it passes through
+            _Slot.of(self._slot(bucket), self._members[bucket], offsets[bucket]) for bucket in range(len(self._numbers))
+        ]
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         bucket, number = self._where[parameter]
-        slots = self._views[bucket]
-        view = slots[bucket % len(slots)].views[number]
+        view = self._views[bucket].views[number]
         if bucket != self._next or view.dtype != parameter.dtype:
             return None
         if parameter.grad is not None or parameter in self._given:
@@ -301,10 +304,8 @@ class ShardedGradients:
         slots = self._slots[g]
         self._make_room(bucket)
         self._next = bucket + 1
-        layout = self.groups[g].layout
-        lo, hi = layout.bounds[b], layout.bounds[b + 1]
-        slot = slots[bucket % len(slots)].tensor[: hi - lo]
-        self._fill(bucket, self._views[bucket][bucket % len(slots)])
+        slot = self._slot(bucket)
+        self._fill(bucket, self._views[bucket])
         if self.taken is not None:
             self.taken(b)
         shapes = self._compressed[bucket]
@@ -317,6 +318,12 @@ class ShardedGradients:
             self._started.append((bucket, share, work))
             self._readers[g][bucket % len(slots)] = work
         return work
+
+    def _slot(self, bucket: int) -> torch.Tensor:
+        """What the bucket takes of its slot."""
+        g, b = self._numbers[bucket]
+        lo, hi = self.groups[g].layout.bounds[b : b + 2]
+        return self._slots[g][bucket % len(self._slots[g])].tensor[: hi - lo]
 
     def _make_room(self, bucket: int) -> None:
         """Have the slot of the bucket to be started next free."""
@@ -411,16 +418,13 @@ class _Slot(NamedTuple):
     gaps: list[torch.Tensor]
 
     @staticmethod
-    def of(group: FlatGroup, bucket: int, flat: torch.Tensor) -> _Slot:
+    def of(flat: torch.Tensor, members: Sequence[nn.Parameter], offsets: Sequence[int]) -> _Slot:
         views, gaps, at = [], [], 0
-        first, last = group.layout.bounds[bucket : bucket + 2]
-        for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-            if place.bucket == bucket:
-                begin = place.offset - first
-                gaps.append(flat[at:begin])
-                at = begin + parameter.numel()
-                views.append(flat[begin:at].view(parameter.shape))
-        gaps.append(flat[at : last - first])
+        for parameter, begin in zip(members, offsets, strict=True):
+            gaps.append(flat[at:begin])
+            at = begin + parameter.numel()
+            views.append(flat[begin:at].view(parameter.shape))
+        gaps.append(flat[at:])
         return _Slot(views, [gap for gap in gaps if gap.numel()])
 
 
