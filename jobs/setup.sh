@@ -33,7 +33,11 @@ stamp() { # what the installation depends on
 }
 
 install() { # install ARGUMENTS...: with pip, which knows where this site's packages come from
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" "$@"
+    local options=(-q --disable-pip-version-check -c "$root/constraints.txt")
+    if [ ! -w "${HOME:-/nonexistent}" ]; then
+        options+=(--no-cache-dir)
+    fi
+    "$venv/bin/python" -m pip install "${options[@]}" "$@"
 }
 
 offered() { # offered VERSION: whether pip finds this very version of torch, without downloading anything

@@ -3,8 +3,13 @@
 The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Work`, `compression`.
 """
 
+# ruff: noqa: E402  MPI reads its settings once, when it is imported: they come first
+
 import os
 
+from mpitrain.comm import single_copy
+
+single_copy.prepare()
 # Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 # With fault tolerance: coll/han waits in communicators of its own, which are not revoked with the one they serve.

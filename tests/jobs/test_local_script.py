@@ -1,0 +1,160 @@
+"""jobs/local.sh as people meet it who are not root, on every Python there is.
+
+A clone in a folder with a space in its name, a home that cannot be written, another working directory, and a system
+that lets no process read another's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from support import ROOT, clean_environment
+
+STRANGER = 54321  # a user id that no account has
+FLAWS = re.compile(r"Traceback|command not found|Permission denied|CRITICAL|\bERROR\b")
+LONG = 900  # seconds: torch with CUDA's libraries takes minutes to install
+
+
+def runs(python: Path, version: str = "") -> bool:
+    """Whether it starts, and is of that version: "3.12", or else any from 3.10 on."""
+    told = "'%d.%d' % sys.version_info[:2]"
+    try:
+        script = f"import sys; sys.exit({told} != '{version}' if '{version}' else sys.version_info < (3, 10))"
+        return subprocess.run([python, "-c", script], capture_output=True, timeout=20).returncode == 0
+    except OSError:
+        return False
+
+
+def find_python(version: str, folders: Iterable[Path]) -> str:
+    """Skips the test where there is none."""
+    for folder in folders:
+        python = folder / f"python{version or 3}"
+        if python.exists() and runs(python, version):  # the shim of a version manager may have nothing behind it
+            return str(python)
+    pytest.skip(f"there is no Python {version or '3.10 or newer'} that this user may start")
+
+
+class Newcomer:
+    """A clone, and somebody who has nothing but that. stranger: somebody without an account, a home and privileges."""
+
+    def __init__(self, folder: Path, *, stranger: bool) -> None:
+        self.folder, self.clone = folder, folder / "a clone" / "mpitrain"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(self.clone)], check=True, timeout=60)
+        path = [p for p in os.environ["PATH"].split(os.pathsep) if ".venv" not in p]
+        self.become: list[str] = []
+        self.environment = {"PATH": os.pathsep.join(path)}
+        if stranger:
+            self.become = ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups"]
+            self.environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent"}
+            for path in (folder, *folder.rglob("*")):
+                os.lchown(path, STRANGER, STRANGER)
+
+    def run(self, *command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the folder above the clone."""
+        return subprocess.run(
+            [*self.become, *map(str, command)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LONG - 60,
+            cwd=self.folder,
+            env=clean_environment() | self.environment | environment,
+        )
+
+    def trains(self, *before: object, **environment: str) -> None:
+        done = self.run(*before, self.clone / "jobs" / "local.sh", "--train.steps", 2, N="2", **environment)
+        assert done.returncode == 0, done.stderr
+        assert "done at step 2 of 2" in done.stdout
+        assert not FLAWS.search(done.stdout + done.stderr), done.stdout + done.stderr
+
+    def trains_with_closed_memory(self, **environment: str) -> None:
+        """Where no process may read another's memory."""
+        self.trains(self.clone / ".venv/bin/python", self.clone / "tests" / "without_ptrace.py", **environment)
+
+
+def test_ranks_are_started_by_others_than_root_too():
+    script = 'set -euo pipefail; root=/nowhere mpi=openmpi; . "$0"; echo "${MPIRUN[@]}"'
+    command = ["bash", "-c", script, str(ROOT / "jobs" / "mpirun.sh")]
+    if os.geteuid() == 0:
+        command = ["setpriv", f"--reuid={STRANGER}", "--clear-groups", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (0, "mpirun --oversubscribe\n"), done.stderr
+
+
+def test_too_old_a_python_is_one_line(tmp_path):
+    old = tmp_path / "python"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1 && exit\nexit 1\n')
+    old.chmod(0o755)
+    shutil.copytree(ROOT / "jobs", tmp_path / "clone" / "jobs")
+    shutil.copy(ROOT / "constraints.txt", tmp_path / "clone")
+    done = subprocess.run(
+        [tmp_path / "clone" / "jobs" / "local.sh"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env=clean_environment(PYTHON=str(old)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "3.10 or newer" in done.stderr and "PYTHON=" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
+    folder = tmp_path_factory.mktemp("stranger")
+    root = os.geteuid() == 0
+    if root:
+        find_python("", [Path("/usr/local/bin"), Path("/usr/bin"), Path("/bin")])
+        for parent in folder.parents[:2]:  # pytest keeps its folders to their owner
+            parent.chmod(0o755)
+    yield Newcomer(folder, stranger=root)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LONG)
+def test_the_first_command_works_for_somebody_without_privileges(stranger):
+    stranger.trains()
+    stranger.trains_with_closed_memory()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LONG)
+def test_a_part_of_the_suite_passes_for_somebody_without_privileges(stranger):
+    files = ["tests/comm/test_operations.py", "tests/checkpoint/test_store.py"]
+    done = stranger.run(stranger.clone / "tests" / "run.sh", "--sizes", 2, "--no-serial", *files)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"^[1-9]\d+ passed, 0 failed", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LONG)
+def test_mpich_works_for_somebody_without_privileges(stranger):
+    stranger.trains(MPI="mpich")
+    stranger.trains_with_closed_memory(MPI="mpich")
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("version", [f"3.{minor}" for minor in range(10, 16)])
+def test_another_python_installs_trains_and_is_in_order(tmp_path, version):
+    if version == f"3.{sys.version_info.minor}":
+        pytest.skip("the rest of the suite runs on this one")
+    manager = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    folders = [*map(Path, os.environ["PATH"].split(os.pathsep)), *sorted(manager.glob(f"{version}.*/bin"))]
+    python = find_python(version, folders)
+    newcomer = Newcomer(tmp_path, stranger=False)
+    try:
+        newcomer.trains(PYTHON=python)
+        start = '. "$root/jobs/mpirun.sh" && "${MPIRUN[@]}" -n 2 python -m mpitrain.doctor'
+        done = newcomer.run("bash", "-c", start, root=str(newcomer.clone), mpi="openmpi")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(rf"python +{version}\.", done.stdout), done.stdout
+    finally:
+        shutil.rmtree(newcomer.clone / ".venv", ignore_errors=True)  # gigabytes
