@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -106,15 +107,12 @@ def test_too_old_a_python_is_one_line(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
-    folder = tmp_path_factory.mktemp("stranger")
+def stranger() -> Iterator[Newcomer]:
     root = os.geteuid() == 0
     if root:
         find_python("", [Path("/usr/local/bin"), Path("/usr/bin"), Path("/bin")])
-        for parent in folder.parents[:2]:  # pytest keeps its folders to their owner
-            parent.chmod(0o755)
-    yield Newcomer(folder, stranger=root)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="stranger-") as folder:  # pytest's own are closed to others
+        yield Newcomer(Path(folder), stranger=root)
 
 
 @pytest.mark.campaign
