@@ -156,9 +156,11 @@ def unused(found: Sequence[Leftover]) -> list[Leftover]:
     held = held_by_processes()
 
     def dead(one: Leftover) -> bool:
+        if any(map(held.holds, one.files)):
+            return False
         if _SEGMENT.fullmatch(one.path.name):
             return not _is_open(one.path)
-        return not (one.unseen or any(map(held.holds, one.files)) or _launcher_lives(one.path))
+        return not (one.unseen or _launcher_lives(one.path))
 
     return [one for one in found if dead(one)]
 
