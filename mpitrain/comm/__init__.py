@@ -16,6 +16,9 @@ os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 if "OMPI_MCA_mpi_ft_enable" in os.environ:
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 
+import mpitrain.comm.presence  # noqa: F401  (where there is no MPI, that is said here)
+
+# isort: split
 from mpitrain.comm import compression
 from mpitrain.comm.arena import Arena
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator

@@ -14,6 +14,7 @@ from mpitrain.comm.arena import ArenaIndex
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.device import cuda_aware
 from mpitrain.comm.faults import Faults
+from mpitrain.comm.presence import RANK_NAMES
 from mpitrain.comm.topology import discover, machine_key, spare_cores
 from mpitrain.comm.tuning import Tuning
 from mpitrain.comm.watchdog import Deaths, Watchdog
@@ -117,9 +118,7 @@ def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:
 
     Each of them finds that out alone; the first one says it, the others just leave.
     """
-    number = next(
-        (environment[n] for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if n in environment), "0"
-    )
+    number = next((environment[n] for n in RANK_NAMES if n in environment), "0")
 
     def refuse(message: str) -> None:
         if number != "0":

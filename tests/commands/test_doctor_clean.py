@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 from support import clean_environment, job, launcher
 
-from mpitrain.comm.leftovers import held_by_processes
+from mpitrain.comm.leftovers import candidates, held_by_processes, unused
 
 SHM = Path("/dev/shm")
 CLEAN = [sys.executable, "-m", "mpitrain.doctor", "--clean"]
+SEES_ALL = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC  # the first PID namespace of Linux: not a container
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]  # a PID namespace with a /proc of its own; root may
 RANK = """
 import os, sys, time
 import torch
@@ -139,8 +141,21 @@ def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path
         assert tried.returncode == 0 and all(str(path) in tried.stdout for path in left)
         assert all(path.exists() for path in left)
 
+        sessions = {path for path in left if path.parent != SHM}
+        if os.geteuid() == 0:
+            blind = job(0, [*CONTAINER, *CLEAN])
+            assert blind.returncode == 0, blind.stderr
+            assert all(path.exists() for path in live.files | sessions), blind.stdout
+            assert all(map(_runs, live.ranks))
+            if sessions:
+                assert re.search(r"may be in use \(\d+\): processes outside of this container are not", blind.stdout)
+            assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
+            left = {path for path in left if path.exists()} | _new_segment()
+
         done = job(0, CLEAN)
         assert done.returncode == 0, done.stderr
+        if not SEES_ALL:
+            left -= sessions
         assert not any(path.exists() for path in left)
         assert all(path.exists() for path in live.files)
         assert all(map(_runs, live.ranks))
@@ -149,6 +164,12 @@ def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path
         total = re.search(r"removed (\d+) of dead jobs, (\d+\.\d\d) MiB", done.stdout)
         assert int(total[1]) == len(listed)
         assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
+
+
+def _new_segment() -> set[Path]:
+    path = SHM / f"mpich_shm_new{os.getpid()}"
+    path.write_bytes(b"x" * 5000)
+    return {path}
 
 
 def test_nothing_of_ours_is_left_in_shared_memory_when_the_ranks_are_killed(tmp_path):
@@ -172,10 +193,11 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
     open_one = SHM / f"mpich_shm_open{os.getpid()}"
     others = [SHM / f"mpich_shm_other{os.getpid()}"] if os.geteuid() == 0 else []
     sessions = [tmp_path / "ompi.4194305", tmp_path / f"ompi.{os.getpid()}"]  # no process can have the first number
+    of_hosts = [tmp_path / f"ompi.{host}.{os.getuid()}" for host in (os.uname().nodename, "another-host")]
     for path in (*mine, not_the_librarys[0], open_one, *others):
         path.write_bytes(b"x" * 5000)
-    for folder in (*sessions, not_the_librarys[1]):
-        folder.mkdir()
+    for folder in (*sessions, not_the_librarys[1], *(parent / "pid.4194305" for parent in of_hosts)):
+        folder.mkdir(parents=True)
         (folder / "file").write_bytes(b"x" * 5000)
     for path in others:
         os.chown(path, 12345, 12345)
@@ -183,13 +205,29 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
         with open(open_one):
             done = job(0, CLEAN, TMPDIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
-        gone = [*mine, sessions[0]]
-        kept = [*not_the_librarys, open_one, *others, sessions[1]]
+        gone = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
+        kept = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
         assert [path.exists() for path in gone] == [False] * len(gone)
         assert [path.exists() for path in kept] == [True] * len(kept)
+        if SEES_ALL:
+            assert "in use (1): they are of the host another-host; run it there" in done.stdout
     finally:
         for path in (*mine, not_the_librarys[0], open_one, *others):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.skipif(not SEES_ALL, reason="in a container no session folder goes, whatever it lies on")
+def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "hugetlbfs", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:  # any kind will do that is not known as one host's own
+        pytest.skip(f"no file system to mount: {mounted.stderr!r}")
+    try:
+        (tmp_path / "ompi.4194305").mkdir()
+        [found] = candidates([tmp_path])
+        assert "(hugetlbfs) may be shared by other hosts" in found.unseen and not unused([found])
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_doctor_refuses_what_it_does_not_know():
