@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -32,7 +33,7 @@ class Arena:
     """Flat storage of `numel` elements per rank.
 
     kind: "shared" (a window of the node), "private" (this process alone) or "device".
-    tensor: this rank's elements, a flat torch tensor.
+    tensor: this rank's elements, a flat torch tensor. name: of a shared one, the same on all of its ranks.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Arena:
         self.nbytes = tensor.numel() * tensor.element_size()
         self.segments = segments or {}  # world rank on this node -> address of its segment here
         self.window = window
+        self.name = ""
         self._index = index
 
     def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
@@ -84,6 +86,7 @@ class ArenaIndex:
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
+        self.numbers = count(1)  # of those that this process is the first rank of
         self.warned = False  # that there is no room in shared memory
         self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
 
@@ -129,6 +132,9 @@ def allocate(
     mine = segments[world_ranks[node.rank]]
     arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
     arena.start, arena.nbytes = mine, numel * dtype.itemsize
+    number = np.array([next(index.numbers)])
+    node.Bcast(number)
+    arena.name = f"{world_ranks[0]}.{number[0]}"
     index.add(arena)
     return arena
 

@@ -15,6 +15,7 @@ import platform
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from mpi4py import MPI
 
 from mpitrain.comm import kernels
 from mpitrain.comm.arena import Arena, ArenaIndex, allocate
+from mpitrain.comm.board import ROW, Board, is_whole_job
 from mpitrain.comm.buffers import tensor_at
 from mpitrain.comm.executor import Compiled, Layout
 from mpitrain.comm.kernels import Reduction
@@ -61,7 +63,8 @@ class Binder:
         self._ended: list[Compiled] = []  # whose memory is gone, to be released by this instance's thread
         self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
         self._staging: Arena | None = None
-        self._board: Arena | None = None  # where ranks of a node tell each other their addresses
+        self._board: Arena | None = None  # the memory of `_rows`
+        self._rows: Board | None = None
         self._neighbours: Neighbours | None = None
 
     def free(self) -> None:
@@ -70,7 +73,7 @@ class Binder:
         for arena in (self._staging, self._board):
             if arena is not None:
                 arena.free()
-        self._staging = self._board = None
+        self._staging = self._board = self._rows = None
 
     def bound(self, key: Hashable, bind: Callable[[], Compiled], *tensors: torch.Tensor) -> Compiled:
         """What was bound under the key, or else is now; kept as long as the tensors' memory, the newest _KEPT."""
@@ -140,6 +143,11 @@ class Binder:
         arena = self.arena_of(x)
         return arena, None if arena is not None else self.neighbours()
 
+    def place(self, x: torch.Tensor) -> str:
+        """Where x lies as far as it must lie there on all ranks of the node."""
+        arena = self.arena_of(x)
+        return f"byte {x.data_ptr() - arena.start} of arena {arena.name}" if arena is not None else ""
+
     def peers(self, x: torch.Tensor, arena: Arena) -> Callable[[int], int]:
         """Where a neighbour's tensor lies that has x's place in the arena."""
         offset, world = x.data_ptr() - arena.start, self.topology.world_ranks
@@ -150,11 +158,18 @@ class Binder:
 
         Collective the first time, which is in the same operation on all ranks.
         """
-        if self._board is None:
-            self._board = self._shared_memory(self.node.size, torch.int64)
-            if self._board.kind == "shared":
-                self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._board)
+        self.board()
         return self._neighbours
+
+    def board(self) -> Board:
+        """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
+        if self._rows is None:
+            self._board = self._shared_memory(self.node.size * ROW, torch.uint8)
+            agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
+            self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
+            if self._rows.shared:
+                self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
+        return self._rows
 
     def staging(self) -> Arena | None:
         """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
@@ -193,12 +208,17 @@ class Binder:
         arena: Arena | None = None,
         keeps: Sequence[object] = (),
         *,
+        said: str = "",
         fenced: bool = True,
     ) -> Compiled:
         """arena: the one whose memory neighbours touch, where it is not memory of this instance.
 
+        said: the operation and its arguments, which must be the same on the ranks that touch each other's memory.
         fenced: False leaves the fences out, in whose place the caller meets the other ranks.
         """
+        if program.fenced and fenced and self.node.size > 1:
+            told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
+            layout = replace(layout, board=self.board(), said=told)
         owner = arena or self._board or self._staging
         sync = syncs(owner)  # MPI-4.1 section 12.7: sync, meet, sync
         fence: list[Call] = [*sync, self.node.Barrier, *sync] if fenced else []

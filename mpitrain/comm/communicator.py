@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
+from mpitrain.comm import board
 from mpitrain.comm.arena import Arena, allocate
 from mpitrain.comm.arguments import block_sizes, check_rank
 from mpitrain.comm.binding import syncs
@@ -122,6 +123,7 @@ class Communicator(PointToPoint, Values):
         """
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
+        board.compare(self._comm, board.described(f"arena on {torch.device(device).type}", numel, dtype))
         neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
         operations = self._operations
         return allocate(
@@ -133,6 +135,7 @@ class Communicator(PointToPoint, Values):
 
         None, on all ranks, where memory cannot be shared. See `mpitrain.comm.node_copy`.
         """
+        board.compare(self._comm, board.described("node_copy", numel, dtype))
         neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
         return allocate_node_copy(self._comm, self._operations.node, neighbours, numel, dtype, self.process.arenas)
 
@@ -245,7 +248,8 @@ class Communicator(PointToPoint, Values):
             complete, read = (Meeting(self.process.track(_intra(node.Dup()))) for _ in range(2))
             self._meetings = complete, read
         sync = syncs(self._operations.arena_of(x))
-        return Lagging("lagging reduce_scatter", x, body, *self._meetings, sync, self._lagging_record)
+        said = self._operations.said_of_reduce_scatter(x, blocks, op)
+        return Lagging("lagging reduce_scatter", x, body, said, *self._meetings, sync, self._lagging_record)
 
     # -- movements ---------------------------------------------------------------------------------------
 

@@ -19,11 +19,13 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpitrain.comm.board import Board, Notice, row_of
 from mpitrain.comm.buffers import LARGEST_COUNT, bytes_at, tensor_at
 from mpitrain.comm.kernels import Array, Reduction, copying, for_numpy, scaling
 from mpitrain.comm.program import INBOX
 from mpitrain.comm.remote import Neighbours, Table, Transfers
 from mpitrain.comm.schedule import Call
+from mpitrain.errors import CommunicationError
 
 SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memories besides INBOX and SLOT
 
@@ -36,6 +38,8 @@ class Layout:
     source, target: WORK as the caller gave it and as the caller gets it (the same for operations in place).
     peers(rank): WORK of another rank of this node, where it is mapped; else neighbours reach it by its address,
     and `seen` is the one this rank shows them. slots(rank): its staging slots, a chunk's largest size each.
+    board: where the ranks of the node tell each other what they do, `said` (see `row_of`), before they touch each
+    other's memory.
     inbox, inbox_bounds: address and cell offsets of INBOX; without an address the plan has its own.
     """
 
@@ -47,6 +51,8 @@ class Layout:
     neighbours: Neighbours | None = None
     seen: int = 0
     slots: Callable[[int], int] | None = None
+    board: Board | None = None
+    said: tuple[str, str] = ("", "")
     inbox: int = 0
     inbox_bounds: Sequence[int] = ()
     device: torch.device | None = None
@@ -142,6 +148,10 @@ class Binding:
         self.table: Table | None = None
         if transfers is not None:
             self.table = Table(transfers, [self.address(place) for place in locals])
+        self.notice: Notice | None = None
+        if layout.board is not None:
+            learn = self.table.fill if self.table is not None else None
+            self.notice = Notice(layout.board, row_of(layout.seen, *layout.said), learn)
 
     def address(self, place: Place) -> int:
         return self._base(place.memory, place.owner) + place.start * self.item
@@ -183,9 +193,8 @@ class Binding:
 
     def _request(self, message: Message) -> list[MPI.Prequest]:
         init = self.comm.Send_init if message.sends else self.comm.Recv_init
-        address, nbytes = self.address(message.place), message.place.numel * self.item
-        pieces = [(lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
-        return [init(bytes_at(address + lo, length), message.peer) for lo, length in pieces]
+        address = self.address(message.place)
+        return [init(bytes_at(address + lo, length), message.peer) for lo, length in message.pieces(self.item)]
 
 
 Maker: TypeAlias = Callable[[Binding], Sequence[Call]]
@@ -198,6 +207,11 @@ class Message(NamedTuple):
     place: Place
     peer: int
 
+    def pieces(self, item: int) -> list[tuple[int, int]]:
+        """Offset and length, in bytes, of what is sent at once."""
+        nbytes = self.place.numel * item
+        return [(lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+
 
 # -- makers: calls on the addresses of a binding
 
@@ -208,8 +222,30 @@ def start(number: int, messages: Sequence[Message], binding: Binding) -> list[Ca
 
 
 def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
+    """Completes an exchange. Raises CommunicationError where less has arrived than was expected."""
     requests = binding.requests(number, messages)
-    return [requests[0].Wait if len(requests) == 1 else partial(MPI.Request.Waitall, requests)]
+    pieces = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
+    if all(message.sends for message in messages):
+        return [requests[0].Wait if len(requests) == 1 else partial(MPI.Request.Waitall, requests)]
+    statuses = [MPI.Status() for _ in requests]
+    arriving = [
+        (status, message.peer, nbytes)
+        for status, (message, nbytes) in zip(statuses, pieces, strict=True)
+        if not message.sends
+    ]
+    return [partial(_receive, requests, statuses, arriving)]
+
+
+def _receive(
+    requests: list[MPI.Prequest], statuses: list[MPI.Status], arriving: Sequence[tuple[MPI.Status, int, int]]
+) -> None:
+    MPI.Request.Waitall(requests, statuses)
+    for status, peer, nbytes in arriving:
+        if status.Get_count(MPI.BYTE) != nbytes:
+            raise CommunicationError(
+                f"{status.Get_count(MPI.BYTE)} bytes arrived from rank {peer} where {nbytes} were expected; every rank "
+                "must make the same call with the same sizes and types"
+            )
 
 
 def combine(
@@ -228,13 +264,15 @@ def scale(place: Place, scale: float, binding: Binding) -> list[Call]:
 
 
 def publish(binding: Binding) -> list[Call]:
-    assert binding.table is not None
-    return [binding.table.publish(binding.comm.rank, binding.layout.seen)]
+    return [binding.notice.publish] if binding.notice is not None else []
 
 
-def look_up(binding: Binding) -> list[Call]:
-    assert binding.table is not None
-    return [binding.table.load]
+def compare(binding: Binding) -> list[Call]:
+    return [binding.notice.compare] if binding.notice is not None else []
+
+
+def withdraw(binding: Binding) -> list[Call]:
+    return [binding.notice.withdraw] if binding.notice is not None else []
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:

@@ -13,8 +13,9 @@ rank that is late keeps the others waiting only when it is late by more than the
 
     fill 0, begin 0 | fill 1, begin 1, wait 0 | fill 2, begin 2, wait 1 | release 0, fill 0, begin 3, wait 2 | ...
 
-Telling is a message of no bytes to each of the others: on one communicator for "complete", on another for "read", so
-that both kinds match in order however a rank mixes them.
+Telling is a short message to each of the others: on one communicator for "complete", on another for "read", so that
+both kinds match in order however a rank mixes them. It says which operation on what memory (a row as on the `board`):
+a rank touches the others' memory only where theirs is the same.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from mpitrain.comm.board import ROW, difference, row_of
 from mpitrain.comm.schedule import Call
 from mpitrain.comm.watchdog import Record
 from mpitrain.comm.work import Work, poll, seen
+from mpitrain.errors import CommunicationError
 
-Told = list[MPI.Prequest]
 
-_NOTHING = [None, 0, MPI.BYTE]
+class Told:
+    """One telling: the row this rank tells, those of all ranks of the node, and the messages that carry them."""
+
+    def __init__(self, node: MPI.Intracomm) -> None:
+        self.rows = [bytearray(ROW) for _ in range(node.size)]
+        self.own = self.rows[node.rank]
+        others = [rank for rank in range(node.size) if rank != node.rank]
+        self.requests = [node.Recv_init([self.rows[rank], ROW, MPI.BYTE], rank) for rank in others]
+        self.requests += [node.Send_init([self.own, ROW, MPI.BYTE], rank) for rank in others]
 
 
 class Meeting:
@@ -40,24 +50,23 @@ class Meeting:
         self._node = node
         self._idle: list[Told] = []
 
-    def tell(self) -> Told:
+    def tell(self, row: bytes) -> Told:
         """Tell all others; to be awaited."""
-        told = self._idle.pop() if self._idle else self._requests()
-        MPI.Prequest.Startall(told)
+        told = self._idle.pop() if self._idle else Told(self._node)
+        told.own[:] = row
+        MPI.Prequest.Startall(told.requests)
         return told
 
-    def wait(self, told: Told) -> None:
-        """Return when all others have told as often as this rank had then."""
-        MPI.Request.Waitall(told)
+    def wait(self, told: Told) -> str:
+        """Return when all others have told as often as this rank had then: what is wrong where they told otherwise."""
+        MPI.Request.Waitall(told.requests)
         self._idle.append(told)
-
-    def _requests(self) -> Told:
-        others = [rank for rank in range(self._node.size) if rank != self._node.rank]
-        return [make(_NOTHING, rank) for make in (self._node.Recv_init, self._node.Send_init) for rank in others]
+        same = all(row == told.own for row in told.rows)
+        return "" if same else difference([bytes(row) for row in told.rows], range(self._node.size))
 
     def free(self) -> None:
         for told in self._idle:
-            for request in told:
+            for request in told.requests:
                 request.Free()
         self._node.Free()
 
@@ -70,18 +79,19 @@ class Lagging(Work):
         name: str,
         x: torch.Tensor,
         body: Call,
+        said: str,
         complete: Meeting,
         read: Meeting,
         sync: Sequence[Call],
         record: Record,
     ) -> None:
-        """body: sums the share, once all have told. sync: makes x's memory seen, before telling and after waiting.
-        record: where a wait is to be seen.
+        """body: sums the share, once all have told. said: the arguments, which must be the same on all ranks.
+        sync: makes x's memory seen, before telling and after waiting. record: where a wait is to be seen.
         """
         self._name, self._x, self._body, self._sync, self._record = name, x, body, sync, record
-        self._meetings = complete, read
+        self._meetings, self._row = (complete, read), row_of(0, said)
         self._synchronize()
-        self._complete: Told | None = complete.tell()
+        self._complete: Told | None = complete.tell(self._row)
         self._read: Told | None = None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -93,7 +103,7 @@ class Lagging(Work):
             seen(self._record, self._name, self._x, self._sum)
 
     def done(self) -> bool:
-        if self._complete is not None and MPI.Request.Testall(self._complete):
+        if self._complete is not None and MPI.Request.Testall(self._complete.requests):
             self.wait()
         return self._complete is None
 
@@ -105,12 +115,14 @@ class Lagging(Work):
 
     def _sum(self) -> None:
         assert self._complete is not None
-        self._meetings[0].wait(self._complete)
+        wrong = self._meetings[0].wait(self._complete)
         self._complete = None
+        if wrong:
+            raise CommunicationError(f"{self._record.label}: {wrong}")
         self._synchronize()
         self._body()
         self._synchronize()
-        self._read = self._meetings[1].tell()
+        self._read = self._meetings[1].tell(self._row)
 
     def _let_go(self) -> None:
         assert self._read is not None

@@ -20,6 +20,7 @@ from mpitrain.comm.algorithms.shared import shared_all_gather, shared_broadcast,
 from mpitrain.comm.algorithms.tree import tree_broadcast, tree_reduce
 from mpitrain.comm.arena import Arena
 from mpitrain.comm.binding import Binder, copying, offsets, scaling
+from mpitrain.comm.board import described
 from mpitrain.comm.buffers import HALVES, LARGEST_COUNT, tensor_at
 from mpitrain.comm.executor import Compiled, Layout
 from mpitrain.comm.kernels import Reduction
@@ -52,11 +53,16 @@ class Operations(Binder):
             return None
         return self._bound.get(("all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible))
 
-    def _all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
+    def _all_reduce(
+        self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None
+    ) -> Compiled:
+        """said: the caller's arguments, where x is not the caller's."""
         reduction = Reduction.of(op, x.dtype, self.topology.size)
         if self.topology.size == 1 or x.numel() == 0:
             return _NOTHING
         setting = self.setting(x, reproducible)
+        if said is None:
+            said = described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, self.place(x))
         if algorithm == "auto":
             algorithm = self.tuning.algorithm(setting.place, setting.size, setting.nbytes)
         if algorithm == "mpi" and not reproducible:
@@ -73,14 +79,14 @@ class Operations(Binder):
                 return self._all_reduce(x, op, "ring", reproducible)
         program = self.program(all_reduce_program, algorithm, setting)
         if x.dtype in HALVES and program.sends_partial_sums:
-            return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, reproducible))
+            return self.widened(x, lambda wide: self._all_reduce(wide, op, algorithm, reproducible, said))
         if algorithm == "two_level" and setting.memory == "private" and not reproducible:
-            return self.through_staging(x, lambda piece: self._all_reduce(piece, op, algorithm, False))
+            return self.through_staging(x, lambda piece: self._all_reduce(piece, op, algorithm, False, said))
         bounds = even_bounds(x.numel(), program.blocks, max(1, _CACHE_LINE // x.element_size()))
         layout = self.in_place(x, chunk_bounds(bounds, program.segments), neighbours)
         if program.inbox:
             layout = replace(layout, inbox_bounds=self._cells(program, bounds))
-        return self.compile(program, layout, reduction, self.arena_of(x))
+        return self.compile(program, layout, reduction, self.arena_of(x), said=said)
 
     def reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
         key = ("reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, root)
@@ -102,7 +108,8 @@ class Operations(Binder):
             arena, neighbours = self._require_reach(x, "reduce")
             program = self.program(shared_reduce, setting.size, root, _cache_chunks(setting.nbytes // setting.size))
             bounds = chunk_bounds(even_bounds(x.numel(), program.blocks), program.segments)
-            return self.compile(program, self.in_place(x, bounds, neighbours), reduction, arena)
+            said = described(f"reduce to rank {root}", x.numel(), x.dtype, op, self.place(x))
+            return self.compile(program, self.in_place(x, bounds, neighbours), reduction, arena, said=said)
         if algorithm != "tree":
             raise _no_algorithm("reduce", algorithm, "mpi, shared or tree")
         program = self.program(
@@ -185,10 +192,14 @@ class Operations(Binder):
             inbox_bounds=self._cells(program, bounds),
         )
         if not program.sends_partial_sums:
-            return self.compile(program, layout, reduction, arena, fenced=fenced)
+            said = self.said_of_reduce_scatter(x, counts, op)
+            return self.compile(program, layout, reduction, arena, said=said, fenced=fenced)
         whole = torch.empty(x.numel(), dtype=x.dtype)
         inner = self.compile(program, replace(layout, target=whole.data_ptr()), reduction)
         return Compiled([inner, copying(out, whole[bounds[rank] : bounds[rank + 1]])], [inner, whole])
+
+    def said_of_reduce_scatter(self, x: torch.Tensor, counts: Sequence[int], op: str) -> str:
+        return described("reduce_scatter", x.numel(), x.dtype, op, self.place(x), _unequal(counts))
 
     # -- movements
 
@@ -207,7 +218,8 @@ class Operations(Binder):
         if algorithm == "shared":
             arena, neighbours = self._require_reach(x, "broadcast")
             layout = self.in_place(x, [0, x.numel()], neighbours)
-            return self.compile(self.program(shared_broadcast, setting.size, root), layout, None, arena)
+            said = described(f"broadcast from rank {root}", x.numel(), x.dtype, self.place(x))
+            return self.compile(self.program(shared_broadcast, setting.size, root), layout, None, arena, said=said)
         if algorithm != "tree":
             raise _no_algorithm("broadcast", algorithm, "mpi, shared or tree")
         program = self.program(
@@ -243,7 +255,9 @@ class Operations(Binder):
             if arena is not None:
                 find = self.peers(read, arena)
                 layout = replace(layout, peers=lambda r: find(r) - before(r))
-            inner = self.compile(self.program(shared_all_gather, size), layout, None, arena)
+            where = self.place(read) + " in place" * (read is out and arena is not None)
+            said = described("all_gather", bounds[-1], x.dtype, where, _unequal(counts))
+            inner = self.compile(self.program(shared_all_gather, size), layout, None, arena, said=said)
         elif algorithm == "ring":
             program = self.program(ring_all_gather, size, segments_of(largest, RING_SEGMENT), self.topology.nodes)
             inner = self.compile(program, replace(layout, bounds=chunk_bounds(bounds, program.segments)))
@@ -310,6 +324,11 @@ class Operations(Binder):
 
 def _cache_chunks(nbytes: int) -> int:
     return segments_of(nbytes, SHARED_CHUNK, most=1 << 20)
+
+
+def _unequal(counts: Sequence[int]) -> str:
+    """Block sizes in words, where the number of all elements does not tell them."""
+    return f"in blocks of {list(counts)}" if min(counts) != max(counts) else ""
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

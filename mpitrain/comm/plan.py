@@ -85,7 +85,7 @@ class _Compiler:
         self.fetches: list[int] = []
         self.transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
         self.locals: list[Place] = []  # this rank's side of each transfer
-        self.looked_up = False  # whether the neighbours' addresses are known by now
+        self.met, self.meetings = 0, sum(isinstance(step, Fence) for step in self.steps)
         self.inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
         own = 0 if layout.inbox else self.inbox_bounds[-1]
         self.inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
@@ -194,13 +194,14 @@ class _Compiler:
         return self.landings[slot]
 
     def _fence(self) -> None:
-        first = self.transfers is not None and not self.looked_up
-        if first:
+        self.met += 1
+        if self.met == 1:
             self.schedule.barrier(executor.publish)
         self.schedule.barrier(lambda binding: self.fence)
-        if first:
-            self.schedule.barrier(executor.look_up)
-            self.looked_up = True
+        if self.met == 1:
+            self.schedule.barrier(executor.compare)
+        if self.met == self.meetings:
+            self.schedule.barrier(executor.withdraw)
 
     def _is_remote(self, owner: int, span: Span) -> bool:
         return owner != self.rank and span.memory == WORK and self.transfers is not None

@@ -191,6 +191,11 @@ class Program:
         """Whether sums in progress travel between ranks: 16-bit data must then be widened first."""
         return any(isinstance(step, Exchange) and step.reduce for step in self.steps(0))
 
+    @functools.cached_property
+    def fenced(self) -> bool:
+        """Whether ranks touch memory of others on their node, between fences."""
+        return any(isinstance(step, Fence) for step in self.steps(0))
+
 
 def one_node(size: int) -> tuple[int, ...]:
     return (0,) * size

@@ -2,10 +2,8 @@
 
 For tensors that lie in no arena: a rank sums its slice of its neighbours' vectors where they are, with one copy
 into the cache, and writes the result back into them. Programs see no difference to memory that is mapped; only
-the neighbours' addresses are looked up at each run, in a board in shared memory on which every rank writes its
-own before the first fence:
-
-    board   | rank 0's address | rank 1's address | ...
+the neighbours' addresses are looked up at each run, on the board (`board.py`). What is written there is the same on
+all ranks but for the address, so a transfer never leaves the tensor that its rank has passed.
 
 The kernel allows it between processes of one user, unless a container or ptrace_scope forbids it; `probe` asks.
 """
@@ -18,12 +16,9 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from mpi4py import MPI
 
-from mpitrain.comm.arena import Arena
-from mpitrain.comm.buffers import tensor_at
-from mpitrain.comm.schedule import Call
+from mpitrain.comm.board import Board, Notice, addresses, row_of
 from mpitrain.errors import CommunicationError
 
 _PAIR = 16  # bytes of an address and a length
@@ -33,8 +28,9 @@ _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 class Neighbours:
     """The processes of this rank's node whose memory it may touch. pids: by rank of the communicator."""
 
-    def __init__(self, pids: dict[int, int], board: np.ndarray, places: dict[int, int]) -> None:
-        self.pids, self.board, self.places = pids, board, places
+    def __init__(self, pids: dict[int, int], places: dict[int, int]) -> None:
+        """places: of their rows on the board."""
+        self.pids, self.places = pids, places
         libc = ctypes.CDLL(None, use_errno=True)
         self.readv, self.writev = libc.process_vm_readv, libc.process_vm_writev
         for function in (self.readv, self.writev):
@@ -43,34 +39,34 @@ class Neighbours:
             function.restype = ctypes.c_ssize_t
 
 
-def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], board: Arena) -> Neighbours | None:
+def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], board: Board) -> Neighbours | None:
     """Neighbours, if every rank of `comm` can read and write those of its node; else None. Collective.
 
-    neighbours: the ranks of this node. board: a shared arena of at least as many int64 elements.
+    neighbours: the ranks of this node. board: theirs, in shared memory.
     """
-    address = next(iter(board.segments.values()))  # everybody's entries lie in the first one's segment
-    first = tensor_at(address, node.size, torch.int64).numpy()
     places = {rank: index for index, rank in enumerate(neighbours)}
     pids = np.empty(node.size, dtype=np.int64)
     node.Allgather(np.array([os.getpid()], dtype=np.int64), pids)
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # where ptrace_scope asks for it
-    made = Neighbours({rank: int(pids[index]) for rank, index in places.items()}, first, places)
-    secret = np.array([node.rank + 1, 0], dtype=np.int64)
-    first[node.rank] = secret.ctypes.data
+    made = Neighbours({rank: int(pids[index]) for rank, index in places.items()}, places)
+    secret, found = np.array([node.rank + 1], dtype=np.int64), np.zeros(node.size, dtype=np.int64)
+    transfers = Transfers(made)
+    for rank in places:
+        transfers.add(rank, 0, found.itemsize, write=False)
+    table = Table(transfers, [found[index:].ctypes.data for index in range(node.size)])
+    notice = Notice(board, row_of(secret.ctypes.data, "probe"), table.fill)
+    notice.publish()
     node.Barrier()
+    notice.compare()
     works = np.array([1], dtype=np.int64)
-    for rank, place in places.items():
-        into = np.zeros(1, dtype=np.int64)
-        transfers = Transfers(made)
-        transfers.add(rank, 0, into.nbytes, write=False)
-        table = Table(transfers, [into.ctypes.data])
-        table.load()
-        try:
-            table.transfers[0]()
-            works[0] &= int(into[0] == place + 1)
-        except CommunicationError:
-            works[0] = 0
+    try:
+        for transfer in table.transfers:
+            transfer()
+        works[0] = np.array_equal(found, 1 + np.arange(node.size))
+    except CommunicationError:
+        works[0] = 0
     node.Barrier()
+    notice.withdraw()
     comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)
     return made if works[0] else None
 
@@ -83,12 +79,12 @@ class Transfers:
         self.rows: list[tuple[int, int, int, bool]] = []
 
     def add(self, rank: int, offset: int, nbytes: int, *, write: bool) -> None:
-        """A copy between a place here and `offset` bytes after the rank's address on the board."""
+        """A copy between a place here and `offset` bytes after the address in the rank's row."""
         self.rows.append((rank, offset, nbytes, write))
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """The place on the board of each one's rank."""
+        """The place of the row of each one's rank."""
         return np.array([self.neighbours.places[rank] for rank, *_ in self.rows], dtype=np.intp)
 
     @functools.cached_property
@@ -108,34 +104,21 @@ class Table:
 
     def __init__(self, transfers: Transfers, local: Sequence[int]) -> None:
         """local: the address here of each transfer."""
-        self._transfers, self._board = transfers, transfers.neighbours.board
+        self._transfers = transfers
         count = len(local)
         pairs = np.empty((2, count, 2), dtype=np.int64)
         pairs[0, :, 0] = local
         pairs[:, :, 1] = transfers.sizes if count else 0
         self._pairs, self._starts = pairs, pairs[1, :, 0]
-        self._seen = b""
         here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * count
         self.transfers = [
             Transfer(transfers.neighbours, rank, (here + _PAIR * i, there + _PAIR * i), nbytes, write)
             for i, (rank, _, nbytes, write) in enumerate(transfers.rows)
         ]
 
-    def publish(self, own: int, address: int) -> Call:
-        """A call that puts this rank's address on the board."""
-        board, place = self._board, self._transfers.neighbours.places[own]
-
-        def put() -> None:
-            board[place] = address
-
-        return put
-
-    def load(self) -> None:
-        """Look the neighbours' addresses up; after a fence that followed their publishing."""
-        seen = self._board.tobytes()
-        if seen != self._seen:  # in a training loop the addresses stay
-            np.add(self._board[self._transfers.places], self._transfers.offsets, out=self._starts)
-            self._seen = seen
+    def fill(self, rows: bytes) -> None:
+        """Look the neighbours' addresses up in the rows of the board."""
+        np.add(addresses(rows)[self._transfers.places], self._transfers.offsets, out=self._starts)
 
 
 class Transfer:

@@ -86,8 +86,8 @@ def verify(program: Program) -> None:
 class _Verifier:
     def __init__(self, program: Program) -> None:
         self.program = program
-        shares = any(isinstance(step, Fence) for step in program.steps(0))
-        self.ranks = [_Rank(r, _repeated(program, r, 3 if shares else 1)) for r in range(program.size)]
+        runs = 3 if program.fenced else 1
+        self.ranks = [_Rank(r, _repeated(program, r, runs)) for r in range(program.size)]
         self.limit = {WORK: program.chunks, SLOT: program.slots, INBOX: program.inbox}
         # (owner, memory, cell) -> {rank that touched it: wrote it?}, for the current epoch of the owner's node
         self.touched: dict[int, dict[tuple[int, str, int], dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
