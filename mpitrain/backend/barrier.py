@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.backend.failures import GroupError
 from mpitrain.backend.queues import Waiting
 from mpitrain.comm import Communicator
-from mpitrain.comm.work import Work
+from mpitrain.comm.work import Messages
 
 _TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
 _MONITORED_TAGS = range(32000, 32700)
@@ -27,7 +27,7 @@ class Barriers:
     def __init__(self, comm: Communicator, waiting: Waiting) -> None:
         self._comm, self._waiting = comm, waiting
         self._count = 0
-        self.abandoned: list[Work] = []  # MPI may still write into their memory
+        self.abandoned: list[Messages] = []  # MPI may still write into their memory
 
     def _next_of(self, tags: range) -> int:
         self._count += 1
@@ -85,7 +85,13 @@ class Barriers:
         for rank in arriving:
             self._done(comm.isend(word, rank, tag), deadline)
 
-    def _done(self, work: Work, deadline: float) -> bool:
+    def _done(self, work: Messages, deadline: float) -> bool:
+        if work.done():
+            return True
+        with work.limited_wait():
+            return self._polled(work, deadline)
+
+    def _polled(self, work: Messages, deadline: float) -> bool:
         polls = 0
         while not work.done():
             polls += 1

@@ -182,7 +182,8 @@ class Message(dist.Work):
             self._waiting.start_all()
             given = timeout is not None and timeout > timedelta(0)
             seconds = timeout.total_seconds() if given and timeout is not None else self._timeout
-            _poll(self._done, seconds, self.name, "is the other rank there?")
+            with self._work.limited_wait():
+                _poll(self._done, seconds, self.name, "is the other rank there?")
         return True
 
     def synchronize(self) -> None:

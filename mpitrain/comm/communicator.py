@@ -61,10 +61,10 @@ class Communicator(PointToPoint, Values):
             self._background = self._make_operations(process.track(comm.Dup()))
         compared = process.debug and topology.size > 1
         self._checks = Checks(process.track(comm.Dup()), topology.nodes) if compared else None
-        self._record = process.watchdog.record(label)
-        self._background_record = process.watchdog.record(f"{label} (async)")
+        self._record = process.watchdog.record(label, topology.world_ranks)
+        self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._message_record = process.watchdog.record(f"{label} (messages)")
-        self._lagging_record = process.watchdog.record(f"{label} (lagging)")
+        self._lagging_record = process.watchdog.record(f"{label} (lagging)", topology.world_ranks)
         self._meetings: tuple[Meeting, Meeting] | None = None
 
     def _make_operations(self, comm: MPI.Intracomm) -> Operations:
@@ -79,7 +79,8 @@ class Communicator(PointToPoint, Values):
 
         None for a rank whose color is None.
         """
-        comm = _intra(self._comm.Split(MPI.UNDEFINED if color is None else color, key))
+        with self._record.during("split"):
+            comm = _intra(self._comm.Split(MPI.UNDEFINED if color is None else color, key))
         if comm == MPI.COMM_NULL:
             return None
         members = self._comm.group.Translate_ranks(list(range(self.size)), comm.group)
@@ -97,7 +98,8 @@ class Communicator(PointToPoint, Values):
         if self.rank not in ranks:
             return None
         group = self._comm.group.Incl(ranks)
-        comm = self._comm.Create_group(group, tag=ranks[0])
+        with self._message_record.during(f"subgroup of ranks {ranks}"):
+            comm = self._comm.Create_group(group, tag=ranks[0])
         group.Free()
         topology = self._topology.of(ranks, comm.rank)
         return Communicator(comm, topology, self.process, label or f"{self.label}{ranks}")

@@ -337,7 +337,7 @@ def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, deaths:
     faults = Faults(deaths.track(MPI.Intracomm(comm.Dup())), partial(_end, deaths), partial(_leave, comm, deaths))
     asking = deaths.track(MPI.Intracomm(comm.Dup()))
     watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, deaths)
-    faults.before_leaving = watchdog.stop
+    faults.before_leaving = watchdog.stop_with_all
     process = replace(before.process, arenas=ArenaIndex(), watchdog=watchdog, faults=faults, deaths=deaths)
     return Communicator(comm, topology, process, "world")
 

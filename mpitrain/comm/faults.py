@@ -18,6 +18,7 @@ from types import TracebackType
 import numpy as np
 from mpi4py import MPI
 
+from mpitrain.comm.leaving import note_exit_status
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError
 
 _FAILED = 7  # message tag
@@ -40,11 +41,12 @@ class Faults:
         self._end, self._leave = end, leave or finalize
         self._token = np.zeros(1, dtype=np.uint8)
         self._previous = sys.excepthook
-        self.before_leaving: Callable[[], None] = lambda: None
+        self.before_leaving: Callable[[int], None] = lambda code: None
 
     def install(self) -> None:
         """Route exceptions that nobody catches through `fail`."""
         sys.excepthook = self._hook
+        note_exit_status()
 
     def uninstall(self) -> None:
         sys.excepthook = self._previous
@@ -58,7 +60,7 @@ class Faults:
         if self._comm.size == 1 or (isinstance(error, MpitrainError) and error.agreed):
             if self._comm.rank == 0:
                 say(self.describe(error, alone=True))
-            self.before_leaving()
+            self.before_leaving(code)
             self._leave(code)
         self.end_job(self.describe(error), code)
 

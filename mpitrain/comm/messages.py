@@ -37,7 +37,8 @@ class PointToPoint(Member):
         check_rank(self, dest)
         tensor = self._near(as_tensor(x, written=False))
         requests = [self._messages.Isend(spec, dest, tag) for spec in _specs(tensor)]
-        return Messages(f"send to rank {dest}", tensor, requests, lambda statuses: None, self._message_record)
+        awaited = (self.world_ranks[dest],)
+        return Messages(f"send to rank {dest}", tensor, requests, lambda statuses: None, self._message_record, awaited)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
@@ -59,7 +60,9 @@ class PointToPoint(Member):
                 tensor.copy_(near)
 
         requests = [self._messages.Irecv(spec, source, tag) for spec in specs]
-        return Messages(name, tensor, requests, complete, self._message_record)
+        ranks = self.world_ranks
+        awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
+        return Messages(name, tensor, requests, complete, self._message_record, awaited)
 
     def _near(self, tensor: torch.Tensor, *, filled: bool = True) -> torch.Tensor:
         """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""

@@ -2,7 +2,8 @@
 
 Each rank has a record per communicator of the operation it is in. A thread looks at them now and then, and
 answers other ranks' questions over a communicator of its own. A rank whose operation is older than the limit
-asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table:
+asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table (`leaving`
+is about ranks whose interpreter ended):
 
     all_reduce #12 of world did not complete in 30 s:
       rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
@@ -19,6 +20,8 @@ import sys
 import threading
 import time
 import traceback
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,21 +33,32 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.faults import say
+from mpitrain.comm.leaving import Departures
 
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
 _LOOK = 0.1  # seconds between looks for ranks that died, where the job is to go on without them
 _ROOM = str(Path(__file__).resolve().parent) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class Record:
-    """The operation a rank is in on one communicator. Written by the hot path, read by the watchdog."""
+    """The operation a rank is in on one communicator. Written by the hot path, read by the watchdog.
 
-    __slots__ = ("dtype", "label", "name", "sequence", "shape", "since", "thread")
+    members: the ranks of the world that all carry out the same operations, in the same order. key: the name of the
+    record, alike on all of them. awaited: the ranks of the world of which one is to send or receive a message.
+    limited: whether whoever waits stops waiting by himself.
+    """
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    __slots__ = (
+        "awaited", "dtype", "key", "label", "limited", "members", "name", "sequence", "shape", "since", "thread",
+    )  # fmt: skip
+
+    def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
+        self.label, self.members, self.key = label, members, key
+        self.awaited: Sequence[int] = ()
+        self.limited = False
         self.sequence = 0
         self.name = ""
         self.shape: Sequence[int] = ()
@@ -61,6 +75,16 @@ class Record:
 
     def end(self) -> None:
         self.since = 0.0
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """An operation on no data."""
+        self.awaited = ()
+        self.begin(name, (), None)
+        try:
+            yield
+        finally:
+            self.end()
 
     @contextmanager
     def comparing(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Iterator[None]:
@@ -97,10 +121,10 @@ class Watchdog:
         self,
         comm: MPI.Intracomm,
         timeout: float,
-        end_job: Callable[[str], None],
+        end_job: Callable[..., None],
         deaths: Deaths | None = None,
     ) -> None:
-        """timeout: seconds an operation may take. end_job: prints a text and ends all ranks.
+        """timeout: seconds an operation may take. end_job: prints a text and ends all ranks, with an exit code.
 
         deaths: where the job goes on without ranks that died.
         """
@@ -109,6 +133,8 @@ class Watchdog:
         self._end_job = end_job
         self._deaths = deaths
         self._records: list[Record] = []
+        self._made: Counter[tuple[str, Sequence[int]]] = Counter()
+        self._departures = Departures(comm, self._records)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
@@ -122,8 +148,19 @@ class Watchdog:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def record(self, label: str) -> Record:
-        made = Record(label)
+    def stop_with_all(self, code: int | None = None) -> None:
+        """Likewise, once every rank is at its end: those that still need this one learn that it has left.
+
+        code: the exit code, where it is known.
+        """
+        if self._thread.is_alive() and self._deaths is None and not MPI.Is_finalized():
+            self._departures.wait_for_all(code)
+        self.stop()
+
+    def record(self, label: str, members: Sequence[int] = ()) -> Record:
+        """members: the ranks of the world that all carry out what it records."""
+        self._made[label, members] += 1  # communicators of the same ranks are made in the same order on all of them
+        made = Record(label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}")
         self._records.append(made)
         return made
 
@@ -134,7 +171,7 @@ class Watchdog:
         now = time.monotonic()
         for record in list(self._records):
             since = record.since
-            if since and now - since > self.timeout:
+            if since and not record.limited and now - since > self.timeout:
                 return record, now - since
         return None
 
@@ -145,11 +182,17 @@ class Watchdog:
                 if self._deaths is not None:
                     self._deaths.look()
                 self._answer_questions()
+                self._departures.look()
             except MPI.Exception:  # of communicators that were given up with their dead ranks
                 if self._deaths is None:
                     raise
             late = self._late()
             if late is not None and not self._report(*late):
+                return
+            in_vain = self._departures.in_vain()
+            if in_vain is not None:
+                record, left = in_vain
+                self._end_job(left.text(record, self._comm.rank, str(self.place()["line"])), left.code_of_job)
                 return
 
     def _answer_questions(self) -> None:
@@ -226,12 +269,13 @@ class Watchdog:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """file:line of the innermost frame outside this package, else outside this room, else of the innermost."""
+    """file:line of the innermost frame outside this package and torch, else outside this room, else the innermost."""
     if frame is None:
         return "nowhere"
     stack = traceback.extract_stack(frame)
     places = [f for f in stack if not f.filename.startswith("<") and "/threading.py" not in f.filename]
-    outside = [f for f in places if not os.path.abspath(f.filename).startswith(_PACKAGE) and "runpy" not in f.filename]
+    inner = (_PACKAGE, _TORCH)
+    outside = [f for f in places if not os.path.abspath(f.filename).startswith(inner) and "runpy" not in f.filename]
     # a job run by mpitrain.train is inside the package from top to bottom
     outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_ROOM)]
     place = outside[-1] if outside else stack[-1]

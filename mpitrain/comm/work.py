@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -79,11 +80,13 @@ class Messages(Work):
         requests: Sequence[MPI.Request],
         complete: Callable[[list[MPI.Status]], None],
         record: Record,
+        awaited: Sequence[int],
     ) -> None:
         """tensor: what is sent or received; complete: called once with the statuses, raises if what arrived is not
-        what was expected; record: where a wait is to be seen.
+        what was expected; record: where a wait is to be seen; awaited: the ranks of the world that the other end may
+        be.
         """
-        self._name, self._tensor, self._record = name, tensor, record
+        self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
         self.source: int | None = None  # the rank that sent what arrived, once it has
         self._requests = list(requests)
         self._complete: Callable[[list[MPI.Status]], None] | None = complete
@@ -99,10 +102,24 @@ class Messages(Work):
             return
         if timeout is None:
             statuses = [MPI.Status() for _ in self._requests]
+            self._record.awaited = self._awaited
             seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
             self._finish(statuses)
             return
-        poll(self, f"{self._record.label}: {self._name}", timeout)
+        with self.limited_wait():
+            poll(self, f"{self._record.label}: {self._name}", timeout)
+
+    @contextmanager
+    def limited_wait(self) -> Iterator[None]:
+        """Inside, somebody waits for it and stops by himself: only a rank that leaves concerns the watchdog."""
+        record = self._record
+        record.awaited, record.limited = self._awaited, True
+        record.begin(self._name, self._tensor.shape, self._tensor.dtype)
+        try:
+            yield
+        finally:
+            record.end()
+            record.limited = False
 
     def done(self) -> bool:
         if self._complete is None:

@@ -73,15 +73,21 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
         debug = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0")
     topology = discover(comm)
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
-    faults.before_leaving = watchdog.stop
+    faults.before_leaving = watchdog.stop_with_all
     local = len(topology.neighbours)
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
     process = Process(ArenaIndex(), table, watchdog, faults, _fewest(comm, spare_cores(local)), cuda_aware(), debug)
     _world = Communicator(comm.Dup(), topology, process, "world")
     if comm.size > 1:
         watchdog.start()
-    atexit.register(watchdog.stop)
+    atexit.register(_leave, os.getpid())
     return _world
+
+
+def _leave(process: int) -> None:
+    """The interpreter ends. process: which was made part of the world; not its forks."""
+    if _world is not None and os.getpid() == process:
+        _world.process.watchdog.stop_with_all()
 
 
 def replace(world: Communicator) -> None:

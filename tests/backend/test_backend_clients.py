@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -261,3 +263,40 @@ def test_leaving_while_a_collective_that_was_given_up_is_under_way_ends_the_job(
     assert done.returncode != 0
     assert "caught all_reduce of group 0 of ranks [0, 1]: timeout after 1 s; does every rank call it?" in done.stdout
     assert "mpitrain: rank 0: left with all_reduce of group 0 of ranks [0, 1] not complete" in done.stderr
+
+
+LEAVES = """
+import os, signal, sys, torch, torch.distributed as dist
+import mpitrain.backend
+dist.init_process_group("mpitrain")
+dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    {leaves}
+{waits}  # in vain
+"""
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("leaves", "waits"),
+    [
+        ("sys.exit(3)", "dist.barrier()"),
+        pytest.param("raise SystemExit(0)", "dist.all_reduce(torch.ones(3))", marks=pytest.mark.campaign),
+        pytest.param("sys.exit(0)", "dist.recv(torch.ones(3), 1)", marks=pytest.mark.campaign),
+        pytest.param("sys.exit('enough')", "dist.new_group([0, 1, 2])", marks=pytest.mark.campaign),
+        pytest.param("os._exit(3)", "dist.barrier()", marks=pytest.mark.campaign),
+        pytest.param("os._exit(0)", "dist.barrier()", marks=pytest.mark.campaign),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "dist.barrier()", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_rank_that_ends_without_the_others_ends_the_job_within_seconds(tmp_path, leaves, waits):
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES.format(leaves=leaves, waits=waits))
+    begun = time.monotonic()
+    done = job(3, [sys.executable, str(script)], timeout=60)
+    assert done.returncode != 0 and time.monotonic() - begun < 20
+    if "os." not in leaves:  # else the launcher sees it
+        assert done.stderr.count("rank 1 left: its interpreter ended") == 1
+        assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", done.stderr)
+    if leaves == "sys.exit(3)":
+        assert done.returncode == 3 and "ended with exit code 3" in done.stderr

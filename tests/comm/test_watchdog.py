@@ -221,9 +221,65 @@ def test_in_debug_mode_a_mismatch_ends_the_job_with_both_calls_and_lines(tmp_pat
     assert said[1].startswith("#2 broadcast of 1024 float32") and line(tmp_path, "# copies") in said[1]
 
 
+@pytest.mark.parametrize(
+    ("waits", "code"),
+    [
+        ("world.all_reduce(x)", 0),
+        pytest.param("world.recv(x, 1)", 3, marks=pytest.mark.campaign),
+        pytest.param("world.all_reduce(x, async_op=True).wait()", 3, marks=pytest.mark.campaign),
+        pytest.param("world.split(0)", 3, marks=pytest.mark.campaign),
+        pytest.param("world.irecv(x, 1).wait(timeout=50)", 3, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_rank_whose_interpreter_ends_while_others_wait_for_it_is_named_within_seconds(tmp_path, waits, code):
+    program = f"""
+        import sys
+        from mpitrain.comm import set_timeout
+        set_timeout(600)
+        half = world.split(world.rank % 2)
+        world.all_reduce(x)
+        if world.rank == 1:
+            sys.exit({code})
+        half.barrier()  # of ranks 0 and 2: rank 1 has nothing to do with it
+        {waits}  # in vain
+        """
+    report = failed_job(tmp_path, 3, program, limit=15)
+    assert (
+        report.count("rank 1 left: its interpreter ended" + (f" with exit code {code} while" if code else " while"))
+        == 1
+    )
+    assert re.search(rf"while rank [02] waits for it at {line(tmp_path, '# in vain')} in <module>", report)
+    assert "[mpi" not in report.split("mpitrain: ")[1].splitlines()[0]
+
+
 def good_job(tmp_path: Path, ranks: int, program: str, *, debug: bool = False, **environment: str) -> None:
     done = run(tmp_path, ranks, program, debug, environment)
     assert done.returncode == 0 and done.stdout.count("done") == ranks, done.stdout + done.stderr
+
+
+def test_ranks_that_are_done_may_leave_long_before_the_others(tmp_path):
+    good_job(
+        tmp_path,
+        3,
+        """
+        import sys
+        from mpitrain.comm import set_timeout
+        set_timeout(600)
+        rest = world.split(0 if world.rank else None)
+        world.broadcast(x, 0)
+        if world.rank:
+            if world.rank == 1:
+                time.sleep(2)
+            rest.all_reduce(x, async_op=True).wait()  # without rank 0, which has left
+            sent = world.isend(x, 3 - world.rank)
+            world.recv(torch.empty(4, 256), 3 - world.rank)
+            sent.wait()
+        print("done", flush=True)
+        if world.rank == 1:
+            time.sleep(2)
+        sys.exit(0)
+        """,
+    )
 
 
 @pytest.mark.campaign
