@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
+
+MARK = ".mpitrain-unfinished"  # lies in a folder that is being filled: what is in it may be removed
+_REASONS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+
+
+def reason(error: OSError) -> str:
+    """Why the operating system refused, in a few words."""
+    return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 
 def sync(path: Path) -> None:
@@ -18,6 +30,45 @@ def sync(path: Path) -> None:
 def free_name(path: Path) -> Path:
     """The path with the first of .1, .2, … appended under which there is nothing yet."""
     number = 1
-    while (free := path.with_name(f"{path.name}.{number}")).exists():
+    while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
         number += 1
     return free
+
+
+def begin_folder(path: Path) -> None:
+    """Make a folder to be filled, with the mark in it. Raises OSError."""
+    path.mkdir(parents=True)
+    (path / MARK).touch()
+
+
+def end_folder(path: Path) -> None:
+    """Take the mark away: the folder is filled, and durable. Raises OSError."""
+    (path / MARK).unlink(missing_ok=True)
+    sync(path)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether this is a folder that was begun by `begin_folder`: it has the mark, or nothing at all in it."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return (path / MARK).is_file() or not any(path.iterdir())
+
+
+def remove_folder(path: Path, last: Collection[str] = (MARK,), ours: Callable[[str], bool] = lambda name: True) -> bool:
+    """Remove a folder and what is in it; what cannot be removed stays. Returns whether only what is not ours did.
+
+    last: names by which it is known whose it is; they go last, so that a removal that is killed can be ended later.
+    ours: whether an entry of this name may be removed.
+    """
+    with suppress(OSError):
+        entries = [entry for entry in path.iterdir() if ours(entry.name)]
+        for entry in sorted(entries, key=lambda entry: entry.name in last):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                os.unlink(entry)
+        with suppress(OSError):  # not empty
+            path.rmdir()
+            return False
+        return True
+    return False

@@ -71,6 +71,8 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
     with make_store(config, world, run) as store:
         identity = data.description.identity
         step, position = resume(config, run, store, engine, identity, survivors)
+        for moved in store.make_way(step):
+            run.say(moved)
         if survivors is not None:
             survivors.copy(engine, step, position)
         run.begin(assembled.parameters, data, held_out, step)
