@@ -20,7 +20,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST
-from mpitrain.disk import MARK, begin_folder, end_folder, free_name, is_unfinished, reason, remove_folder, sync
+from mpitrain.disk import (
+    MARK,
+    begin_folder,
+    end_folder,
+    free_name,
+    is_unfinished,
+    lack_of_room,
+    readable,
+    reason,
+    remove_folder,
+    sync,
+)
 from mpitrain.errors import InputError
 
 LATEST = "latest"
@@ -209,6 +220,44 @@ def doomed(steps: Sequence[int], keep: int, verified: Collection[int], unusable:
         return []
     oldest = min(staying)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
+
+
+def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
+    """Bytes that saves of this size need beside what is there, at their worst moment.
+
+    held: bytes of the checkpoints there are, newest first. All but `keep` are removed after each save, not before.
+    """
+    there, more, most = list(held), 0, 0
+    for _ in range(min(saves, keep + 1)):
+        more += size
+        most = max(most, more)
+        there.insert(0, size)
+        more -= sum(there[keep:])
+        del there[keep:]
+    return most
+
+
+def held_bytes(root: Path) -> list[int]:
+    """Bytes of each checkpoint of ours in a folder, newest first."""
+    found = [root / folder_name(step) for step in finished_steps(root)]
+    return [sum(p.stat().st_size for p in folder.iterdir()) for folder in found if is_checkpoint(folder)]
+
+
+def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
+    """Raises InputError when saves to come do not fit. what: names the folder; see `more_room`."""
+    try:
+        needed = more_room(size, saves, keep, held_bytes(root))
+        lacks = lack_of_room(root, needed)
+    except OSError as error:
+        raise InputError(f"{what} {root} cannot be used: {reason(error)}; choose another folder") from None
+    if lacks:
+        number = min(saves, keep + 1)
+        many = (
+            f"{number} checkpoints of {readable(size)} at a time" if number > 1 else f"a checkpoint of {readable(size)}"
+        )
+        raise InputError(
+            f"{what} {root} is to hold {many}, for which {readable(needed)} more are needed, but {lacks}; {mend}"
+        )
 
 
 def unwritable(folder: Path, error: OSError) -> InputError:

@@ -110,6 +110,22 @@ class LocalFolders:
                 "or leave it empty"
             )
 
+    def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
+        """Raise InputError where a node's disk has no room for its part of the saves to come, and what protects it.
+
+        of_ranks: bytes of each rank's tensors in a checkpoint.
+        """
+        of_nodes = [sum(of_ranks[rank] for rank in ranks) for _, ranks in sorted(ranks_of(self._nodes).items())]
+        number, nodes = sorted(self._leaders).index(self._nodes[comm.rank]), len(of_nodes)
+        size = of_nodes[number]
+        if nodes > 1 and self._redundancy == "partner":
+            size += of_nodes[number - 1]
+        elif nodes > 1 and self._redundancy == "xor":
+            size += size // (nodes - 1)
+        mend = "make room on that node, or give another folder"
+        check = partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, mend)
+        attempt(comm, check if self._leads(comm) else None)
+
     # -- saving
 
     def save(

@@ -131,6 +131,20 @@ class Store:
 
         return self.comm.on_root(move)
 
+    def require_room(self, nbytes: int, saves: int) -> None:
+        """Raise InputError when there is no room for the saves to come, as far as that can be known.
+
+        nbytes: of this rank's tensors in a checkpoint. saves: how many there will be, if all goes well.
+        """
+        of_ranks = np.empty(self.comm.size, dtype=np.int64)
+        self.comm.all_gather(of_ranks, np.array([nbytes], dtype=np.int64))
+        total, shared = int(of_ranks.sum()), saves
+        if self._local is not None:
+            self._local.require_room(self.comm, of_ranks.tolist(), saves)
+            shared = min(saves, saves // self.flush_every + 1)
+        mend = "make room, lower checkpoint.keep, or choose another run.dir"
+        self.comm.on_root(lambda: folders.require_room(self.root, "checkpoint folder", total, shared, self.keep, mend))
+
     def newest_first(self) -> list[Path]:
         """The folders of the finished checkpoints: also those on the nodes' own disks."""
         steps = self.comm.on_root(lambda: folders.finished_steps(self.root))
