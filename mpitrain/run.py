@@ -9,7 +9,6 @@ RUN/lock                   held while a job works in the folder
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 import traceback
@@ -22,9 +21,11 @@ from typing import Any
 
 import torch
 
+from mpitrain import locks
 from mpitrain.comm import Communicator
-from mpitrain.config import Config
+from mpitrain.config import Config, read_toml
 from mpitrain.data import Dataset, open_dataset, read_manifest, resolve, stage_on_nodes, staged_folder
+from mpitrain.disk import free_name, reason
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.monitor import (
     MetricsWriter,
@@ -40,7 +41,7 @@ from mpitrain.shard.engine import StepResult
 from mpitrain.shard.memory import Memory
 from mpitrain.stopping import Stopping
 
-LOCK, CONFIG, CHECKPOINTS = "lock", "config.toml", "checkpoints"
+CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
 _DYING = 5.0  # seconds
 
 
@@ -68,7 +69,7 @@ class Run:
         self.folder = Path(config.run.dir)
         self.checkpoints = self.folder / CHECKPOINTS
         self.resumed_step: int | None = None
-        self._lock: int | None = None
+        self._lock: locks.Lock | None = None
         self._progress: Progress | None = None
         self._metrics: MetricsWriter | None = None
         self._began = time.monotonic()
@@ -96,7 +97,7 @@ class Run:
         self._close_records()
         self.stopping.close()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self._step)
             raise Interrupted(f"interrupted at step {self._step}; go on with: {self._resume_command()}") from None
@@ -108,21 +109,15 @@ class Run:
             ) from None
 
     def _occupy(self) -> None:
-        """Make the folder and take its lock, which the kernel frees when this process ends."""
+        """Make the folder and take its lock."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                raise
-            self._lock = lock
-        except BlockingIOError:
+            self._lock = locks.take(self.folder / locks.LOCK)
+        except locks.Held:
             raise InputError(f"run folder {self.folder} is in use by another job; choose another run.dir") from None
         except OSError as error:
             raise InputError(
-                f"run folder {self.folder} cannot be used: {error.strerror}; choose another run.dir"
+                f"run folder {self.folder} cannot be used: {reason(error)}; choose another run.dir"
             ) from None
 
     def _inherit(self) -> None:
@@ -212,8 +207,20 @@ class Run:
             notes=tuple((("parallel", text),) if (text := parallel_text(config, self.world.size)) else ()),
         )
         print(banner(facts), flush=True)
-        (self.folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+        self._write_config()
         self._open_records(step)
+
+    def _write_config(self) -> None:
+        """Write the resolved settings; a file with anything else in it than such settings is kept under a free name."""
+        path, text = self.folder / CONFIG, self.config.to_toml()
+        try:
+            if os.path.lexists(path) and not _is_resolved(path):
+                os.rename(path, free_name(path))
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
+            ) from None
 
     def _open_records(self, step: int) -> None:
         """Open what is written during training, from `step` on."""
@@ -346,6 +353,15 @@ def refuse_what_is_not_there_yet(config: Config) -> None:
     asked = [key for key, value in wanted.items() if value]
     if asked:
         raise InputError(f"{', '.join(asked)}: not available in this version; leave it at its default", agreed=True)
+
+
+def _is_resolved(path: Path) -> bool:
+    """Whether a file of settings is one that `Config.to_toml` wrote, and nobody has changed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return not path.is_symlink() and Config.from_dict(read_toml(str(path))).to_toml() == text
+    except (OSError, UnicodeDecodeError, InputError):
+        return False
 
 
 def _version() -> str:

@@ -71,6 +71,9 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
     with make_store(config, world, run) as store:
         identity = data.description.identity
         step, position = resume(config, run, store, engine, identity, survivors)
+        for moved in store.make_way(step):
+            run.say(moved)
+        store.require_room(engine.checkpoint_bytes(), saves_between(step, config))
         if survivors is not None:
             survivors.copy(engine, step, position)
         run.begin(assembled.parameters, data, held_out, step)
@@ -184,6 +187,14 @@ def any_rank(world: Communicator, *flags: bool) -> list[bool]:
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def saves_between(step: int, config: Config) -> int:
+    """Checkpoints that are still to be written after this step, if the run is not stopped: the last step gets one."""
+    steps, every = config.train.steps, config.checkpoint.every
+    if step >= steps:
+        return 0
+    return steps // every - step // every + (steps % every > 0) if every else 1
 
 
 def evaluate(config: Config, mesh: Mesh, engine: Engine, cut: Cut, held_out: Dataset | None) -> float | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from mpitrain import locks
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.verify import damages
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckpointError, InputError, MpitrainError
@@ -128,8 +127,12 @@ def _prune(arguments: argparse.Namespace) -> int:
         if not verified:
             raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
         for step in folders.doomed(steps, arguments.keep, verified, unusable):
-            folders.discard(root / folders.folder_name(step))
-            print(f"removed {folders.folder_name(step)}")
+            name = folders.folder_name(step)
+            if folders.is_checkpoint(root / name):
+                folders.discard(root / name)
+                print(f"removed {name}")
+            else:
+                print(f"left {name}, which is no checkpoint")
     print(f"{len(folders.finished_steps(root))} left; {folders.folder_name(verified[0])} verifies")
     return EXIT_DONE
 
@@ -139,15 +142,14 @@ def _occupied(run: Path, *, make: bool) -> Iterator[None]:
     """Hold the run folder's lock, as a job does. Raises InputError when a job has it."""
     if make:
         run.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"run folder {run} is in use by a job; wait until it has ended") from None
+        lock = locks.take(run / locks.LOCK)
+    except locks.Held:
+        raise InputError(f"run folder {run} is in use by a job; wait until it has ended") from None
+    try:
         yield
     finally:
-        os.close(descriptor)
+        lock.close()
 
 
 if __name__ == "__main__":

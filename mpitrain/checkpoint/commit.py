@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
+from mpitrain.disk import begin_folder
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Box, Piece
 
@@ -167,7 +167,7 @@ def write_checkpoint(
         _attempt_save(comm, target, commit if target.leader else None)
     except BaseException:
         if target.leader:
-            shutil.rmtree(temporary, ignore_errors=True)
+            folders.remove(temporary)
         raise
 
 
@@ -175,14 +175,16 @@ def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
     if not target.alone:
         temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
-        _attempt_save(comm, target, partial(temporary.mkdir, parents=True) if target.leader else None)
+        _attempt_save(comm, target, partial(begin_folder, temporary) if target.leader else None)
         return temporary
-    name, refusal = folders.temporary_name(target.final.name), ""
+    name = refusal = ""
     if target.leader:
         try:
-            (target.final.parent / name).mkdir()
+            name = folders.begin(target.final).name
         except OSError as error:
             refusal = str(folders.unwritable(target.final, error))
+        except InputError as error:
+            refusal = str(error)
     name, refusal = comm.broadcast_object([name, refusal])
     if refusal:
         raise InputError(refusal, agreed=True)
@@ -227,7 +229,7 @@ def _commit(
     files = {name: size for name, size, *_ in everyone if name}
     rest = {name: of for name, _, of, *_ in everyone if name}
     write_manifest(temporary, Manifest(step, tensors, files, extents, values, rest, views, tuple(parity)))
-    folders.publish(temporary, target.final)
+    folders.publish(temporary, target.final, trusted=not target.alone)
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -15,6 +15,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import DTYPES, MANIFEST, MODEL, Manifest, TensorSpec, missing_files, read_manifest
 from mpitrain.checkpoint.reading import plan, read
+from mpitrain.disk import readable
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Piece
 
@@ -123,12 +124,3 @@ def _kind(spec: TensorSpec) -> str:
 
 def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def readable(nbytes: int) -> str:
-    """Bytes, with a unit."""
-    value, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"

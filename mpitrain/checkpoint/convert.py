@@ -52,7 +52,7 @@ def export(folder: Path, out: Path) -> int:
 
     Tied parameters appear under all their names. Raises InputError, CheckpointError.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
     manifest = read_manifest(folder)
     sources = {name.removeprefix(MODEL): name for name in manifest.tensors if name.startswith(MODEL)}
@@ -130,8 +130,7 @@ def import_weights(file: Path, root: Path) -> Path:
 
 def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> None:
     """A checkpoint of whole tensors in one file, written by this process alone."""
-    temporary = final.with_name(folders.temporary_name(final.name))
-    temporary.mkdir(parents=True)
+    temporary = folders.begin(final)
     try:
         path = temporary / "rank-00000.h5"
         structure = make_structure([Place(part.spec, part.piece) for part in parts])

@@ -1,30 +1,51 @@
 """The folder `checkpoints/` of a run: names, what is finished, what is left over, what may go.
 
-    step-00000100.tmp-<id>/   being written; never read, removed when found at a start
+    step-00000100.tmp-<id>/   being written: a mark lies in it; never read, removed when found at a start
     step-00000100/            after the rename: whole
     latest                    a hint for people; the folders themselves decide
+
+Only what has one of these names and is known by its content to be ours is ever removed or replaced: a folder by the
+mark or by a manifest, `latest` by what it says. Other things in the way are refused, and others are left alone.
 
 Nothing here knows of ranks: these are the acts of the one process that looks after a folder.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from mpitrain.checkpoint.manifest import MANIFEST
-from mpitrain.disk import free_name, sync
+from mpitrain.checkpoint.manifest import FORMAT, MANIFEST
+from mpitrain.disk import (
+    MARK,
+    begin_folder,
+    end_folder,
+    free_name,
+    is_unfinished,
+    lack_of_room,
+    readable,
+    reason,
+    remove_folder,
+    sync,
+)
 from mpitrain.errors import InputError
 
 LATEST = "latest"
+PROBE = "probe"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{8,})")
-_REASONS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+_FOLDER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
+_FILE = re.compile(rf"({LATEST}|{PROBE}-\d+)\.tmp-[0-9a-f]{{8}}")
+_POINTER = re.compile(rb"(step-\d{8,}\n?)?")
+_TENSORS = re.compile(r"(rank|node)-\d{5,}\.h5")
+_OURS = re.compile(
+    r"manifest\.json|model\.h5|(rank|node)-\d{5,}\.h5(\.tmp-brought)?|parity-\d{5,}-\d{5,}\.bin|\.tmp-brought"
+)
+_HEAD = f'"format": "{FORMAT.rpartition(" ")[0]}'.encode()
 
 
 def folder_name(step: int) -> str:
@@ -62,17 +83,89 @@ def set_aside(root: Path) -> None:
 def remove_leftovers(root: Path) -> None:
     """Remove what killed saves left. Only for whoever holds the run's lock: nobody else is saving there."""
     for path in root.iterdir():
-        if _TEMPORARY in path.name:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        if _FOLDER.fullmatch(path.name):
+            if is_unfinished(path) or is_checkpoint(path):
+                remove(path)
+        elif _FILE.fullmatch(path.name) and _is_pointer(path):
+            path.unlink(missing_ok=True)
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a complete folder its final name, durable. Raises OSError."""
-    sync(temporary)
-    if final.exists():  # a checkpoint of this step from before a restart: damaged, or this would not be saved again
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a manifest of ours lies in a folder; it may be damaged."""
+    if folder.is_symlink():
+        return False
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            head = file.read(200)
+    except OSError:
+        return False
+    return head.startswith(b'{"crc32": ') or _HEAD in head
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a file says what `latest` may say, or nothing yet."""
+    try:
+        return not path.is_symlink() and path.stat().st_size < 64 and bool(_POINTER.fullmatch(path.read_bytes()))
+    except OSError:
+        return False
+
+
+def are_remains(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint's tensors, but no manifest of ours."""
+    if folder.is_symlink() or is_checkpoint(folder):
+        return False
+    return any(
+        _TENSORS.fullmatch(path.name) and _begins_with(path, b"\x89HDF\r\n\x1a\n") for path in folder.glob("*.h5")
+    )
+
+
+def keep_remains(folder: Path) -> Path:
+    """Move a folder out of the way; returns where it is now. Raises OSError."""
+    kept = free_name(folder)
+    os.rename(folder, kept)
+    return kept
+
+
+def _begins_with(path: Path, head: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(head)) == head
+    except OSError:
+        return False
+
+
+def require_free(final: Path) -> None:
+    """Raises InputError when what a save of this folder would replace is not ours."""
+    pointer = final.with_name(LATEST)
+    if os.path.lexists(final) and not is_checkpoint(final):
+        what, lacks = final, f"has no {MANIFEST} of a checkpoint"
+    elif os.path.lexists(pointer) and not _is_pointer(pointer):
+        what, lacks = pointer, "does not name a checkpoint"
+    else:
+        return
+    raise InputError(
+        f"{what} is in the way of a checkpoint and not known as mpitrain's: it {lacks}; move it away, or save into "
+        "another folder"
+    )
+
+
+def begin(final: Path) -> Path:
+    """Make the folder that is to become this one. Raises InputError when something else has its name, OSError."""
+    require_free(final)
+    temporary = final.with_name(temporary_name(final.name))
+    begin_folder(temporary)
+    return temporary
+
+
+def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:
+    """Give a complete folder its final name, durable. Raises OSError, InputError.
+
+    trusted: whatever has the name already is ours.
+    """
+    end_folder(temporary)
+    if os.path.lexists(final):  # a checkpoint of this step from before a restart: damaged, or not to be saved again
+        if not trusted:
+            require_free(final)
         discard(final)
     os.rename(temporary, final)
     sync(final.parent)
@@ -80,13 +173,16 @@ def publish(temporary: Path, final: Path) -> None:
 
 def point_to(final: Path) -> None:
     """Make `latest` name this folder; where there is no room for it, let there be none rather than a wrong one."""
+    latest = final.with_name(LATEST)
+    if os.path.lexists(latest) and not _is_pointer(latest):
+        return
     pointer = final.with_name(temporary_name(LATEST))
     try:
         pointer.write_text(final.name + "\n", encoding="utf-8")
         os.replace(pointer, final.parent / LATEST)
     except OSError:
         pointer.unlink(missing_ok=True)
-        (final.parent / LATEST).unlink(missing_ok=True)
+        latest.unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
@@ -102,9 +198,14 @@ def hide(folder: Path) -> Path:
 
 
 def remove(*hidden: Path) -> None:
-    """Remove hidden folders; what cannot be removed now is a leftover for the next start."""
+    """Remove hidden folders; what cannot be removed now is a leftover for the next start.
+
+    What somebody has put beside our files stays, as step-00000100.1.
+    """
     for folder in hidden:
-        shutil.rmtree(folder, ignore_errors=True)
+        if remove_folder(folder, (MANIFEST, MARK), lambda name: name == MARK or bool(_OURS.fullmatch(name))):
+            with suppress(OSError):
+                os.rename(folder, free_name(folder.with_name(folder.name.partition(_TEMPORARY)[0])))
 
 
 def doomed(steps: Sequence[int], keep: int, verified: Collection[int], unusable: Collection[int]) -> list[int]:
@@ -121,6 +222,43 @@ def doomed(steps: Sequence[int], keep: int, verified: Collection[int], unusable:
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
 
 
+def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
+    """Bytes that saves of this size need beside what is there, at their worst moment.
+
+    held: bytes of the checkpoints there are, newest first. All but `keep` are removed after each save, not before.
+    """
+    there, more, most = list(held), 0, 0
+    for _ in range(min(saves, keep + 1)):
+        more += size
+        most = max(most, more)
+        there.insert(0, size)
+        more -= sum(there[keep:])
+        del there[keep:]
+    return most
+
+
+def held_bytes(root: Path) -> list[int]:
+    """Bytes of each checkpoint of ours in a folder, newest first."""
+    found = [root / folder_name(step) for step in finished_steps(root)]
+    return [sum(p.stat().st_size for p in folder.iterdir()) for folder in found if is_checkpoint(folder)]
+
+
+def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
+    """Raises InputError when saves to come do not fit. what: names the folder; see `more_room`."""
+    try:
+        needed = more_room(size, saves, keep, held_bytes(root))
+        lacks = lack_of_room(root, needed)
+    except OSError as error:
+        raise InputError(f"{what} {root} cannot be used: {reason(error)}; choose another folder") from None
+    if lacks:
+        number = min(saves, keep + 1)
+        many = (
+            f"{number} checkpoints of {readable(size)} at a time" if number > 1 else f"a checkpoint of {readable(size)}"
+        )
+        raise InputError(
+            f"{what} {root} is to hold {many}, for which {readable(needed)} more are needed, but {lacks}; {mend}"
+        )
+
+
 def unwritable(folder: Path, error: OSError) -> InputError:
-    reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
-    return InputError(f"{folder} could not be saved: {reason}; make room, or choose another run.dir")
+    return InputError(f"{folder} could not be saved: {reason(error)}; make room, or choose another run.dir")

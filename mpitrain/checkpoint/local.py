@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from mpitrain.checkpoint.parity import (
     ranks_of,
     rebuild_rounds,
 )
-from mpitrain.disk import sync
+from mpitrain.disk import reason, remove_folder, sync
 from mpitrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class LocalFolders:
         """
         identity = comm.on_root(lambda: _identity(shared))
         self._root = self._base / f"mpitrain-{identity}"
-        probe = comm.broadcast_object(f"probe.tmp-{secrets.token_hex(4)}")
+        probe = comm.broadcast_object(secrets.token_hex(4))
         leads = self._leads(comm)
         attempt(comm, self._make if leads else None)
         try:
@@ -95,21 +94,37 @@ class LocalFolders:
             folders.remove_leftovers(self.root)
         except OSError as error:
             raise InputError(
-                f"checkpoint.local {self._base} cannot be used: {error.strerror}; give a folder on each node's disk"
+                f"checkpoint.local {self._base} cannot be used: {reason(error)}; give a folder on each node's disk"
             ) from None
 
     def _probe(self, comm: Communicator, probe: str) -> Path:
-        return self.root / f"{probe}-{self._nodes[comm.rank]}"
+        return self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
 
     def _check_own(self, comm: Communicator, probe: str) -> None:
         self._probe(comm, probe).touch()
 
     def _check_others(self, comm: Communicator, probe: str) -> None:
-        if len(list(self.root.glob(f"{probe}-*"))) > 1:
+        if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
             raise InputError(
                 f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
                 "or leave it empty"
             )
+
+    def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
+        """Raise InputError where a node's disk has no room for its part of the saves to come, and what protects it.
+
+        of_ranks: bytes of each rank's tensors in a checkpoint.
+        """
+        of_nodes = [sum(of_ranks[rank] for rank in ranks) for _, ranks in sorted(ranks_of(self._nodes).items())]
+        number, nodes = sorted(self._leaders).index(self._nodes[comm.rank]), len(of_nodes)
+        size = of_nodes[number]
+        if nodes > 1 and self._redundancy == "partner":
+            size += of_nodes[number - 1]
+        elif nodes > 1 and self._redundancy == "xor":
+            size += size // (nodes - 1)
+        mend = "make room on that node, or give another folder"
+        check = partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, mend)
+        attempt(comm, check if self._leads(comm) else None)
 
     # -- saving
 
@@ -209,7 +224,7 @@ class LocalFolders:
         def settle() -> None:
             for name in arrived:
                 os.replace(brought / name, folder / name)
-            shutil.rmtree(brought, ignore_errors=True)
+            remove_folder(brought)
 
         attempt(comm, settle if self._leads(comm) else None, folder)
 
@@ -237,7 +252,7 @@ def _clear(folder: Path) -> None:
     """Remove what an interrupted restart left."""
     for path in folder.glob(f"*{_BROUGHT}"):
         if path.is_dir():
-            shutil.rmtree(path)
+            remove_folder(path)
         else:
             path.unlink()
 
@@ -255,7 +270,7 @@ def _identity(shared: Path) -> str:
             path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise InputError(f"{shared / IDENTITY} cannot be used: {error.strerror}; choose another run.dir") from None
+        raise InputError(f"{shared / IDENTITY} cannot be used: {reason(error)}; choose another run.dir") from None
 
 
 def _content_of(folder: Path) -> tuple[int, bytes] | None:

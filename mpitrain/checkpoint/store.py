@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpitrain import locks
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.files import Part
@@ -26,6 +27,7 @@ from mpitrain.checkpoint.once import Once
 from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.snapshot import Snapshot, Task
 from mpitrain.checkpoint.together import read_together
+from mpitrain.disk import reason
 from mpitrain.errors import CheckpointError, InputError, MpitrainError
 
 if TYPE_CHECKING:
@@ -85,11 +87,12 @@ class Store:
 
     # -- the folders
 
-    def prepare(self, set_aside: bool) -> None:
+    def prepare(self, set_aside: bool, *, lock: bool = False) -> None:
         """Make the folders, and remove what killed saves left. Only for the job that holds the run's lock.
 
         set_aside: checkpoints that are there belong to a run that is not gone on with; they are kept under
-        another name. Raises InputError when a folder cannot be used.
+        another name. lock: take a lock of the folder's own, until this process ends; a process may take it often.
+        Raises InputError when a folder cannot be used, or another job has it.
         """
 
         def make() -> None:
@@ -97,15 +100,50 @@ class Store:
                 if set_aside:
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
+                if lock:
+                    locks.keep(self.root / locks.LOCK)
                 folders.remove_leftovers(self.root)
+            except locks.Held:
+                raise InputError(
+                    f"checkpoint folder {self.root} is in use by another job; save into another folder, or end that job"
+                ) from None
             except OSError as error:
                 raise InputError(
-                    f"checkpoint folder {self.root} cannot be used: {error.strerror}; choose another run.dir"
+                    f"checkpoint folder {self.root} cannot be used: {reason(error)}; choose another folder"
                 ) from None
 
         self.comm.on_root(make)
         if self._local is not None:
             self._local.prepare(self.comm, self.root)
+
+    def make_way(self, step: int) -> list[str]:
+        """Have nothing in the way of the saves after this step; returns a sentence for each thing that was moved.
+
+        What is left of damaged checkpoints of this run gets another name. Raises InputError for anything else.
+        """
+
+        def move() -> list[str]:
+            later = [self.folder(found) for found in folders.finished_steps(self.root) if found > step]
+            moved = [(path, folders.keep_remains(path)) for path in later if folders.are_remains(path)]
+            for path in later or [self.folder(step + 1)]:
+                folders.require_free(path)
+            return [f"{path} has no manifest any more; kept as {kept}" for path, kept in moved]
+
+        return self.comm.on_root(move)
+
+    def require_room(self, nbytes: int, saves: int) -> None:
+        """Raise InputError when there is no room for the saves to come, as far as that can be known.
+
+        nbytes: of this rank's tensors in a checkpoint. saves: how many there will be, if all goes well.
+        """
+        of_ranks = np.empty(self.comm.size, dtype=np.int64)
+        self.comm.all_gather(of_ranks, np.array([nbytes], dtype=np.int64))
+        total, shared = int(of_ranks.sum()), saves
+        if self._local is not None:
+            self._local.require_room(self.comm, of_ranks.tolist(), saves)
+            shared = min(saves, saves // self.flush_every + 1)
+        mend = "make room, lower checkpoint.keep, or choose another run.dir"
+        self.comm.on_root(lambda: folders.require_room(self.root, "checkpoint folder", total, shared, self.keep, mend))
 
     def newest_first(self) -> list[Path]:
         """The folders of the finished checkpoints: also those on the nodes' own disks."""
@@ -233,7 +271,7 @@ class Store:
             folders.point_to(self.folder(step))
             steps = folders.finished_steps(self.root)
             old = folders.doomed(steps, self.keep, self._verified | {step}, self._unusable - {step})
-            hidden = [folders.hide(self.folder(step)) for step in old]
+            hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
                 self._removal = Task(partial(folders.remove, *hidden))
 

@@ -1,7 +1,7 @@
 """How a data set folder comes to be: whole, or not at all, however many processes try at once.
 
     .NAME.lock                     one maker per node at a time (flock: the kernel frees it when a maker dies)
-    .NAME.tmp-HOST-PID-RANDOM/     being filled
+    .NAME.tmp-HOST-PID-RANDOM/     being filled: a mark lies in it
     NAME/                          after the rename: complete and durable
 
 Nothing ever fills a folder under its final name, and nobody waits for a process that is dead. Where the file
@@ -11,19 +11,17 @@ system knows no locks, or makers sit on several nodes, two may fill folders side
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpitrain.data.format import is_dataset
-from mpitrain.disk import sync
+from mpitrain import locks
+from mpitrain.data.format import MANIFEST, is_dataset
+from mpitrain.disk import MARK, begin_folder, end_folder, is_unfinished, remove_folder, sync
 from mpitrain.errors import InputError
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def make_dataset(
@@ -39,7 +37,7 @@ def make_dataset(
         if once and whole(target):  # asked without a lock: works on a read-only file system too
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target) as held:
+        with locks.waiting(target.parent / f".{target.name}.lock") as held:
             if once and whole(target):
                 return
             prefix = f".{target.name}.tmp-{os.uname().nodename}-"
@@ -50,13 +48,13 @@ def make_dataset(
             if held:
                 _remove_leftovers(target.parent, prefix)
             temporary = target.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
-            temporary.mkdir()
+            begin_folder(temporary)
             try:
                 fill(temporary)
-                sync(temporary)
+                end_folder(temporary)
                 _rename(temporary, target, once)
             finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove_folder(temporary, (MANIFEST, MARK))
             sync(target.parent)
 
 
@@ -98,43 +96,7 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
     """Temporary folders of makers that died on this node: we hold the lock, so none of them is alive."""
-    for name in os.listdir(parent):
-        if name.startswith(prefix):
-            shutil.rmtree(parent / name, ignore_errors=True)
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[bool]:
-    """Holds the lock beside `target`; False where the file system has no locks. Leaves no lock file behind."""
-    path = target.parent / f".{target.name}.lock"
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            held = _flock(descriptor)
-            # Whoever held it before us removed the file: then our lock is on a file that others cannot see.
-            if not held or _is_open_file(path, descriptor):
-                try:
-                    yield held
-                finally:
-                    if held:
-                        path.unlink(missing_ok=True)
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _flock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return False
-        raise
-    return True
-
-
-def _is_open_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
+    for path in parent.iterdir():
+        if made.fullmatch(path.name) and (is_unfinished(path) or is_dataset(path)):
+            remove_folder(path, (MANIFEST, MARK))

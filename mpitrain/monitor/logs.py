@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from mpitrain.disk import reason
 from mpitrain.errors import InputError
 
 NAME = "mpitrain"
@@ -21,6 +22,13 @@ def log_path(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"rank-{rank:05d}.log"
 
 
+class _LogFile(logging.FileHandler):
+    """Flushes after each record. A record that cannot be written is missing, and nothing is said about it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> logging.Logger:
     """The logger `mpitrain`, writing to this rank's file. `logging.getLogger("mpitrain")` is the same one.
 
@@ -29,10 +37,14 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
     path = log_path(run_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, mode="a", encoding="utf-8")  # flushes after each record
+        with open(path, "ab", buffering=0) as file:  # a full disk is told of here, and not by every record
+            size = file.tell()
+            file.write(b"\n")
+            file.truncate(size)
+        handler = _LogFile(path, mode="a", encoding="utf-8")
     except OSError as error:
         raise InputError(
-            f"log {path} cannot be opened ({error.strerror}); choose a run.dir you may write to"
+            f"log {path} cannot be written: {reason(error)}; make room, or choose a run.dir you may write to"
         ) from error
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")

@@ -26,6 +26,7 @@ from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.leaves import TreeSum
 from mpitrain.shard.memory import ActivationMeter, Memory, measure
 from mpitrain.shard.offload import HOST, MappedFiles
+from mpitrain.shard.optim import state_bytes
 from mpitrain.shard.precision import DTYPES, LossScale, convert, narrowed
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.shard.state import State
@@ -249,6 +250,14 @@ class Engine:
                     merged.setdefault(name, {}).update(states)
             values["optimizer"] = merged
         return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of what this rank writes into a checkpoint, with the optimizer's states that the first step makes."""
+        parts, _ = self._state.parts()
+        nbytes = sum(part.data.numel() * part.data.element_size() for part in parts)
+        if any(self.optimizer.state.values()):
+            return nbytes
+        return nbytes + self._state.trained() * state_bytes(self.optimizer) // self.sharding.comm.size
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """What this rank fills from a checkpoint; `finish_load` then puts it in place."""

@@ -103,14 +103,15 @@ class TrainingEngine:
     def save(self, path: str | Path, values: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint into the folder `path`, as path/step-N; returns that. Collective.
 
-        values: JSON to be given back by `load`, rank 0's.
+        values: JSON to be given back by `load`, rank 0's. The folder then belongs to this job until it ends: another
+        job's `save` into it is refused. Nothing is removed or replaced there but what is known to be a checkpoint's.
         """
         parts, rest = self._engine.parts()
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": self._rates(), "values": dict(values or {})}
         if self._scheduler is not None:
             mine["scheduler"] = _plain(self._scheduler.state_dict())
         with self._store(path) as store:
-            store.prepare(set_aside=False)
+            store.prepare(set_aside=False, lock=True)
             return store.save(self.steps, parts, rest | {"engine": mine})
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -125,6 +125,11 @@ class State:
         value = self._sharding.optimizer.state.get(segment.value, {}).get(key)
         return value if torch.is_tensor(value) and value.shape == segment.value.shape and value.dim() else None
 
+    def trained(self) -> int:
+        """Elements of the trained parameters that the data-parallel ranks write between them."""
+        groups = self._sharding.groups
+        return sum(logical_of(p).numel for group in groups for p in group.parameters if self._writes(p))
+
     # -- writing
 
     def parts(self) -> tuple[list[Part], dict[str, Any]]:

@@ -18,6 +18,7 @@ from checkpoint_states import empty, in_boxes, in_shares, in_slices, same, small
 import mpitrain
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.verify import damages
+from mpitrain.disk import begin_folder
 from mpitrain.errors import CheckpointError, InputError
 
 LAYOUTS = (in_shares, in_slices, in_boxes)
@@ -73,7 +74,7 @@ def damaged(world, folder, seed, cases):
         def spoil(files=files, work=work, name=name, kind=kind, chance=chance):
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(folder / files, work)
-            (work / "step-00000007.tmp-0123abcd").mkdir()
+            begin_folder(work / "step-00000007.tmp-0123abcd")
             shutil.copy(work / "step-00000003" / name, work / "step-00000007.tmp-0123abcd")
             place = work / "step-00000003"
             return damage(kind, place / name, work / "step-00000002" / name, chance)

@@ -8,8 +8,9 @@ import h5py
 import pytest
 import torch
 
-from mpitrain.checkpoint import Part, Store, TensorSpec
-from mpitrain.errors import CheckpointError
+from mpitrain.checkpoint import Part, Store, TensorSpec, folders
+from mpitrain.disk import begin_folder
+from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Box, Piece, shares, split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.complex64)
@@ -100,13 +101,103 @@ def test_only_the_newest_are_kept_and_leftovers_of_killed_saves_removed(world, f
     assert [p.name for p in store.newest_first()] == ["step-00000010", "step-00000003"]
     assert (folder / "c/latest").read_text() == "step-00000010\n"
     if world.rank == 0:
-        (folder / "c/step-00000011.tmp-abc").mkdir()
+        begin_folder(folder / "c/step-00000011.tmp-0123abcd")
+        (folder / "c/step-00000011.tmp-0123abcd/rank-00000.h5").touch()
+        (folder / "c/step-00000012.tmp-0123abcd").mkdir()  # killed before its first file
+        folders.hide(folder / "c/step-00000003")  # killed while it was removed
+        (folder / "c/latest.tmp-0123abcd").touch()
     world.barrier()
     store.prepare(set_aside=False)
-    assert sorted(os.listdir(folder / "c")) == ["latest", "step-00000003", "step-00000010"]
+    assert sorted(os.listdir(folder / "c")) == ["latest", "step-00000010"]
     world.barrier()
     store.prepare(set_aside=True)  # a run from the start keeps the old ones out of its way
-    assert not store.newest_first() and len(list((folder / "c.1").glob("step-*"))) == 2
+    assert not store.newest_first() and len(list((folder / "c.1").glob("step-*"))) == 1
+
+
+def _theirs(root):
+    """Things of somebody else under names like ours, and their content."""
+    made = {
+        "my.tmp-files/thesis.tex": "chapter 1",
+        "step-00000001.tmp-backup/thesis.tex": "chapter 2",
+        "step-00000007.tmp-0123abcd/thesis.tex": "chapter 3",
+        "latest.tmp-0123abcd": "the latest news",
+        "notes.tmp-1": "to do",
+        "step-00000002/thesis.tex": "chapter 4",
+    }
+    for name, text in made.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return made
+
+
+def _untouched(root, made):
+    assert {name: (root / name).read_text() for name in made} == made
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_not_ours_is_neither_removed_nor_replaced(world, folder, background):
+    parts = _shared_out({"x": torch.arange(9.0)}, world)
+    root = folder / "c"
+    made = world.on_root(lambda: _theirs(root))
+    store = Store(root, world, keep=1)
+    store.prepare(set_aside=False)
+    before = sorted(os.listdir(root))
+    world.barrier()
+    with pytest.raises(InputError, match=r"step-00000002 is in the way .* has no manifest\.json") as caught:
+        store.save(2, parts, {}, background=background)
+        store.finish()
+    assert caught.value.agreed and "\n" not in str(caught.value)
+    assert sorted(os.listdir(root)) == before
+    _untouched(root, made)
+    for step in (3, 4):  # keeps one: what has no manifest is not pruned
+        store.save(step, parts, {}, background=background)
+    store.finish()
+    if world.rank == 0:
+        (root / "step-00000004/mine.txt").write_text("beside a checkpoint's files")
+        (root / "latest").unlink()
+    store.comm.barrier()
+    store.save(5, parts, {}, background=background)
+    store.finish()
+    world.barrier()
+    assert (root / "step-00000004.1/mine.txt").exists() and len(os.listdir(root / "step-00000004.1")) == 1
+    assert not (root / "step-00000003").exists() and not (root / "step-00000004").exists()
+    _untouched(root, made)
+    for content in ("yesterday's\n", None):
+        if world.rank == 0:
+            (root / "latest").unlink()
+            (root / "latest").write_text(content) if content else (root / "latest").mkdir()
+        world.barrier()
+        with pytest.raises(InputError, match=r"latest is in the way .* does not name a checkpoint"):
+            store.save(6, parts, {}, background=background)
+            store.finish()
+        world.barrier()
+        if world.rank == 0 and content:
+            assert (root / "latest").read_text() == content
+            (root / "latest").write_text("step-00000005\n")
+        world.barrier()
+        _untouched(root, made)
+
+
+@pytest.mark.ranks(2)
+def test_remains_of_a_damaged_checkpoint_are_kept_under_another_name_and_other_things_refused(world, folder):
+    parts = _shared_out({"x": torch.arange(9.0)}, world)
+    store = Store(folder / "c", world, keep=5)
+    store.prepare(set_aside=False)
+    for step in (1, 2, 3):
+        store.save(step, parts, {})
+    if world.rank == 0:
+        (folder / "c/step-00000003/manifest.json").unlink()
+    world.barrier()
+    assert store.make_way(3) == []
+    (said,) = store.make_way(2)
+    assert "step-00000003 has no manifest any more; kept as" in said and said.endswith("step-00000003.1")
+    store.save(3, parts, {})
+    if world.rank == 0:
+        (folder / "c/step-00000004").mkdir()
+    world.barrier()
+    with pytest.raises(InputError, match="step-00000004 is in the way"):
+        store.make_way(3)
 
 
 def _flip(path, offset):

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.data import commit, open_dataset, resolve
+from mpitrain import locks
+from mpitrain.data import open_dataset, resolve
 from mpitrain.data.commit import make_dataset
 from mpitrain.data.dataset import verify
 from mpitrain.data.defaults import python_files
 from mpitrain.data.format import MANIFEST, read_manifest
 from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import write_dataset
+from mpitrain.disk import MARK
 from mpitrain.errors import InputError
 
 
@@ -162,13 +164,19 @@ def test_an_exception_leaves_nothing_behind(root, fill):
 
 
 def test_leftovers_of_the_dead_on_this_node_are_cleared_those_of_others_kept(root, fill):
-    mine = root / f".made.tmp-{os.uname().nodename}-123-abc"
-    theirs = root / ".made.tmp-elsewhere-123-abc"
-    for folder in (mine, theirs):
+    here = f".made.tmp-{os.uname().nodename}-"
+    ours = [root / f"{here}123-0123abcd", root / f"{here}124-0123abcd", root / f"{here}125-0123abcd"]
+    others = [root / ".made.tmp-elsewhere-123-0123abcd", root / f"{here}123-mine", root / f"{here}126-0123abcd"]
+    for folder in (ours[0], *others):
         folder.mkdir()
         (folder / "train-00000.h5").touch()
+    (ours[0] / MARK).touch()
+    (others[1] / MARK).touch()  # and others[2], which has our name, has no mark
+    ours[1].mkdir()  # killed before it had a mark
+    make_dataset(ours[2], fill, once=True)  # killed before the rename
     make_dataset(root / "made", fill, once=True)
-    assert sorted(os.listdir(root)) == [theirs.name, "made"]
+    assert sorted(os.listdir(root)) == sorted([*(folder.name for folder in others), "made"])
+    assert all((folder / "train-00000.h5").exists() for folder in others)
 
 
 def test_without_locks_the_first_rename_wins(root, fill, monkeypatch):
@@ -388,7 +396,6 @@ def test_python_files_are_the_library_alone_in_a_fixed_order(tmp_path):
 
 def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch):
     """A waiter that gets a lock on a file which the holder removed tries again on the new file."""
-    target = root / "made"
     opened = []
     flock = fcntl.flock
 
@@ -401,7 +408,7 @@ def test_the_lock_survives_that_its_file_is_removed_meanwhile(root, monkeypatch)
             (root / ".made.lock").touch()
 
     monkeypatch.setattr(fcntl, "flock", removed_once)
-    with commit._locked(target) as held:
+    with locks.waiting(root / ".made.lock") as held:
         assert held
         assert (root / ".made.lock").stat().st_ino == opened[-1]
     assert len(opened) == 2

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 import torch
 from shard.steps import BATCH, gpt, tokens
+from support import job
 from torch import nn
 
 import mpitrain as mt
@@ -79,6 +82,42 @@ def test_our_settings_and_an_optimizer_of_ones_own(world, folder):
     engine = mt.initialize(model=model, optimizer=optimizer, config=config)
     assert train(engine, world, 4) == pytest.approx(reference(4), rel=1e-5)
     engine.close()
+
+
+ANOTHER_JOB = """
+import sys, torch, mpitrain as mt
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = mt.initialize(model, optimizer, {"train": {"batch": 2}}, loss=lambda output, y: output.sum())
+engine.save(sys.argv[1])
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_of_checkpoints_is_one_jobs_whose_engines_may_save_in_turn(world, folder):
+    engines = []
+    for _ in range(2):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engines.append(mt.initialize(model, optimizer, {"train": {"batch": 2}}, loss=lambda output, y: output.sum()))
+    for engine in (*engines, *engines):
+        saved = engine.save(folder / "run")
+    before = [path.stat().st_mtime_ns for path in sorted(saved.iterdir())]
+    engines.clear()
+    ended = world.on_root(lambda: _run(ANOTHER_JOB, folder / "run"))
+    assert ended[0] == 2 and "is in use by another job; save into another folder" in ended[1]
+    assert ended[1].count("\n") == 1
+    assert [path.stat().st_mtime_ns for path in sorted(saved.iterdir())] == before
+    theirs = folder / "theirs"
+    world.on_root(lambda: (theirs / "step-00000000").mkdir(parents=True) or (theirs / "step-00000000/mine").touch())
+    with pytest.raises(InputError, match="step-00000000 is in the way of a checkpoint"):
+        engine.save(theirs)
+    assert (theirs / "step-00000000/mine").exists() and sorted(os.listdir(theirs)) == ["lock", "step-00000000"]
+
+
+def _run(code, *arguments):
+    ended = job(0, [sys.executable, "-c", code, *map(str, arguments)])
+    return [ended.returncode, ended.stderr]
 
 
 @pytest.mark.ranks(1, 2, 3)
