@@ -56,10 +56,11 @@ class Meeting:
         return [make(_NOTHING, rank) for make in (self._node.Recv_init, self._node.Send_init) for rank in others]
 
     def free(self) -> None:
+        """Release the requests; the communicator is whose it was."""
         for told in self._idle:
             for request in told:
                 request.Free()
-        self._node.Free()
+        self._idle.clear()
 
 
 class Lagging(Work):
@@ -68,6 +69,7 @@ class Lagging(Work):
     def __init__(
         self,
         name: str,
+        out: torch.Tensor,
         x: torch.Tensor,
         body: Call,
         complete: Meeting,
@@ -79,6 +81,7 @@ class Lagging(Work):
         record: where a wait is to be seen.
         """
         self._name, self._x, self._body, self._sync, self._record = name, x, body, sync, record
+        self._out = out  # written by the body, which knows its address alone
         self._meetings = complete, read
         self._synchronize()
         self._complete: Told | None = complete.tell()

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 class Record:
     """The operation a rank is in on one communicator. Written by the hot path, read by the watchdog."""
 
-    __slots__ = ("dtype", "label", "name", "sequence", "shape", "since", "thread")
+    __slots__ = ("__weakref__", "dtype", "label", "name", "sequence", "shape", "since", "thread")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -83,6 +84,12 @@ class Deaths(Protocol):
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """Note a new communicator, and give it back."""
 
+    def tracks(self, comm: MPI.Intracomm) -> bool:
+        """Whether a communicator was noted, and not given up since."""
+
+    def forget(self, comm: MPI.Intracomm) -> bool:
+        """Note no longer what is about to be freed; returns what `tracks` did before."""
+
     def look(self) -> None:
         """See whether there are any."""
 
@@ -108,7 +115,7 @@ class Watchdog:
         self._comm = comm
         self._end_job = end_job
         self._deaths = deaths
-        self._records: list[Record] = []
+        self._references: list[weakref.ref[Record]] = []  # a record goes with the last that uses it
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
@@ -124,15 +131,20 @@ class Watchdog:
 
     def record(self, label: str) -> Record:
         made = Record(label)
-        self._records.append(made)
+        self._references.append(weakref.ref(made, self._references.remove))
         return made
 
     def forget(self, record: Record) -> None:
-        self._records.remove(record)
+        self._references.remove(weakref.ref(record))
+
+    @property
+    def records(self) -> list[Record]:
+        found = (reference() for reference in list(self._references))
+        return [record for record in found if record is not None]
 
     def _late(self) -> tuple[Record, float] | None:
         now = time.monotonic()
-        for record in list(self._records):
+        for record in self.records:
             since = record.since
             if since and now - since > self.timeout:
                 return record, now - since
@@ -167,7 +179,7 @@ class Watchdog:
     def place(self) -> dict[str, object]:
         """Where this rank is: its operations, and the Python line outside this package."""
         now = time.monotonic()
-        busy = [r for r in list(self._records) if r.since]
+        busy = [r for r in self.records if r.since]
         doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
         frames = sys._current_frames()
         threads = [r.thread for r in busy if r.thread in frames] + [self._main]
