@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import threading
 import time
 import weakref
 
 import pytest
 import torch
-from support import next_handle
+from support import ROOT, job, launcher, next_handle
 
 from mpitrain.errors import InputError
 
@@ -85,3 +86,52 @@ def test_a_group_that_is_dropped_ends_its_thread_and_holds_up_nobody(with_thread
     group = world.split(0)
     every_kind_of_operation(group)
     group.free()
+
+
+DYING = """
+import os
+import signal
+
+import torch
+from support import next_handle
+
+import mpitrain as mt
+from mpitrain.comm import elastic
+
+world = elastic.begin(mt.init(timeout=30))
+groups = [world.split(0), world.subgroup(range(world.size))]
+for comm in (world, *groups):
+    comm.all_reduce(torch.ones(200_000), algorithm="shared")
+    comm.all_reduce(torch.ones(3), async_op=True).wait()
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        world.barrier()
+except Exception as error:
+    assert elastic.ranks_died(world, error)
+    groups[world.rank].free()  # not the same on both
+left, loss = elastic.shrink(world)
+assert loss.lost == (2,)
+for comm in (*groups, world):
+    comm.free()
+numbers = set()
+for _ in range(20):
+    group = left.split(0)
+    group.all_reduce(torch.ones(200_000), algorithm="shared")
+    group.free()
+    numbers.add(next_handle(left))
+assert len(numbers) < 8, sorted(numbers)
+left.barrier()
+print("went on", flush=True)
+elastic.leave(left, 0)
+"""
+
+
+@pytest.mark.skipif(not launcher(1)[0].endswith("mpirun"), reason="only Open MPI goes on without ranks")
+def test_groups_of_ranks_that_died_are_freed_by_each_rank_alone(tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    command = [*launcher(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "dying.py")]
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    done = job(0, command, PYTHONPATH=path, MPITRAIN_SPARE_CORES="1", OMPI_MCA_mpi_yield_when_idle="1")
+    assert done.stdout.count("went on") == 2, done.stdout + done.stderr
