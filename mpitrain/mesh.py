@@ -52,6 +52,11 @@ class Mesh:
         assert data_axis is not None and pipeline_axis is not None and tensor_axis is not None
         return Mesh(world, data_axis, pipeline_axis, tensor_axis)
 
+    def free(self) -> None:
+        """Release the communicators of the axes. Collective; the mesh is of no use afterwards."""
+        for axis in (self.tensor, self.pipeline, self.data):
+            axis.free()
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Ranks along data, pipeline and tensor."""

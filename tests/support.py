@@ -7,6 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,3 +48,11 @@ def job(
         cwd=cwd,
         env=clean_environment(**environment),
     )
+
+
+def next_handle(world: Communicator) -> int:
+    """The number that MPI gives the next communicator. Where all are freed again it stays among a few. Collective."""
+    made = world._comm.Dup()
+    number = made.py2f()
+    made.Free()
+    return number

@@ -82,6 +82,11 @@ class Layout:
         self._structure: Structure | None = None
         self._shown: tuple[object, bytes] | None = None
 
+    def free(self) -> None:
+        """Release what the ranks of a node share. Collective."""
+        if self.group is not None:
+            self.group.free()
+
     @property
     def file(self) -> str:
         """The name of this rank's file."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """The checkpoints of a run. Every method is collective over `comm`. Use it in `with`, or call `finish`.
+    """The checkpoints of a run. Every method is collective over `comm`. Use it in `with`, or call `close`.
 
     keep: newest checkpoints kept. files: "rank" or "node", whose file it is. local: a folder on a disk of this
     rank's node; checkpoints then go there, protected by `redundancy` ("none", "partner", "xor"), and every
@@ -245,6 +245,24 @@ class Store:
                     task.wait()
         self._task = self._removal = None
 
+    def move_to(self, root: Path) -> None:
+        """Keep the checkpoints in another folder from now on, which is to be prepared."""
+        if root != self.root:
+            self.finish()
+            self.root = root
+            self._verified.clear()
+            self._unusable.clear()
+
+    def close(self) -> None:
+        """Finish, and release what the ranks share for it; a later save or load makes that anew."""
+        self.finish()
+        if self._layout is not None:
+            self._layout.free()
+        for comm in (self._saving, self._node):
+            if comm is not None:
+                comm.free()
+        self._saving = self._node = self._layout = None
+
     def __enter__(self) -> Store:
         return self
 
@@ -252,12 +270,10 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.finish()
+            self.close()
         elif isinstance(error, MpitrainError) and error.agreed:  # all ranks are here: let a good save end well
-            try:
-                self.finish()
-            except MpitrainError:
-                return
+            with suppress(MpitrainError):
+                self.close()
 
     def _write(self, step: int, parts: Sequence[Part], values: dict[str, Any], *, shared: bool) -> None:
         comm, layout = self._saving, self._layout

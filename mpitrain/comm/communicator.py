@@ -26,12 +26,13 @@ from mpitrain.comm.checks import Checks, place_of
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.device import synchronize, through_host
+from mpitrain.comm.held import Held
 from mpitrain.comm.lagging import Lagging, Meeting
 from mpitrain.comm.messages import ANY_SOURCE, PointToPoint
 from mpitrain.comm.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.operations import Operations
 from mpitrain.comm.schedule import Call
-from mpitrain.comm.topology import Topology
+from mpitrain.comm.topology import Topology, ranks_in
 from mpitrain.comm.values import Values
 from mpitrain.comm.watchdog import Record
 from mpitrain.comm.work import Work, Worker
@@ -52,24 +53,27 @@ class Communicator(PointToPoint, Values):
     """
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
-        self._comm, self._topology, self.process, self.label = process.track(comm), topology, process, label
-        self._messages = process.track(comm.Dup())  # point to point: the caller's tags must not meet those of programs
+        self._held = Held(process)
+        comm = self._held.keep(comm)
+        self._comm, self._topology, self.process, self.label = comm, topology, process, label
+        self._messages = self._held.duplicate(comm)  # the caller's tags must not meet those of programs
         self._operations = self._make_operations(comm)
         self._worker: Worker | None = None
         self._background: Operations | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
-            self._background = self._make_operations(process.track(comm.Dup()))
+            self._background = self._make_operations(self._held.duplicate(comm))
         compared = process.debug and topology.size > 1
-        self._checks = Checks(process.track(comm.Dup()), topology.nodes) if compared else None
+        self._checks = Checks(self._held.duplicate(comm), topology.nodes) if compared else None
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._message_record = process.watchdog.record(f"{label} (messages)")
         self._lagging_record = process.watchdog.record(f"{label} (lagging)", topology.world_ranks)
         self._meetings: tuple[Meeting, Meeting] | None = None
+        self._freed = False
 
     def _make_operations(self, comm: MPI.Intracomm) -> Operations:
         process = self.process
-        node = process.track(_intra(comm.Split(self._topology.nodes[comm.rank], comm.rank)))
+        node = self._held.keep(comm.Split(self._topology.nodes[comm.rank], comm.rank))
         return Operations(comm, node, self._topology, process.arenas, process.tuning, process.spare_cores < 0)
 
     # -- groups ------------------------------------------------------------------------------------------
@@ -80,11 +84,10 @@ class Communicator(PointToPoint, Values):
         None for a rank whose color is None.
         """
         with self._record.during("split"):
-            comm = _intra(self._comm.Split(MPI.UNDEFINED if color is None else color, key))
+            comm = MPI.Intracomm(self._comm.Split(MPI.UNDEFINED if color is None else color, key))
         if comm == MPI.COMM_NULL:
             return None
-        members = self._comm.group.Translate_ranks(list(range(self.size)), comm.group)
-        ranks = sorted((r for r in range(self.size) if members[r] != MPI.UNDEFINED), key=lambda r: members[r])
+        ranks = ranks_in(comm, self._comm)
         return Communicator(comm, self._topology.of(ranks, comm.rank), self.process, label or f"{self.label}/{color}")
 
     def subgroup(self, ranks: Sequence[int], label: str = "") -> Communicator | None:
@@ -97,26 +100,36 @@ class Communicator(PointToPoint, Values):
             raise InputError(f"subgroup({ranks}): ranks must be different and between 0 and {self.size - 1}")
         if self.rank not in ranks:
             return None
-        group = self._comm.group.Incl(ranks)
+        everyone = self._comm.Get_group()
+        group = everyone.Incl(ranks)
         with self._message_record.during(f"subgroup of ranks {ranks}"):
             comm = self._comm.Create_group(group, tag=ranks[0])
-        group.Free()
+        for made in (group, everyone):
+            made.Free()
         topology = self._topology.of(ranks, comm.rank)
         return Communicator(comm, topology, self.process, label or f"{self.label}{ranks}")
 
     def free(self) -> None:
-        """Release the communicator. Collective; nothing of it may be used afterwards."""
+        """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
+
+        Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
+        nobody refers to it any more (see `mpitrain.comm.held`). Ranks that died: there is nothing to be done together,
+        and only what is this process's own is released.
+        """
+        if self._freed:
+            return
+        self._freed = True
         if self._worker is not None:
             self._worker.close()
-        self._operations.free()
-        if self._background is not None:
-            self._background.free()
-        if self._meetings is not None:
-            for meeting in self._meetings:
+        if self.process.may_release(self._comm):
+            for operations in (self._operations, self._background):
+                if operations is not None:
+                    operations.free()
+            for meeting in self._meetings or ():
                 meeting.free()
+            self._held.free()
         for record in (self._record, self._background_record, self._message_record, self._lagging_record):
             self.process.watchdog.forget(record)
-        self._messages.Free()
 
     def arena(self, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Arena:
         """Flat storage of numel elements per rank, shared inside each node where possible. Collective.
@@ -247,11 +260,11 @@ class Communicator(PointToPoint, Values):
         self._compare("reduce_scatter", (x, out), (op, blocks, "lagging", False), placed=x)
         if self._meetings is None:
             node = self._operations.node
-            complete, read = (Meeting(self.process.track(_intra(node.Dup()))) for _ in range(2))
+            complete, read = (Meeting(self._held.duplicate(node)) for _ in range(2))
             self._meetings = complete, read
         sync = syncs(self._operations.arena_of(x))
         said = self._operations.said_of_reduce_scatter(x, blocks, op)
-        return Lagging("lagging reduce_scatter", x, body, said, *self._meetings, sync, self._lagging_record)
+        return Lagging("lagging reduce_scatter", out, x, body, said, *self._meetings, sync, self._lagging_record)
 
     # -- movements ---------------------------------------------------------------------------------------
 
@@ -390,7 +403,9 @@ class Communicator(PointToPoint, Values):
         uneven: bool = False,
         placed: torch.Tensor | None = None,
     ) -> None:
-        """When debugging: that all ranks are about to do the same."""
+        """That there is a communicator; when debugging also that all ranks are about to do the same."""
+        if self._freed:
+            raise InputError(f"{name}: {self.label} was freed; make another communicator with split or subgroup")
         if self._checks is None:
             return
         first = tensors[0] if tensors else None
@@ -446,7 +461,3 @@ class Communicator(PointToPoint, Values):
 def _placed(x: torch.Tensor, algorithm: str) -> torch.Tensor | None:
     """x where the algorithm may touch neighbours' memory, and so depends on where x lies."""
     return x if algorithm in ("auto", "shared", "two_level") else None
-
-
-def _intra(comm: MPI.Comm) -> MPI.Intracomm:
-    return MPI.Intracomm(comm)  # what Split gives is one, but mpi4py types it as any communicator

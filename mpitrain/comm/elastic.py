@@ -98,6 +98,22 @@ class Deaths:
                 comm.Revoke()
         return comm
 
+    def tracks(self, comm: MPI.Intracomm) -> bool:
+        """Whether a communicator is of the present world, and nobody of it is known to have died."""
+        with self._lock:
+            return not self._given_up and comm in self._comms
+
+    def forget(self, comm: MPI.Intracomm) -> bool:
+        """Have a communicator not given up any more: it is about to be freed. The one watched is not to be.
+
+        Returns whether it may be freed: what belonged to a world that was given up is left as it is.
+        """
+        with self._lock:
+            if self._given_up or comm == self._comms[0] or comm not in self._comms:
+                return False
+            self._comms = [other for other in self._comms if other != comm]
+        return True
+
     def give_up(self) -> None:
         """Wake all ranks that wait for any other: no operation of the world succeeds any more."""
         with self._lock:

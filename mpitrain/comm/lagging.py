@@ -65,10 +65,11 @@ class Meeting:
         return "" if same else difference([bytes(row) for row in told.rows], range(self._node.size))
 
     def free(self) -> None:
+        """Release the requests; the communicator is whose it was."""
         for told in self._idle:
             for request in told.requests:
                 request.Free()
-        self._node.Free()
+        self._idle.clear()
 
 
 class Lagging(Work):
@@ -77,6 +78,7 @@ class Lagging(Work):
     def __init__(
         self,
         name: str,
+        out: torch.Tensor,
         x: torch.Tensor,
         body: Call,
         said: str,
@@ -89,6 +91,7 @@ class Lagging(Work):
         sync: makes x's memory seen, before telling and after waiting. record: where a wait is to be seen.
         """
         self._name, self._x, self._body, self._sync, self._record = name, x, body, sync, record
+        self._out = out  # written by the body, which knows its address alone
         self._meetings, self._row = (complete, read), row_of(0, said)
         self._synchronize()
         self._complete: Told | None = complete.tell(self._row)

@@ -18,7 +18,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,9 @@ class Departure:
 
 
 class Departures:
-    """Who has left. `comm`: the watchdog's. records: of this rank's operations."""
+    """Who has left. `comm`: the watchdog's. records: gives those of this rank's operations."""
 
-    def __init__(self, comm: MPI.Intracomm, records: list[Record]) -> None:
+    def __init__(self, comm: MPI.Intracomm, records: Callable[[], list[Record]]) -> None:
         self._comm, self._records = comm, records
         self._known: dict[int, Departure] = {}
         self._own: list[dict[str, Any]] = []  # what this rank has to tell, itself leaving
@@ -108,7 +108,7 @@ class Departures:
 
     def _of_this_rank(self, code: int | None) -> dict[str, Any]:
         status = exit_status if code is None else code
-        done = {record.key: record.sequence for record in list(self._records) if record.members}
+        done = {record.key: record.sequence for record in self._records() if record.members}
         return {
             "rank": self._comm.rank,
             "code": status if isinstance(status, int) else int(status is not None),
@@ -135,7 +135,7 @@ class Departures:
     def in_vain(self) -> tuple[Record, Departure] | None:
         """The operation that this rank waits in and that cannot complete, seen twice in a row; and who left it."""
         now = time.monotonic()
-        for record in list(self._records) if self._known else ():
+        for record in self._records() if self._known else ():
             left = self._who_fails(record, now)
             if left is not None:
                 found = record, record.since

@@ -56,6 +56,15 @@ def discover(comm: MPI.Comm) -> Topology:
     return Topology(comm.rank, nodes, tuple(range(comm.size)))
 
 
+def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
+    """The number in `of` of each rank of `comm`, which are some of its ranks."""
+    mine, whole = comm.Get_group(), of.Get_group()
+    ranks = [int(rank) for rank in mine.Translate_ranks(None, whole)]
+    for group in (mine, whole):
+        group.Free()  # mpi4py does not
+    return ranks
+
+
 def host_names(comm: MPI.Comm) -> list[str]:
     """The host name of every rank; collective."""
     mine = np.zeros(64, dtype=np.uint8)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,8 @@ class Record:
     """
 
     __slots__ = (
-        "awaited", "dtype", "key", "label", "limited", "members", "name", "sequence", "shape", "since", "thread",
+        "__weakref__", "awaited", "dtype", "key", "label", "limited", "members", "name", "sequence", "shape", "since",
+        "thread",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
@@ -107,6 +109,12 @@ class Deaths(Protocol):
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """Note a new communicator, and give it back."""
 
+    def tracks(self, comm: MPI.Intracomm) -> bool:
+        """Whether a communicator was noted, and not given up since."""
+
+    def forget(self, comm: MPI.Intracomm) -> bool:
+        """Note no longer what is about to be freed; returns what `tracks` did before."""
+
     def look(self) -> None:
         """See whether there are any."""
 
@@ -132,9 +140,9 @@ class Watchdog:
         self._comm = comm
         self._end_job = end_job
         self._deaths = deaths
-        self._records: list[Record] = []
+        self._references: list[weakref.ref[Record]] = []  # a record goes with the last that uses it
         self._made: Counter[tuple[str, Sequence[int]]] = Counter()
-        self._departures = Departures(comm, self._records)
+        self._departures = Departures(comm, lambda: self.records)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
@@ -161,15 +169,20 @@ class Watchdog:
         """members: the ranks of the world that all carry out what it records."""
         self._made[label, members] += 1  # communicators of the same ranks are made in the same order on all of them
         made = Record(label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}")
-        self._records.append(made)
+        self._references.append(weakref.ref(made, self._references.remove))
         return made
 
     def forget(self, record: Record) -> None:
-        self._records.remove(record)
+        self._references.remove(weakref.ref(record))
+
+    @property
+    def records(self) -> list[Record]:
+        found = (reference() for reference in list(self._references))
+        return [record for record in found if record is not None]
 
     def _late(self) -> tuple[Record, float] | None:
         now = time.monotonic()
-        for record in list(self._records):
+        for record in self.records:
             since = record.since
             if since and not record.limited and now - since > self.timeout:
                 return record, now - since
@@ -210,7 +223,7 @@ class Watchdog:
     def place(self) -> dict[str, object]:
         """Where this rank is: its operations, and the Python line outside this package."""
         now = time.monotonic()
-        busy = [r for r in list(self._records) if r.since]
+        busy = [r for r in self.records if r.since]
         doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
         frames = sys._current_frames()
         threads = [r.thread for r in busy if r.thread in frames] + [self._main]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,15 +169,18 @@ class Queued(Work):
 
 
 class Worker:
-    """Carries out operations one after the other, in the order they were submitted."""
+    """Carries out operations one after the other, in the order they were submitted.
+
+    Its thread ends with it: what waits in the queue refers to the worker, so nothing waits any more then.
+    """
 
     def __init__(self, threaded: bool) -> None:
         """threaded: make progress in a thread from the first operation on."""
         self._threaded = threaded
         self._queue: deque[Queued] = deque()
         self._changed = threading.Condition()
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._stopping = False
 
     def submit(self, name: str, call: Callable[[], None]) -> Queued:
         work = Queued(name, call, self)
@@ -188,10 +192,14 @@ class Worker:
         return work
 
     def start(self) -> None:
-        """Make progress in a thread from now on."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mpitrain-comm", daemon=True)
+        """Make progress in a thread from now on; here and at once where MPI allows calls from one thread alone."""
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            self.drain()
+        elif self._thread is None:
+            arguments = self._queue, self._changed, self._stopping
+            self._thread = threading.Thread(target=_carry_out, args=arguments, name="mpitrain-comm", daemon=True)
             self._thread.start()
+            weakref.finalize(self, _stop, self._changed, self._stopping).atexit = False
 
     def finish(self, work: Queued) -> None:
         """Complete an operation, and those before it: in the thread if there is one, else here."""
@@ -214,20 +222,25 @@ class Worker:
 
     def close(self) -> None:
         self.drain()
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        _stop(self._changed, self._stopping)
         if self._thread is not None:
             self._thread.join()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._stopping:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                work = self._queue[0]
-            work.run()
-            with self._changed:
-                self._queue.popleft()
+
+def _stop(changed: threading.Condition, stopping: threading.Event) -> None:
+    with changed:
+        stopping.set()
+        changed.notify()
+
+
+def _carry_out(queue: deque[Queued], changed: threading.Condition, stopping: threading.Event) -> None:
+    """The thread of a worker."""
+    while True:
+        with changed:
+            while not queue and not stopping.is_set():
+                changed.wait()
+            if not queue:
+                return
+        queue[0].run()
+        with changed:
+            queue.popleft()

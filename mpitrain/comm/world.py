@@ -44,6 +44,15 @@ class Process:
         """The communicator, which is new; noted where it may have to be given up."""
         return comm if self.deaths is None else self.deaths.track(comm)
 
+    def may_release(self, comm: MPI.Intracomm) -> bool:
+        """Whether the ranks of a tracked communicator can still act together."""
+        return self.deaths is None or self.deaths.tracks(comm)
+
+    def release(self, comm: MPI.Intracomm) -> None:
+        """Free a tracked communicator, unless it was given up with dead ranks. Collective."""
+        if self.deaths is None or self.deaths.forget(comm):
+            comm.Free()
+
 
 _world: Communicator | None = None
 

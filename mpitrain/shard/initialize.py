@@ -40,6 +40,7 @@ class TrainingEngine:
     def __init__(self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any) -> None:
         self._engine, self.settings, self._loss, self._scheduler = engine, settings, loss, scheduler
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
+        self._store = Store(Path(), engine.comm, ALL)  # one for all folders: it keeps communicators
 
     @property
     def module(self) -> nn.Module:
@@ -110,35 +111,34 @@ class TrainingEngine:
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": self._rates(), "values": dict(values or {})}
         if self._scheduler is not None:
             mine["scheduler"] = _plain(self._scheduler.state_dict())
-        with self._store(path) as store:
-            store.prepare(set_aside=False, lock=True)
-            return store.save(self.steps, parts, rest | {"engine": mine})
+        self._store.move_to(Path(path))
+        self._store.prepare(set_aside=False, lock=True)
+        folder = self._store.save(self.steps, parts, rest | {"engine": mine})
+        self._store.finish()
+        return folder
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from the newest whole checkpoint in `path`, or from that at `path`; returns its values. Collective.
 
         It may be of another stage and another number of ranks. Raises CheckpointError when none can be used.
         """
+        self._store.move_to(Path(path))
         reasons = []
-        with self._store(path) as store:
-            for folder in store.at(Path(path)):
-                try:
-                    manifest = store.load(folder, self._engine.parts_to_load)
-                except CheckpointError as error:
-                    reasons.append(str(error))
-                    continue
-                self._engine.finish_load(manifest)
-                mine = manifest.values.get("engine", {"steps": manifest.step, "skipped": 0, "values": {}})
-                self.steps, self.skipped, self._passes = mine["steps"], mine["skipped"], 0
-                for settings, rate in zip(self.optimizer.param_groups, mine.get("rates", ()), strict=False):
-                    settings["lr"] = rate
-                if self._scheduler is not None and "scheduler" in mine:
-                    self._scheduler.load_state_dict(mine["scheduler"])
-                return mine["values"]
+        for folder in self._store.at(Path(path)):
+            try:
+                manifest = self._store.load(folder, self._engine.parts_to_load)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                continue
+            self._engine.finish_load(manifest)
+            mine = manifest.values.get("engine", {"steps": manifest.step, "skipped": 0, "values": {}})
+            self.steps, self.skipped, self._passes = mine["steps"], mine["skipped"], 0
+            for settings, rate in zip(self.optimizer.param_groups, mine.get("rates", ()), strict=False):
+                settings["lr"] = rate
+            if self._scheduler is not None and "scheduler" in mine:
+                self._scheduler.load_state_dict(mine["scheduler"])
+            return mine["values"]
         raise CheckpointError(f"{path} holds no checkpoint that can be used: {(reasons or ['it is empty'])[0]}")
-
-    def _store(self, path: str | Path) -> Store:
-        return Store(Path(path), self._engine.comm, ALL)
 
     def _rates(self) -> list[float]:
         return [float(settings["lr"]) for settings in self.optimizer.param_groups]
@@ -154,7 +154,8 @@ class TrainingEngine:
         return self._engine.memory()
 
     def close(self) -> None:
-        """Give the model's parameters memory of their own again. Collective."""
+        """Give the model's parameters memory of their own again, and release the rest. Collective."""
+        self._store.close()
         self._engine.close()
 
 

@@ -79,6 +79,7 @@ class Sharding:
         self.module, self.optimizer, self.comm, self.options = module, optimizer, comm, options
         self.stage = STAGES[options.zero]
         self._staged = staged
+        self._made: list[Communicator] = []
         self.shard, self.replicas = self._ranks()
         names = {p: name for name, p in module.named_parameters()}
         named = [(name, p) for p, name in names.items()]
@@ -103,18 +104,22 @@ class Sharding:
         if not self.stage.states or comm.size == 1:
             return comm, None
         if self.options.shard_within == "node":
-            node = comm.split(comm.node, label=f"{comm.label}/shard")
-            replicas = comm.split(comm.local_rank, label=f"{comm.label}/replicas")
-            assert node is not None and replicas is not None
+            node = self._split(comm.node, 0, "shard")
+            replicas = self._split(comm.local_rank, 0, "replicas")
             if shard_order(comm) is None:
                 raise InputError("sharding within nodes needs as many ranks on each node; start them so", agreed=True)
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)
         if comm.num_nodes > 1 and order is not None and self.options.share_node:
-            ordered = comm.split(0, order, label=f"{comm.label}/shard")
-            assert ordered is not None
-            return ordered, None
+            return self._split(0, order, "shard"), None
         return comm, None
+
+    def _split(self, color: int, key: int, name: str) -> Communicator:
+        """Some of the ranks, until `close`."""
+        made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
+        assert made is not None
+        self._made.append(made)
+        return made
 
     def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters | None]:
         options, shard = self.options, self.shard
@@ -157,7 +162,7 @@ class Sharding:
             copies.append(copy)
         carriers = None
         if comm.num_nodes > 1 and self.replicas is None:
-            carriers = comm.split(comm.local_rank, label=f"{comm.label}/carriers")
+            carriers = self._split(comm.local_rank, 0, "carriers")
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
     def _place_gradients(self) -> WholeGradients | ShardedGradients:
@@ -212,8 +217,10 @@ class Sharding:
             self.parameters.publish()
 
     def close(self) -> None:
-        """Give every parameter memory of its own, and release the arenas. Collective."""
+        """Give every parameter memory of its own, and release arenas and communicators. Collective."""
         self.reducer.close()
         if self.parameters is not None:
             self.parameters.free()
         self.gradients.free()
+        while self._made:
+            self._made.pop().free()

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 from shard.steps import BATCH, gpt, tokens
-from support import job
+from support import job, next_handle
 from torch import nn
 
 import mpitrain as mt
+from mpitrain.checkpoint import Store
 from mpitrain.config import Config
 from mpitrain.errors import InputError
 from mpitrain.shard.deepspeed import from_deepspeed
@@ -145,6 +146,27 @@ def test_an_engine_goes_on_from_what_another_saved(world, folder):
     fresh = gpt()
     fresh.load_state_dict(state)
     engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2, "shard_within": "node"}])
+def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, parallel):
+    numbers = set()
+    for _ in range(6):
+        model = nn.Linear(3, 2)
+        engine = mt.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), {"parallel": parallel, "train": {"batch": world.size}}
+        )
+        for name in ("a", "b", "a"):
+            engine.save(folder / name)
+            engine.load(folder / name)
+            numbers.add(next_handle(world))
+        engine.close()
+        with Store(folder / "nodes", world, 2, files="node") as store:
+            store.prepare(set_aside=False)
+            store.save(1, [], {})
+        numbers.add(next_handle(world))
+    assert len(numbers) < 10, sorted(numbers)
 
 
 @pytest.mark.parametrize(

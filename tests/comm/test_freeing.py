@@ -1,0 +1,137 @@
+"""What a group has of MPI and of the process is given back: all of it by `free`, by garbage collection what it may."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from support import ROOT, job, launcher, next_handle
+
+from mpitrain.errors import InputError
+
+
+def every_kind_of_operation(comm) -> None:
+    """So that each communicator behind it is in use."""
+    x = torch.ones(3000)
+    for algorithm in ("auto", "mpi", "ring", "shared"):
+        comm.all_reduce(x, "max", algorithm=algorithm)
+    comm.all_reduce(x, "max", async_op=True).wait()
+    received = comm.irecv(torch.empty(3), (comm.rank - 1) % comm.size)
+    comm.send(torch.ones(3), (comm.rank + 1) % comm.size)
+    received.wait()
+    if comm.size > 1:
+        arena = comm.arena(16 * comm.size)
+        lagging = comm.lagging_reduce_scatter(torch.empty(16), arena.tensor)
+        if lagging is not None:
+            lagging.release()
+        arena.free()
+
+
+@pytest.fixture
+def with_threads(world, monkeypatch):
+    """The world, whose groups have a thread each."""
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=1))
+    return world
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("make", ["split", "subgroup"])
+def test_a_freed_group_leaves_nothing_in_mpi(with_threads, make):
+    world, numbers = with_threads, set()
+    for number in range(60):
+        group = world.split(0) if make == "split" else world.subgroup(range(world.size))
+        if number % 20 == 0:
+            every_kind_of_operation(group)
+        group.free()
+        if number % 2 == 0:
+            numbers.add(next_handle(world))
+    assert len(numbers) < 15, sorted(numbers)
+    group.free()  # once more does nothing
+    with pytest.raises(InputError, match="was freed; make another"):
+        group.all_reduce(torch.ones(3))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_group_that_is_dropped_ends_its_thread_and_holds_up_nobody(with_threads):
+    """On each rank at another time, and in another order."""
+    world = with_threads
+    watchdog, threads = world.process.watchdog, threading.active_count()
+    gc.collect()
+    records = len(watchdog.records)
+    groups = [world.split(0) for _ in range(4)]
+    works = [group.all_reduce(torch.ones(5), async_op=True) for group in groups]
+    ends = [weakref.ref(group) for group in groups]
+    for work in works:
+        work.wait()
+    assert threading.active_count() == threads + 4 and len(watchdog.records) > records
+    del work, works
+    if world.rank == 0:
+        groups.clear()
+    every_kind_of_operation(world)
+    for _ in range(len(groups)):
+        groups.pop(world.rank % len(groups))
+    gc.collect()
+    assert [end() for end in ends] == [None] * 4 and len(watchdog.records) == records
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    every_kind_of_operation(world)
+    group = world.split(0)
+    every_kind_of_operation(group)
+    group.free()
+
+
+DYING = """
+import os
+import signal
+
+import torch
+from support import next_handle
+
+import mpitrain as mt
+from mpitrain.comm import elastic
+
+world = elastic.begin(mt.init(timeout=30))
+groups = [world.split(0), world.subgroup(range(world.size))]
+for comm in (world, *groups):
+    comm.all_reduce(torch.ones(200_000), algorithm="shared")
+    comm.all_reduce(torch.ones(3), async_op=True).wait()
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        world.barrier()
+except Exception as error:
+    assert elastic.ranks_died(world, error)
+    groups[world.rank].free()  # not the same on both
+left, loss = elastic.shrink(world)
+assert loss.lost == (2,)
+for comm in (*groups, world):
+    comm.free()
+numbers = set()
+for _ in range(20):
+    group = left.split(0)
+    group.all_reduce(torch.ones(200_000), algorithm="shared")
+    group.free()
+    numbers.add(next_handle(left))
+assert len(numbers) < 8, sorted(numbers)
+left.barrier()
+print("went on", flush=True)
+elastic.leave(left, 0)
+"""
+
+
+@pytest.mark.skipif(not launcher(1)[0].endswith("mpirun"), reason="only Open MPI goes on without ranks")
+def test_groups_of_ranks_that_died_are_freed_by_each_rank_alone(tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    command = [*launcher(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "dying.py")]
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    done = job(0, command, PYTHONPATH=path, MPITRAIN_SPARE_CORES="1", OMPI_MCA_mpi_yield_when_idle="1")
+    assert done.stdout.count("went on") == 2, done.stdout + done.stderr
