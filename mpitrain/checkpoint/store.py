@@ -101,8 +101,8 @@ class Store:
                 if set_aside:
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
-                if lock:
-                    locks.keep(self.root / locks.LOCK)
+                for folder in folders.locked_with(self.root) if lock else ():
+                    locks.keep(folder / locks.LOCK)
                 folders.remove_leftovers(self.root)
             except locks.Held:
                 raise InputError(
