@@ -259,6 +259,8 @@ def resume(
             )
         engine.finish_load(manifest)
         run.resumed_step = manifest.step if store.owns(folder) else None
+        for repaired in store.repairs:
+            run.say(repaired)
         run.say(f"resumed from {folder}")
         return manifest.step, manifest.values["position"]
     if reasons:

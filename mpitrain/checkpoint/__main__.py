@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mpitrain import locks
@@ -102,7 +102,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    with _occupied(arguments.run, make=True):
+    arguments.run.mkdir(parents=True, exist_ok=True)
+    with _occupied(arguments.run):
         folder = convert.import_weights(arguments.file, arguments.run / "checkpoints")
     print(f"{folder}; train on from it with --run.dir {arguments.run}")
     return EXIT_DONE
@@ -115,7 +116,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     root = listed[0].parent
     if listed == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint; give its run folder")
-    with _occupied(root.parent, make=False):
+    with _occupied(*folders.locked_with(root)):
         verified: list[int] = []
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
@@ -138,18 +139,15 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _occupied(run: Path, *, make: bool) -> Iterator[None]:
-    """Hold the run folder's lock, as a job does. Raises InputError when a job has it."""
-    if make:
-        run.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = locks.take(run / locks.LOCK)
-    except locks.Held:
-        raise InputError(f"run folder {run} is in use by a job; wait until it has ended") from None
-    try:
+def _occupied(*locked: Path) -> Iterator[None]:
+    """Hold the locks of these folders, as a job does. Raises InputError when a job has one."""
+    with ExitStack() as stack:
+        for folder in locked:
+            try:
+                stack.callback(locks.take(folder / locks.LOCK).close)
+            except locks.Held:
+                raise InputError(f"run folder {folder} is in use by a job; wait until it has ended") from None
         yield
-    finally:
-        lock.close()
 
 
 if __name__ == "__main__":

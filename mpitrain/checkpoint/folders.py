@@ -33,8 +33,10 @@ from mpitrain.disk import (
     sync,
 )
 from mpitrain.errors import InputError
+from mpitrain.locks import LOCK
 
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"  # of a run folder
 PROBE = "probe"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -68,10 +70,16 @@ def find(path: Path) -> list[Path]:
     """The checkpoint folders a path means: itself, or those of a run folder, newest first; none: empty."""
     if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
         return [path]
-    for root in (path, path / "checkpoints"):
+    for root in (path, path / CHECKPOINTS):
         if steps := finished_steps(root):
             return [root / folder_name(step) for step in steps]
     return []
+
+
+def locked_with(root: Path) -> list[Path]:
+    """The folders whose locks belong to whoever saves into `root`: it, and the run folder that it is part of."""
+    run = root.parent
+    return [run, root] if root.name == CHECKPOINTS and (run / LOCK).exists() else [root]
 
 
 def set_aside(root: Path) -> None:

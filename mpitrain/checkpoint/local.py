@@ -36,6 +36,7 @@ from mpitrain.checkpoint.parity import (
     ranks_of,
     rebuild_rounds,
 )
+from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.disk import reason, remove_folder, sync
 from mpitrain.errors import CheckpointError, InputError
 
@@ -181,24 +182,30 @@ class LocalFolders:
         text = comm.broadcast_object(mine[1].decode() if mine and comm.rank == most else "", most)
 
         def keep() -> None:
-            if mine is None or mine[0] != held[most]:  # lost, or of another life of this run
-                if folder.exists():
-                    folders.discard(folder)
-                folder.mkdir(parents=True)
-                (folder / MANIFEST).write_text(text, encoding="utf-8")
+            if mine is not None and mine[0] == held[most]:
+                return
+            if mine is not None:  # of another life of this run
+                folders.discard(folder)
+            folder.mkdir(parents=True, exist_ok=True)  # with a damaged one there may be files that are whole
+            (folder / MANIFEST).write_text(text, encoding="utf-8")
 
         attempt(comm, keep if self._leads(comm) else None)
         return decode(text.encode())
 
-    def bring(self, comm: Communicator, folder: Path, manifest: Manifest, needed: Collection[str]) -> None:
+    def bring(
+        self, comm: Communicator, folder: Path, manifest: Manifest, needed: Collection[str], *, suspect: bool = False
+    ) -> list[str]:
         """Have the files that this node's ranks need in this node's folder, from wherever they are.
 
-        Raises CheckpointError when a file is on no node and cannot be rebuilt.
+        suspect: believe no file by its size alone; one whose bytes are not what was saved counts as lost. Returns the
+        names of those. Raises CheckpointError when a file is on no node and cannot be rebuilt.
         """
         attempt(comm, partial(_clear, folder) if self._leads(comm) else None, folder)
-        names = sorted(manifest.files) + [p for one in manifest.parity for p in one.parities]
-        mine = {n: (folder / n).stat().st_size for n in names if (folder / n).exists()} if self._leads(comm) else {}
-        held = comm.all_gather_object([n for n, size in mine.items() if manifest.files.get(n, size) == size])
+        sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
+        mine = [name for name, size in sizes.items() if _size(folder / name) == size] if self._leads(comm) else []
+        damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
+        held = comm.all_gather_object([name for name in mine if name not in damaged])
+        found_damaged = sorted({name for names in comm.all_gather_object(damaged) for name in names})
         wanted: dict[int, set[str]] = {node: set() for node in self._leaders}
         for rank, of in enumerate(comm.all_gather_object(sorted(needed))):
             wanted[self._nodes[rank]].update(of)
@@ -208,9 +215,12 @@ class LocalFolders:
                 where.setdefault(name, rank)
         missing = sorted({name for of in wanted.values() for name in of} - set(where))
         built = {n: next(self._leaders[node] for node in sorted(wanted) if n in wanted[node]) for n in missing}
-        work = chain.from_iterable([_rebuild(folder, manifest, n, where, built[n]) for n in missing])
+        work = chain.from_iterable(
+            [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
+        )
         attempt(comm, lambda: exchange(comm, work), folder)
-        attempt(comm, partial(_arrive, folder, [n for n, rank in built.items() if rank == comm.rank]), folder)
+        own = [name for name, rank in built.items() if rank == comm.rank]
+        attempt(comm, partial(_arrive, folder, manifest, own, suspect), folder)
         where |= built
         moves = []
         for node, leader in self._leaders.items():
@@ -227,23 +237,31 @@ class LocalFolders:
             remove_folder(brought)
 
         attempt(comm, settle if self._leads(comm) else None, folder)
+        return found_damaged
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 where it cannot be found."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _rebuild(
-    folder: Path, manifest: Manifest, name: str, where: Mapping[str, int], builder: int
+    folder: Path, manifest: Manifest, name: str, damaged: bool, where: Mapping[str, int], builder: int
 ) -> Iterator[Sequence[Message]]:
     """Messages that rebuild a file on rank `builder`. where: a rank that has each file. Raises CheckpointError."""
     one = next((s for s in manifest.parity if name in s.files), None)
+    problem = f"{folder / name} is " + ("damaged on every node that has it" if damaged else "on no node of this job")
     if one is None:
-        raise CheckpointError(f"{folder / name} is on no node of this job, and there is no copy", agreed=True)
+        raise CheckpointError(f"{problem}, and there is no {'whole ' * damaged}copy", agreed=True)
     lost = one.files.index(name)
     others = [file for file in one.files if file not in ("", name)]
     others += [parity for holder, parity in enumerate(one.parities) if holder != lost]
     absent = [other for other in others if other not in where]
     if absent:
-        raise CheckpointError(
-            f"{folder / name} is on no node of this job, and cannot be rebuilt without {absent[0]}", agreed=True
-        )
+        raise CheckpointError(f"{problem}, and cannot be rebuilt without {absent[0]}", agreed=True)
     target = folder / f"{name}{_BROUGHT}"
     return rebuild_rounds(one, lost, manifest.files, where.__getitem__, builder, folder, target)
 
@@ -257,10 +275,13 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _arrive(folder: Path, names: Sequence[str]) -> None:
+def _arrive(folder: Path, manifest: Manifest, names: Sequence[str], suspect: bool) -> None:
     for name in names:
-        sync(folder / f"{name}{_BROUGHT}")
-        os.replace(folder / f"{name}{_BROUGHT}", folder / name)
+        rebuilt = folder / f"{name}{_BROUGHT}"
+        sync(rebuilt)
+        os.replace(rebuilt, folder / name)
+        if suspect and not has_whole_tensors(folder, manifest, name):
+            raise CheckpointError(f"{folder / name} cannot be rebuilt: a parity it follows from is damaged too")
 
 
 def _identity(shared: Path) -> str:

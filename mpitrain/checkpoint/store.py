@@ -72,6 +72,7 @@ class Store:
         self._task: Task | None = None
         self._removal: Task | None = None
         self._since_flush = 0
+        self.repairs: list[str] = []  # a sentence for each damaged file that was restored from other nodes
         self._verified: set[int] = set()  # steps that this job has written or read whole
         self._unusable: set[int] = set()
 
@@ -100,8 +101,8 @@ class Store:
                 if set_aside:
                     folders.set_aside(self.root)
                 self.root.mkdir(parents=True, exist_ok=True)
-                if lock:
-                    locks.keep(self.root / locks.LOCK)
+                for folder in folders.locked_with(self.root) if lock else ():
+                    locks.keep(folder / locks.LOCK)
                 folders.remove_leftovers(self.root)
             except locks.Held:
                 raise InputError(
@@ -346,10 +347,27 @@ class Store:
             manifest = self._local.manifest(self.comm, folder)
         attempt(self.comm, prepare, folder)
         assert manifest is not None
-        if local and self._local is not None:
-            self._local.bring(self.comm, folder, manifest, files_of(blocks))
         if self._node is None:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
             assert self._node is not None
-        attempt(self.comm, partial(read_together, self._node, folder, manifest, blocks), folder)
+        fill = partial(read_together, self._node, folder, manifest, blocks)
+        if local and self._local is not None:
+            self._fill_local(self._local, folder, manifest, blocks, fill)
+        else:
+            attempt(self.comm, fill, folder)
         return manifest
+
+    def _fill_local(
+        self, local: LocalFolders, folder: Path, manifest: Manifest, blocks: Sequence[Block], fill: Callable[[], None]
+    ) -> None:
+        """Read from the nodes' own disks; where that fails, hash every file, and once more without damaged ones."""
+        needed = files_of(blocks)
+        try:
+            local.bring(self.comm, folder, manifest, needed)
+            attempt(self.comm, fill, folder)
+        except CheckpointError:
+            damaged = local.bring(self.comm, folder, manifest, needed, suspect=True)
+            attempt(self.comm, fill, folder)
+            self.repairs += [
+                f"{folder / name} was damaged on a node's disk; repaired from other nodes" for name in damaged
+            ]

@@ -13,8 +13,9 @@ import pytest
 from checkpoint_states import empty, in_shares, in_slices, same, small_tensors, whole_parts
 
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.manifest import ParitySet
+from mpitrain.checkpoint.manifest import ParitySet, read_manifest
 from mpitrain.checkpoint.parity import parity_sets, partner_copies, segment
+from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.errors import CheckpointError, InputError
 
 NODES = {2: (0, 1), 3: (0, 1, 2), 4: (0, 0, 1, 2), 8: (0, 0, 0, 1, 1, 2, 2, 2)}
@@ -135,20 +136,71 @@ def test_local_folders_that_protect_nothing_are_refused(world, folder):
     assert os.listdir(folder / "c") == ["identity"]
 
 
+def _flip(world, path, *ranks):
+    """Flip a bit in each tensor of these ranks' copies of a file."""
+    if world.rank in ranks:
+        data = bytearray(path.read_bytes())
+        for extent in read_manifest(path.parent).extents:
+            if extent.file == path.name and extent.piece.numel:
+                data[extent.offset] ^= 1
+        if path.name.startswith("parity"):
+            data = bytearray(byte ^ 1 for byte in data)
+        path.write_bytes(data)
+    world.barrier()
+
+
 @pytest.mark.ranks(3)
-def test_a_damaged_local_file_is_not_loaded(world, folder):
+@pytest.mark.parametrize("redundancy", ["none", "partner", "xor"])
+def test_flipped_bits_are_repaired_from_what_other_nodes_have_or_refused(world, folder, redundancy):
+    """Rank 1's file; of it, rank 2 has the copy, or ranks 0 and 2 the parities."""
+    parts = in_slices(small_tensors(), world.rank, world.size)
+    store = _store(world, folder, redundancy)
+    store.prepare(set_aside=False)
+    store.save(4, parts, {}, durable=True)
+    path = store.save(5, parts, {})
+    name = "rank-00001.h5"
+    before = (path / name).read_bytes() if world.rank == 1 else b""
+    _flip(world, path / name, 1)
+    if redundancy == "none":
+        with pytest.raises(CheckpointError, match=r"rank-00001\.h5 is damaged on every node that has it") as caught:
+            store.load(path, lambda manifest: empty(parts))
+        assert caught.value.agreed
+        return
+    filled = empty(parts)
+    assert store.load(path, lambda manifest: filled).step == 5 and same(filled, parts)
+    assert [text.split()[0] for text in store.repairs] == [str(path / name)]
+    if world.rank == 1:  # on the disk too, but for HDF5's structure nothing is left of the damage
+        assert has_whole_tensors(path, read_manifest(path), name) and len((path / name).read_bytes()) == len(before)
+    protection = "parity-00000-00000.bin" if redundancy == "xor" else name
+    holder = 0 if redundancy == "xor" else 2
+    _flip(world, path / protection, holder)  # what protects it alone is no harm
+    assert store.load(path, lambda manifest: empty(parts)).step == 5
+    _flip(world, path / name, 1)
+    wrong = r"is damaged on every node|cannot be rebuilt: a parity it follows from is damaged too"
+    with pytest.raises(CheckpointError, match=rf"rank-00001\.h5 ({wrong})") as caught:
+        store.load(path, lambda manifest: empty(parts))
+    assert caught.value.agreed and "\n" not in str(caught.value)
+    again = store.newest_first()
+    assert [p.name for p in again] == ["step-00000005", "step-00000004"]
+    assert store.load(again[1], lambda manifest: filled).step == 4 and same(filled, parts)
+
+
+@pytest.mark.ranks(3)
+def test_damage_on_two_nodes_of_a_set_is_refused_and_a_damaged_manifest_costs_nothing(world, folder):
     parts = in_slices(small_tensors(), world.rank, world.size)
     store = _store(world, folder, "xor")
     store.prepare(set_aside=False)
     path = store.save(5, parts, {})
-    if world.rank == 1:
-        file = path / "rank-00001.h5"
-        data = bytearray(file.read_bytes())
-        for at in range(0, len(data), 16):
-            data[at] ^= 1
-        file.write_bytes(data)
+    if world.rank == 2:
+        (path / "manifest.json").write_bytes(b"x" + (path / "manifest.json").read_bytes()[1:])
     world.barrier()
-    with pytest.raises(CheckpointError, match=r"rank-00001\.h5: bytes .* damaged"):
+    _flip(world, path / "rank-00001.h5", 1)
+    filled = empty(parts)
+    assert store.load(path, lambda manifest: filled).step == 5 and same(filled, parts)
+    assert read_manifest(path).step == 5
+    _flip(world, path / "rank-00000.h5", 0)
+    _flip(world, path / "rank-00001.h5", 1)
+    with pytest.raises(CheckpointError, match=r"damaged on every node .* cannot be rebuilt without rank-0000[01]\.h5"):
         store.load(path, lambda manifest: empty(parts))
 
 

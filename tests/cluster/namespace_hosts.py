@@ -5,8 +5,9 @@
     h3 10.77.0.3 --- v3 |
 
 Each host has its own name (a UTS namespace), so that MPI takes it for a node: shared memory ends at it. All see
-the same files, processes and cores. Needs root and `ip`. Open MPI only: its mpirun starts ranks through
-enter_host.sh instead of ssh. From a shell, three hosts with two ranks each:
+the same files, processes and cores; `disks` gives each a folder that the others do not see. Needs root and `ip`.
+Open MPI only: its mpirun starts ranks through enter_host.sh instead of ssh. From a shell, three hosts with two ranks
+each:
 
     python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py
 """
@@ -42,6 +43,7 @@ class Hosts:
         self.count = count
         self.prefix = _NAME.format(pid=os.getpid())
         self._switch = f"{self.prefix}switch"
+        self._disks: Path | None = None
 
     def __enter__(self) -> Hosts:
         if os.geteuid() != 0:
@@ -74,6 +76,17 @@ class Hosts:
 
     def namespace(self, host: int) -> str:
         return f"{self.prefix}h{host}"
+
+    def disks(self, folder: Path) -> Path:
+        """From now on jobs see folder/hN as folder/own on host N, a disk of its own; returns folder/own."""
+        for name in ("own", *(f"h{host}" for host in range(1, self.count + 1))):
+            (folder / name).mkdir(parents=True)
+        self._disks = folder
+        return folder / "own"
+
+    def kill(self, host: int) -> None:
+        """End all that runs on a host, at once."""
+        _kill_all_on(self.namespace(host))
 
     def cut(self, host: int) -> None:
         """Take a host off the network, as a node that dies; it cannot tell anybody."""
@@ -128,11 +141,15 @@ class Hosts:
             *(*settings, *options, *map(str, command)),
         ]
         return ["ip", "netns", "exec", self.namespace(1), "unshare", "--uts", "bash", "-c",
-                'hostname h1; exec "$@"', "bash", *inside]  # fmt: skip
+                f'hostname h1; {self._mount("h1")} exec "$@"', "bash", *inside]  # fmt: skip
+
+    def _mount(self, name: str) -> str:
+        return f"mount --bind {self._disks}/{name} {self._disks}/own;" if self._disks is not None else ""
 
     def environment(self, **more: str) -> dict[str, str]:
         """For `mpirun`: what enter_host.sh needs, and for peers of MPI that ask for an address and an interface."""
         own = {"MPITRAIN_HOSTS": self.prefix, "MPITRAIN_FIRST_HOST": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": "e0"}
+        own["MPITRAIN_MOUNT"] = self._mount("$(hostname)")
         return clean_environment(**own, **more)
 
     def run(
