@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -21,3 +24,23 @@ def free_name(path: Path) -> Path:
     while (free := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return free
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading, unless it is a folder, a pipe or a device, where reading may never end.
+
+    Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no plain file", str(path))
+
+
+def read_plain(path: Path, most: int = 64 << 20) -> bytes:
+    """The bytes of a plain file. most: how many there may be. Raises OSError."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+        return file.read(most)

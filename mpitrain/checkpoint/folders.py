@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import MANIFEST
@@ -86,7 +87,8 @@ def point_to(final: Path) -> None:
         os.replace(pointer, final.parent / LATEST)
     except OSError:
         pointer.unlink(missing_ok=True)
-        (final.parent / LATEST).unlink(missing_ok=True)
+        with suppress(OSError):  # a folder of that name stays
+            (final.parent / LATEST).unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
