@@ -27,10 +27,10 @@ from mpitrain.checkpoint.contents import load_tensor, readable, whole
 from mpitrain.checkpoint.files import Part, Place, begin_file, bytes_of, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, write_manifest
-from mpitrain.checkpoint.payload import Shape, Size, first_problem
+from mpitrain.checkpoint.payload import Shape, Size
 from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.disk import open_plain, sync
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, StringConstraints, ValidationError
 
+from mpitrain.errors import first_problem
+
 FORMAT = "mpitrain checkpoint 2"
 
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
@@ -75,10 +77,3 @@ def checked(content: Any) -> Payload:
         return Payload.model_validate(content)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line: where, and what is expected there."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    return f"{where!r:.200}: {problem['msg'].lower()}" if where else problem["msg"].lower()

@@ -7,14 +7,13 @@ import io
 import json
 import os
 import pickle
-import resource
 import zipfile
 import zlib
 from collections import OrderedDict
-from contextlib import contextmanager
 
 import pytest
 import torch
+from support import little_memory
 
 from mpitrain.checkpoint.__main__ import main
 from mpitrain.checkpoint.contents import load_tensor
@@ -24,22 +23,8 @@ from mpitrain.checkpoint.manifest import MANIFEST, read_manifest
 from mpitrain.checkpoint.verify import damages
 from mpitrain.errors import CheckpointError, InputError
 
-MEMORY = 2 << 30  # bytes that a test may take beyond what the process has
 WRONG = [[], [[]], "x", "../x", {}, {"x": 1}, 1.5, True, None, -1, 0, 1, 10**9, 10**30, float("nan")]
 NAMES = ["", "/", ".", "..", "a/../../b", "/a", "a//b", "a\0b", "a\nb", "x" * 5000, "\ud800"]
-
-
-@contextmanager
-def little_memory():
-    """Whoever asks for terabytes gets a MemoryError here, as in a batch job; the machine survives."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def refused(capsys, arguments, code=2):
