@@ -6,10 +6,12 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 MARK = ".mpitrain-unfinished"  # lies in a folder that is being filled: what is in it may be removed
 _IN_MEMORY = (0x01021994, 0x858458F6)  # of statfs(2): tmpfs, ramfs
@@ -111,3 +113,23 @@ def readable(nbytes: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading, unless it is a folder, a pipe or a device, where reading may never end.
+
+    Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no plain file", str(path))
+
+
+def read_plain(path: Path, most: int = 64 << 20) -> bytes:
+    """The bytes of a plain file. most: how many there may be. Raises OSError."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+        return file.read(most)

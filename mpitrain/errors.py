@@ -6,6 +6,11 @@ that are not in this file, because those are bugs (ours or the model's).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -39,3 +44,11 @@ class CommunicationError(MpitrainError):
 
 class CheckpointError(MpitrainError):
     """A checkpoint that cannot be written or trusted."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong in a file, in one line: where, and what is expected there."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    text = problem["msg"].removeprefix("Value error, ")
+    return f"{ascii(where)[1:-1]:.200}: {text.lower()}" if where else text

@@ -247,11 +247,12 @@ def resume(
     for folder in candidates:
         try:
             manifest = store.load(folder, engine.parts_to_load)
+            of, position = manifest.value("data"), manifest.value("position")
         except CheckpointError as error:
             reasons.append(str(error))
             run.say(f"passed over {folder}: {error}")
             continue
-        if manifest.values["data"] not in (None, data):  # None: imported weights
+        if of not in (None, data):  # None: imported weights
             raise InputError(
                 f"{folder} was trained on another data set than data.path {config.data.path!r}; give that one, or "
                 "another run.dir",
@@ -262,7 +263,7 @@ def resume(
         for repaired in store.repairs:
             run.say(repaired)
         run.say(f"resumed from {folder}")
-        return manifest.step, manifest.values["position"]
+        return manifest.step, position
     if reasons:
         raise CheckpointError(f"none of {len(reasons)} checkpoints can be used: {reasons[0]}", agreed=True)
     return 0, 0

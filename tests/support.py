@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,3 +58,15 @@ def next_handle(world: Communicator) -> int:
     number = made.py2f()
     made.Free()
     return number
+
+
+@contextmanager
+def little_memory(extra: int = 2 << 30) -> Iterator[None]:
+    """Whoever asks for terabytes gets a MemoryError, and the machine survives. extra: bytes beyond what is in use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + extra, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -129,7 +129,7 @@ class Layout:
             for extent in extents:
                 pieces.setdefault(extent.piece.name, []).append(extent.piece)
             for name, spec in tensors.items():
-                numel, found = _numel(spec), covered(pieces[name])
+                numel, found = spec.numel, covered(pieces[name])
                 if found != numel:
                     raise CheckpointError(
                         f"the ranks hold {found} of the {numel} elements of {name}; together they must hold them all"
@@ -253,10 +253,3 @@ def _decode_place(values: Sequence[Any]) -> Place:
     name, shape, dtype, (outer, dim, inner, start, stop, lo, hi) = values
     piece = Piece(name, Box(outer, dim, inner, start, stop), lo, hi)
     return Place(TensorSpec(name, tuple(shape), dtype), piece)
-
-
-def _numel(spec: TensorSpec) -> int:
-    total = 1
-    for length in spec.shape:
-        total *= length
-    return total

@@ -6,14 +6,22 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from fnmatch import fnmatch
-from math import prod
 from pathlib import Path
 
 import torch
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import DTYPES, MANIFEST, MODEL, Manifest, TensorSpec, missing_files, read_manifest
+from mpitrain.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    MODEL,
+    Manifest,
+    TensorSpec,
+    missing_files,
+    read_manifest,
+    require_files,
+)
 from mpitrain.checkpoint.reading import plan, read
 from mpitrain.disk import readable
 from mpitrain.errors import CheckpointError, InputError
@@ -45,32 +53,46 @@ def state(folder: Path) -> str:
 
 
 def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
-    """A whole tensor, its bytes checked. Raises CheckpointError, OSError."""
+    """A whole tensor, its bytes checked; the files must have their sizes. Raises CheckpointError."""
     spec = manifest.tensors[name]
-    data = torch.empty(prod(spec.shape), dtype=DTYPES[spec.dtype])
+    try:
+        data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
+    except RuntimeError:  # torch's way to say so
+        raise CheckpointError(f"{folder}: {name} of {readable(spec.nbytes)} does not fit into memory") from None
     part = Part(spec, Piece.whole(name, data.numel()), data)
-    read(folder, plan(folder, manifest, [part]))
+    try:
+        read(folder, plan(folder, manifest, [part]))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from None
     return data.view(spec.shape)
+
+
+def whole(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files all have their sizes. Raises CheckpointError."""
+    manifest = read_manifest(folder)
+    require_files(folder, manifest.files.items())
+    return manifest
 
 
 def listing(path: Path) -> Iterator[str]:
     """A line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
     for folder in found(path):
-        number = int(folder.name.partition("-")[2])
         try:
             manifest = read_manifest(folder)
+            step = str(manifest.step)
             files, size = str(len(manifest.files)), readable(sum(manifest.files.values()))
             time = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
         except (CheckpointError, OSError):
+            step = folder.name.partition("-")[2].lstrip("0") or "0"
             files = size = time = "?"
-        yield f"{number:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}"
+        yield f"{step:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}"
 
 
 def description(folder: Path, pattern: str = "*") -> Iterator[str]:
     """What a manifest says. pattern: of the tensors' names (* and ?)."""
     manifest = read_manifest(folder)
-    numel = sum(prod(spec.shape) for name, spec in manifest.tensors.items() if name.startswith(MODEL))
+    numel = sum(spec.numel for name, spec in manifest.tensors.items() if name.startswith(MODEL))
     yield f"{folder}"
     yield f"step         {manifest.step}"
     yield f"model        {numel:,} numbers in parameters and buffers"
@@ -80,12 +102,13 @@ def description(folder: Path, pattern: str = "*") -> Iterator[str]:
         yield f"  {name}  {readable(size):>11}  {counted(pieces, 'piece')}"
     names = sorted(name for name in manifest.tensors if fnmatch(name, pattern))
     yield f"tensors      {len(names)} of {len(manifest.tensors)}"
-    width = max(map(len, names), default=0)
+    shown = {name: name if name.isprintable() else ascii(name) for name in names}
+    width = max(map(len, shown.values()), default=0)
     for name in names:
         spec = manifest.tensors[name]
-        nbytes = readable(prod(spec.shape) * spec.itemsize)
+        nbytes = readable(spec.nbytes)
         written = counted(len(manifest.extents_of.get(name, ())), "piece")
-        yield f"  {name:{width}}  {_kind(spec):24}  {nbytes:>11}  {written}"
+        yield f"  {shown[name]:{width}}  {_kind(spec):24}  {nbytes:>11}  {written}"
     yield "values"
     for key, value in manifest.values.items():
         text = json.dumps(value)
@@ -94,7 +117,7 @@ def description(folder: Path, pattern: str = "*") -> Iterator[str]:
 
 def differences(a: Path, b: Path) -> Iterator[str]:
     """A line for each tensor that is not bitwise the same in both."""
-    first, second = read_manifest(a), read_manifest(b)
+    first, second = whole(a), whole(b)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
         if name not in second.tensors or name not in first.tensors:
             yield f"{name}: only in {a if name in first.tensors else b}"

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from mpitrain.checkpoint import folders
-from mpitrain.checkpoint.contents import load_tensor
+from mpitrain.checkpoint.contents import load_tensor, readable, whole
 from mpitrain.checkpoint.files import Part, Place, begin_file, bytes_of, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, read_manifest, write_manifest
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, write_manifest
+from mpitrain.checkpoint.payload import Shape, Size
 from mpitrain.checkpoint.view import VIEW, make_view
-from mpitrain.disk import sync
-from mpitrain.errors import InputError
+from mpitrain.disk import open_plain, sync
+from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -45,6 +49,9 @@ _KINDS = {
 }
 _NAMES = {dtype: name for name, dtype in _KINDS.items()}
 _LONGEST_HEADER = 100 << 20  # bytes
+_LONGEST_NAME = 1000
+_DIMENSIONS = 32  # of an HDF5 data set, at most
+_REPEATED = 16  # times the bytes of a file that tensors may take which share some of them
 
 
 def export(folder: Path, out: Path) -> int:
@@ -54,7 +61,7 @@ def export(folder: Path, out: Path) -> int:
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
-    manifest = read_manifest(folder)
+    manifest = whole(folder)
     sources = {name.removeprefix(MODEL): name for name in manifest.tensors if name.startswith(MODEL)}
     if not sources:
         raise InputError(f"{folder} holds no model")
@@ -86,7 +93,7 @@ def _write_safetensors(path: Path, folder: Path, manifest: Manifest, sources: Ma
         kind = _NAMES.get(DTYPES[spec.dtype])
         if kind is None:
             raise InputError(f"{name} is {spec.dtype}, which safetensors does not know; export to .pt")
-        end = begin + prod(spec.shape) * spec.itemsize
+        end = begin + spec.nbytes
         header[name] = {"dtype": kind, "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header).encode()
@@ -105,27 +112,58 @@ def import_weights(file: Path, root: Path) -> Path:
     if folders.finished_steps(root):
         raise InputError(f"{root} has checkpoints already; give a new run folder")
     with _os_errors(file):
+        with open_plain(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
         tensors = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
-    tied: dict[str, str] = {}
-    places: dict[tuple[Any, ...], str] = {}
-    parts = []
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise InputError(f"{file}: {name} is {tensor.dtype}, which a checkpoint cannot hold")
-        where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype)
-        if tensor.numel() and where in places:
-            tied[name] = places[where]
-            continue
-        places[where] = name
-        spec = TensorSpec(MODEL + name, tuple(tensor.shape), dtype)
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        parts.append(Part(spec, Piece.whole(spec.name, flat.numel()), flat))
+    parts, tied = _parts(file, tensors, size)
     values = {"position": 0, "data": None, "optimizer": {}, "tied": tied, "imported": file.name}
     final = root / folders.folder_name(0)
     with _os_errors(final):
         _make_checkpoint(final, parts, values)
     return final
+
+
+def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[list[Part], dict[str, str]]:
+    """What goes into the checkpoint, and the further names of tensors that have several. size: of the file, in bytes.
+
+    Raises InputError for what a checkpoint cannot hold, and for tensors that are made large only by repeating what is
+    in the file.
+    """
+    tied: dict[str, str] = {}
+    places: dict[tuple[Any, ...], str] = {}
+    parts: list[Part] = []
+    total = 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in DTYPES:
+            kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}".replace("torch.", "")
+            raise InputError(f"{file}: {name} is {kind}, which a checkpoint cannot hold")
+        spec = TensorSpec(MODEL + name, tuple(tensor.shape), dtype)
+        if problem := _unusable(name, spec):
+            raise InputError(f"{file}: the tensor {name!r:.100} {problem}; give it another form")
+        where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype)
+        if tensor.numel() and where in places:
+            tied[name] = places[where]
+            continue
+        places[where] = name
+        total += spec.nbytes
+        if total > _REPEATED * size:
+            raise InputError(
+                f"{file}: its tensors would take more than {readable(total)}, and it has {readable(size)}: {name} is "
+                "expanded; save contiguous copies"
+            )
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        parts.append(Part(spec, Piece.whole(spec.name, flat.numel()), flat))
+    return parts, tied
+
+
+def _unusable(name: str, spec: TensorSpec) -> str:
+    """Why HDF5 would not take a tensor or its name, a path in the file; empty if it does."""
+    if not name.isprintable() or len(name) > _LONGEST_NAME or {"", ".", ".."} & set(name.split("/")):
+        return "has no name that a tensor can have"
+    if len(spec.shape) > _DIMENSIONS:
+        return f"has {len(spec.shape)} dimensions, more than {_DIMENSIONS}"
+    return "" if spec.possible else f"has the shape {list(spec.shape)}"
 
 
 def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> None:
@@ -159,7 +197,11 @@ def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
+            raise ValueError("it is compressed, which torch.save never does")  # torch would map the bytes as they are
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
     except Exception as error:  # what a file that is something else makes it raise is nowhere written
@@ -167,33 +209,65 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
         raise InputError(f"{file} is no file of plain tensors that torch.load reads: {text}") from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
-    if not isinstance(loaded, dict) or not loaded or not all(torch.is_tensor(t) for t in loaded.values()):
+    named = isinstance(loaded, dict) and all(isinstance(n, str) and torch.is_tensor(t) for n, t in loaded.items())
+    if not named or not loaded:
         raise InputError(f"{file} is no state dictionary: it must map names to tensors, and nothing else")
-    return {str(name): tensor for name, tensor in loaded.items()}
+    return dict(loaded)
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "C64"]
+    shape: Shape
+    data_offsets: tuple[Size, Size]
+
+
+_HEADER = TypeAdapter(dict[str, _Entry])
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     size = file.stat().st_size
     try:
-        with open(file, "rb") as opened:
+        with open_plain(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(opened.read(length))
+            entries = _entries(opened.read(length))
         data = np.memmap(file, dtype=np.uint8, mode="c", offset=8 + length) if size > 8 + length else np.empty(0, "u1")
-        tensors = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            dtype, shape, (lo, hi) = _KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            if not 0 <= lo <= hi <= len(data) or hi - lo != prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name} does not fit into the file")
+        tensors, end = {}, 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            dtype, (lo, hi) = _KINDS[entry.dtype], entry.data_offsets
+            if lo != end or not lo <= hi <= len(data) or hi - lo != prod(entry.shape) * dtype.itemsize:
+                raise ValueError(f"{name!r:.100} is not where and as large as the header says")
+            end = hi
             raw = torch.from_numpy(data[lo:hi]) if hi > lo else torch.empty(0, dtype=torch.uint8)
             aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
-            tensors[name] = aligned.view(dtype).view(shape)
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is no safetensors file: {error}") from None
-    return tensors
+            tensors[name] = aligned.view(dtype).view(entry.shape)
+        if end != len(data):
+            raise ValueError(f"the header tells of {end} bytes, {len(data)} follow")
+    except ValidationError as error:
+        raise InputError(f"{file} is no safetensors file: {first_problem(error)}") from None
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch does not take
+        raise InputError(f"{file} is no safetensors file: {str(error).splitlines()[0]}") from None
+    return {name: tensors[name] for name in entries}
+
+
+def _entries(header: bytes) -> dict[str, _Entry]:
+    """The tensors that a header tells of. Raises ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("it names something twice")
+        return dict(pairs)
+
+    try:
+        content = json.loads(header, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if isinstance(content, dict):
+        content.pop("__metadata__", None)
+    return _HEADER.validate_python(content)
 
 
 @contextmanager

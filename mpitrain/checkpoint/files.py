@@ -65,15 +65,20 @@ class Structure:
 def dataset_names(names: Sequence[str]) -> list[str]:
     """The HDF5 names of pieces of these tensors in one file: the tensor's, with #1, #2, ... for further pieces.
 
-    #0 where a tensor's name is also the beginning of another's path.
+    #0 where a tensor's name is also the beginning of another's path; a higher number where a tensor is called that.
     """
-    groups = {name[:at] for name in set(names) for at in range(1, len(name)) if name[at] == "/"}
+    tensors = set(names)
+    groups = {name[:at] for name in tensors for at in range(1, len(name)) if name[at] == "/"}
     seen: dict[str, int] = {}
     found = []
     for name in names:
         number = seen.get(name, 0)
+        shown = f"{name}#{number}" if number or name in groups else name
+        while shown != name and (shown in tensors or shown in groups):
+            number += 1
+            shown = f"{name}#{number}"
         seen[name] = number + 1
-        found.append(f"{name}#{number}" if number or name in groups else name)
+        found.append(shown)
     return found
 
 

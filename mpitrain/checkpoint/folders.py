@@ -190,7 +190,8 @@ def point_to(final: Path) -> None:
         os.replace(pointer, final.parent / LATEST)
     except OSError:
         pointer.unlink(missing_ok=True)
-        latest.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder of that name stays
+            latest.unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:

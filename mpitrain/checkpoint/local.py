@@ -13,6 +13,7 @@ meanwhile brings nothing back from an abandoned run.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from mpitrain.checkpoint.parity import (
     rebuild_rounds,
 )
 from mpitrain.checkpoint.verify import has_whole_tensors
-from mpitrain.disk import reason, remove_folder, sync
+from mpitrain.disk import read_plain, reason, remove_folder, sync
 from mpitrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -289,9 +290,12 @@ def _identity(shared: Path) -> str:
         path = shared / IDENTITY
         if not path.exists():
             path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
-        return path.read_text(encoding="utf-8").strip()
+        identity = read_plain(path).decode(errors="replace").strip()
     except OSError as error:
         raise InputError(f"{shared / IDENTITY} cannot be used: {reason(error)}; choose another run.dir") from None
+    if not re.fullmatch("[0-9a-f]{16}", identity):  # it becomes the name of a folder
+        raise InputError(f"{shared / IDENTITY} holds no identity of a run; remove it")
+    return identity
 
 
 def _content_of(folder: Path) -> tuple[int, bytes] | None:

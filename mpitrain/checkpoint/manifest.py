@@ -17,21 +17,24 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mpitrain.checkpoint.payload import FORMAT, checked
+from mpitrain.disk import read_plain
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Box, Piece
 
-FORMAT = "mpitrain checkpoint 2"
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with
 HASHED = 4 << 20  # bytes under one hash
+_LARGEST = 1 << 30  # bytes of a manifest: millions of pieces
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -63,6 +66,19 @@ class TensorSpec:
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def possible(self) -> bool:
+        """Whether a tensor can be so: an empty one may have other dimensions that are too large together."""
+        return self.dtype in DTYPES and prod(max(1, length) for length in self.shape) < 1 << 63
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,12 @@ class Manifest:
             found.setdefault(extent.piece.name, []).append(extent)
         return found
 
+    def value(self, name: str) -> Any:
+        """One of `values` without which a job cannot go on. Raises CheckpointError."""
+        if name not in self.values:
+            raise CheckpointError(f"the checkpoint of step {self.step} has no {name!r} among its values")
+        return self.values[name]
+
 
 def encode_extent(extent: Extent) -> list[Any]:
     box = extent.piece.box
@@ -120,7 +142,7 @@ def encode_extent(extent: Extent) -> list[Any]:
     return [extent.piece.name, place, extent.file, extent.offset, list(extent.hashes)]
 
 
-def decode_extent(values: list[Any]) -> Extent:
+def decode_extent(values: Sequence[Any]) -> Extent:
     name, (outer, dim, inner, start, stop, lo, hi), file, offset, hashes = values
     return Extent(Piece(name, Box(outer, dim, inner, start, stop), lo, hi), file, offset, tuple(hashes))
 
@@ -143,25 +165,66 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Raises ValueError, KeyError or TypeError when these are not the bytes of a manifest."""
+    """Raises ValueError when these are not the bytes of a manifest, or it contradicts itself."""
     text = data.decode("utf-8")
     head, _, body = text.rstrip("\n").partition(', "payload": ')
     stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
     if zlib.crc32(payload_text.encode()) != stored:
         raise ValueError("its hash does not match")
-    payload = json.loads(payload_text)
-    if payload["format"] != FORMAT:
-        raise ValueError(f"its format is {payload['format']!r}, this version reads {FORMAT!r}")
-    return Manifest(
-        payload["step"],
-        {name: TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in payload["tensors"]},
-        payload["files"],
-        tuple(decode_extent(values) for values in payload["extents"]),
-        payload["values"],
-        payload["rest"],
-        {name: (size, crc) for name, (size, crc) in payload["views"].items()},
-        tuple(ParitySet(tuple(files), tuple(parities), chunk) for files, parities, chunk in payload["parity"]),
+    try:
+        content = json.loads(payload_text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    payload = checked(content)
+    manifest = Manifest(
+        payload.step,
+        {name: TensorSpec(name, shape, dtype) for name, shape, dtype in payload.tensors},
+        payload.files,
+        tuple(decode_extent(values) for values in payload.extents),
+        content["values"],
+        payload.rest,
+        payload.views,
+        tuple(ParitySet(*values) for values in payload.parity),
     )
+    if len(manifest.tensors) != len(payload.tensors):
+        raise ValueError("it names a tensor twice")
+    for problem in _contradictions(manifest):
+        raise ValueError(problem)
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Whatever would let a small file stand for a large tensor, or bytes be read that are not a tensor's."""
+    for name, spec in manifest.tensors.items():
+        if not spec.possible:
+            yield f"{name!r:.100} is {spec.dtype!r:.40} {spec.shape!s:.100}, which no tensor is"
+    held = dict.fromkeys(manifest.tensors, 0)  # elements
+    taken = dict.fromkeys(manifest.files, 0)  # bytes
+    for extent in manifest.extents:
+        piece, box = extent.piece, extent.piece.box
+        if piece.name not in held or extent.file not in taken:
+            yield f"a piece of {piece.name!r:.100} in {extent.file} is of no tensor or file that it lists"
+            continue
+        spec = manifest.tensors[piece.name]
+        nbytes = piece.numel * spec.itemsize
+        within = box.start <= box.stop <= box.dim and piece.lo <= piece.hi <= box.numel
+        if not within or box.outer * box.dim * box.inner != spec.numel:
+            yield f"a piece of {piece.name!r:.100} is no part of it"
+        if len(extent.hashes) != -(-nbytes // HASHED) or extent.offset + nbytes > manifest.files[extent.file]:
+            yield f"a piece of {piece.name!r:.100} does not lie in {extent.file}"
+        held[piece.name] += piece.numel
+        taken[extent.file] += nbytes
+    for name, spec in manifest.tensors.items():
+        if held[name] < spec.numel:
+            yield f"its files hold {held[name]} of the {spec.numel} elements of {name!r:.100}"
+    for file, size in manifest.files.items():
+        if taken[file] > size:
+            yield f"{file} has {size} bytes, and pieces of {taken[file]}"
+        if file not in manifest.rest:
+            yield f"it has no hash of the rest of {file}"
+    for one in manifest.parity:
+        if len(one.files) != len(one.parities) or not {file for file in one.files if file} <= set(manifest.files):
+            yield "a set of parities is of other files than it lists"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -175,12 +238,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError naming the folder and what is wrong with its manifest. Looks at no other file."""
     try:
-        manifest = decode((folder / MANIFEST).read_bytes())
+        manifest = decode(read_plain(folder / MANIFEST, _LARGEST))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
     named = folder.name.removeprefix("step-")
     if named != folder.name and named.isdecimal() and int(named) != manifest.step:

@@ -333,18 +333,23 @@ class Store:
         manifest: Manifest | None = None
         blocks: list[Block] = []
 
+        def look() -> None:
+            nonlocal manifest
+            manifest = read_manifest(folder)
+            if self.comm.rank == 0:
+                require_files(folder, manifest.files.items())
+
         def prepare() -> None:
-            nonlocal manifest, blocks
-            if manifest is None:
-                manifest = read_manifest(folder)
-                if self.comm.rank == 0:
-                    require_files(folder, manifest.files.items())
+            nonlocal blocks
+            assert manifest is not None
             blocks = plan(folder, manifest, parts_for(manifest))
             if not local:
                 require_files(folder, [(name, manifest.files[name]) for name in sorted(files_of(blocks))])
 
         if local and self._local is not None:
             manifest = self._local.manifest(self.comm, folder)
+        else:  # first of all, since how much memory is taken for the plan depends on how large the files say they are
+            attempt(self.comm, look, folder)
         attempt(self.comm, prepare, folder)
         assert manifest is not None
         if self._node is None:

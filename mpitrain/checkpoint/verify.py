@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from math import prod
 from pathlib import Path
 
 from mpitrain.checkpoint.files import gaps
@@ -25,19 +24,21 @@ def damages(folder: Path, progress: Callable[[int], None] = lambda nbytes: None)
     for extent in manifest.extents:
         by_file[extent.file].append(extent)
     sizes = manifest.files | {name: size for name, (size, _) in manifest.views.items()}
+    complete = True
     for name, size in sizes.items():
         problem = next(iter(missing_files(folder, [(name, size)])), None)
         if problem is not None:
             yield problem
+            complete = False
             continue
         try:
             yield from _file_damages(folder, manifest, name, size, by_file.get(name, []), progress)
         except OSError as error:
             yield f"{folder / name} cannot be read: {error.strerror or error}"
-    for name, spec in manifest.tensors.items():
+    for name, spec in manifest.tensors.items() if complete else ():  # only then are the pieces as large as they say
         found = covered(extent.piece for extent in manifest.extents_of.get(name, ()))
-        if found != prod(spec.shape):
-            yield f"{folder} holds {found} of the {prod(spec.shape)} elements of {name}"
+        if found != spec.numel:
+            yield f"{folder} holds {found} of the {spec.numel} elements of {name}"
 
 
 def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:

@@ -16,6 +16,7 @@ dimensions; here [7, 22) of a [4, 8] tensor:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 
 import h5py
@@ -51,7 +52,8 @@ def make_view(tensors: Mapping[str, TensorSpec], extents: Sequence[Extent], tied
                 file[shown] = h5py.ExternalLink(extent.file, dataset)
         for alias, name in tied.items():
             if name in file and alias not in file:
-                file[alias] = file[name]
+                with suppress(OSError, ValueError, RuntimeError):  # where its path leads through a data set
+                    file[alias] = file[name]
     return image
 
 

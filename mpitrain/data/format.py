@@ -36,12 +36,13 @@ import math
 import os
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-from mpitrain.errors import InputError
+from mpitrain.disk import read_plain
+from mpitrain.errors import InputError, first_problem
 
 FORMAT = "mpitrain-dataset"
 VERSION = 1
@@ -55,6 +56,12 @@ HDF5_VERSIONS = ("v110", "v110")
 PREPARE = "python -m mpitrain.data prepare SOURCE... --out"
 
 
+_LARGEST_MANIFEST = 256 << 20  # bytes
+Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
+Dtype = Annotated[StrictStr, Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,9 +69,9 @@ class _Part(BaseModel):
 class FieldSpec(_Part):
     """One array of a row: its name, stored dtype (a NumPy name such as uint8), shape per row, and form when read."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: Literal["tokens", "x", "y"]
+    dtype: Dtype
+    shape: Annotated[tuple[Count, ...], Field(max_length=31)]
     given: Literal["integer", "float", "unit"]
 
     @property
@@ -84,29 +91,33 @@ class FieldSpec(_Part):
     def extent_rows(self, extent_bytes: int) -> int:
         return max(1, extent_bytes // max(1, self.row_bytes))
 
+    def table_bytes(self, rows: int, extent_bytes: int) -> int:
+        """Of the hashes of so many rows."""
+        return 4 * -(-rows // self.extent_rows(extent_bytes))
+
 
 class ShardSpec(_Part):
     """One shard: file name, rows, size of the file in bytes, and the CRC-32 of each field's hash table."""
 
-    file: str = Field(pattern=r"^[a-z_]+-[0-9]{5,}\.h5$")
-    rows: int = Field(ge=1)
-    bytes: int = Field(ge=1)
-    tables: dict[str, int]
+    file: StrictStr = Field(pattern=r"^[a-z_]+-[0-9]{5,}\.h5$", max_length=100)
+    rows: Count = Field(ge=1)
+    bytes: Count = Field(ge=1)
+    tables: dict[str, Crc]
 
 
 class SplitSpec(_Part):
-    rows: int = Field(ge=1)
+    rows: Count = Field(ge=1)
     shards: tuple[ShardSpec, ...]
-    class_counts: tuple[int, ...] | None = None
+    class_counts: tuple[Count, ...] | None = None
 
 
 class Origin(_Part):
     """Where the data came from: what was given, how many files that was, and who made it when (UTC)."""
 
-    sources: tuple[str, ...]
-    files: int
-    prepared: str
-    notes: tuple[str, ...] = ()
+    sources: tuple[StrictStr, ...]
+    files: Count
+    prepared: StrictStr
+    notes: tuple[StrictStr, ...] = ()
 
 
 class Manifest(_Part):
@@ -116,12 +127,33 @@ class Manifest(_Part):
     version: Literal[1]
     kind: Literal["tokens", "arrays"]
     fields: tuple[FieldSpec, ...]
-    extent_bytes: int = Field(ge=1)
-    vocabulary: int | None
-    tokenizer_crc32: int | None
-    classes: tuple[str, ...] | None
+    extent_bytes: Count = Field(ge=1)
+    vocabulary: Count | None
+    tokenizer_crc32: Crc | None
+    classes: tuple[StrictStr, ...] | None
     splits: dict[str, SplitSpec]
     origin: Origin
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        """Nothing is larger than the files that hold it, whose sizes are compared when they are opened."""
+        names = [field.name for field in self.fields]
+        if names != (["tokens"] if self.kind == "tokens" else ["x", "y"]):
+            raise ValueError(f"fields {names} are not those of {self.kind}")
+        if self.kind == "tokens" and self.fields[0].shape:
+            raise ValueError("a token is one number")
+        for name, split in self.splits.items():
+            if name not in (TRAIN, HELD_OUT):
+                raise ValueError(f"there is no split {name!r:.40}")
+            if split.rows != sum(shard.rows for shard in split.shards):
+                raise ValueError(f"split {name} has {split.rows} rows, its shards have others")
+            for shard in split.shards:
+                nbytes = sum(
+                    shard.rows * f.row_bytes + f.table_bytes(shard.rows, self.extent_bytes) for f in self.fields
+                )
+                if nbytes > shard.bytes or list(shard.tables) != names:
+                    raise ValueError(f"shard {shard.file} of {shard.bytes} bytes cannot hold its {shard.rows} rows")
+        return self
 
     @property
     def identity(self) -> str:
@@ -155,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks dataset.json. Raises InputError: no such folder, not a data set, unreadable, damaged."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_plain(path, _LARGEST_MANIFEST)
     except NotADirectoryError:
         raise InputError(
             f"data set {folder} is a file, not a data set folder; make one of it with `{_prepare(folder)}`"
@@ -181,13 +213,13 @@ def _parse(text: bytes, folder: Path) -> Manifest:
     again = f"prepare the data set again, or restore {MANIFEST}"
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"data set {folder}: {MANIFEST} is damaged (not JSON); {again}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"data set {folder}: {MANIFEST} is not a manifest of mpitrain; {again}")
     if content.get("version") != VERSION:
         raise InputError(
-            f"data set {folder} has format version {content.get('version')}, this mpitrain reads {VERSION}; "
+            f"data set {folder} has format version {content.get('version')!r:.40}, this mpitrain reads {VERSION}; "
             "prepare the data set again"
         )
     stated = content.pop("crc32", None)
@@ -196,6 +228,4 @@ def _parse(text: bytes, folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise InputError(f"data set {folder}: {MANIFEST}: {where}: {problem['msg'].lower()}; {again}") from None
+        raise InputError(f"data set {folder}: {MANIFEST}: {first_problem(error)}; {again}") from None

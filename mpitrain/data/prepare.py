@@ -31,6 +31,7 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 _STORED = (".h5", ".hdf5", ".parquet", ".arrow", ".safetensors", ".pt", ".pth", ".pkl", ".pickle")
 _NEVER_TEXT = frozenset((*_PACKED, *_STORED, ".pdf", ".pyc"))
 _KNOWN = "text, .npy/.npz, images, IDX (MNIST) and .csv"
+_LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,13 @@ def recognise(sources: Sequence[str], options: Options) -> Source:
             owner = next(other.name for other in KINDS if other.option == option)
             raise InputError(f"--{option} is for {owner}, these sources are {kind.name}; leave it out")
     source = kind.source(chosen[kind.name], options)
+    row_bytes = sum(field.row_bytes for field in source.fields)
+    if row_bytes > _LARGEST_ROW:
+        shapes = " and ".join(str(list(field.shape)) for field in source.fields)
+        raise InputError(
+            f"source {chosen[kind.name][0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
+            f"some of at most {_LARGEST_ROW >> 30} GiB"
+        )
     if not skipped:
         return source
     note = f"skipped {len(skipped)} files of other kinds, such as {skipped[0].name}"

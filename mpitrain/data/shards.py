@@ -13,6 +13,7 @@ meets one while closing a file, a memory map when it meets one at all.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from mpitrain.crc import crc32
 from mpitrain.data.format import HDF5_VERSIONS, FieldSpec, ShardSpec
+from mpitrain.disk import open_plain
 from mpitrain.errors import InputError
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -149,11 +151,14 @@ class OpenShard:
         self._extent_rows = [field.extent_rows(extent_bytes) for field in fields]
         path = folder / spec.file
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with open_plain(path) as file:
+                self._descriptor = os.dup(file.fileno())
         except FileNotFoundError:
             raise self._error("is missing") from None
         except PermissionError:
             raise InputError(f"{self._label}: no permission to read it; ask its owner for access") from None
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror})") from None
         self._check_file(spec)
         self._offsets, self._tables = self._read_structure(path, spec)
 
@@ -242,22 +247,44 @@ class OpenShard:
         try:
             # locking=False: shards never change, and locks fail on many network file systems
             with h5py.File(path, "r", locking=False) as file:
-                for field in self._fields:
-                    data = file[field.name]
-                    if data.shape != (spec.rows, *field.shape) or data.dtype != field.stored:
-                        raise self._error(f"field {field.name} has another shape or type than the manifest says")
-                    offsets.append(data.id.get_offset())
-                    tables.append(file[f"crc32/{field.name}"][...].astype(_TABLE))
-        except (OSError, KeyError, RuntimeError, ValueError) as error:
+                for field, size in zip(self._fields, self._extent_rows, strict=True):
+                    rows = _data_set(file, field.name, (spec.rows, *field.shape), field.stored, spec.bytes)
+                    table = _data_set(file, f"crc32/{field.name}", (-(-spec.rows // size),), _TABLE, spec.bytes)
+                    if rows is None or table is None:
+                        raise self._error(f"field {field.name} has another form than the manifest says")
+                    offsets.append(rows.id.get_offset())
+                    tables.append(table[...].astype(_TABLE))
+        except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self._error(f"cannot be read as HDF5 ({reason})") from None
-        for field, offset, table in zip(self._fields, offsets, tables, strict=True):
-            if offset is None or crc32(table.data) != spec.tables[field.name]:
+        for field, table in zip(self._fields, tables, strict=True):
+            if crc32(table.data) != spec.tables[field.name]:
                 raise self._error(f"field {field.name}: its table of hashes is damaged")
         return offsets, tables
 
     def _error(self, problem: str) -> InputError:
         return InputError(f"{self._label} {problem}; restore that file or prepare the data set again")
+
+
+def _data_set(
+    file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int
+) -> h5py.Dataset | None:
+    """A data set of this form whose bytes lie in this file, of `nbytes`; None where it is anything else.
+
+    HDF5 would follow a link into another file, and make terabytes of a value to fill them with.
+    """
+    parts = name.split("/")
+    for depth in range(1, len(parts) + 1):
+        if not isinstance(file.get("/".join(parts[:depth]), getlink=True), h5py.HardLink):
+            return None
+    found = file[name]
+    if not isinstance(found, h5py.Dataset) or found.shape != shape or found.dtype != dtype:
+        return None
+    how = found.id.get_create_plist()
+    offset = found.id.get_offset()
+    if how.get_layout() != h5py.h5d.CONTIGUOUS or how.get_external_count() or offset is None:
+        return None
+    return found if offset + math.prod(shape) * dtype.itemsize <= nbytes else None
 
 
 class _ExtentHasher:

@@ -42,6 +42,7 @@ Progress = Callable[[str, int, int], None]  # split, rows and bytes written so f
 
 GATHER_BYTES = 4 << 20
 MOST_CLASSES = 65536
+MOST_DIMENSIONS = 32  # of a field with all its rows, as HDF5 has them
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class State:
                 key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
                 keys.setdefault(parameter, []).append((key, spec))
         known = set(self._names.values())
-        values = manifest.values["optimizer"]
+        values = manifest.value("optimizer")
         found: list[Holding] = []
         self._states = {}
         for segment in self._sharding.segments:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.sources.split import divide_rows, given_splits
-from mpitrain.data.writer import GATHER_BYTES, Block, Columns, Source
+from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Block, Columns, Source
 from mpitrain.errors import InputError
 
 _NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
@@ -85,6 +85,8 @@ def _pairs(arrays: dict[str, _Array], label: str) -> tuple[tuple[_Array, _Array]
 
 def _field(name: str, array: _Array) -> FieldSpec:
     kind, size = array.dtype.kind, array.dtype.itemsize
+    if len(array.shape) > MOST_DIMENSIONS:
+        raise InputError(f"{array.label} has {len(array.shape)} dimensions; give at most {MOST_DIMENSIONS}")
     given: Literal["integer", "float", "unit"]
     if kind == "b" or (kind == "f" and size <= 8):
         given = "float"
@@ -102,10 +104,10 @@ def _mapped(path: Path) -> _Array:
     with os_errors(f"{label} cannot be read"):
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, OverflowError, TypeError) as error:
             if path.stat().st_size == 0:
                 raise InputError(f"{label} is empty; give a file with data") from None
-            raise InputError(f"{label} is not a plain .npy array ({str(error).splitlines()[0]})") from None
+            raise InputError(f"{label} is not a plain .npy array ({str(error).splitlines()[0]:.200})") from None
 
     def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
         for start in range(0, len(array), step):
@@ -151,8 +153,10 @@ def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> _Array:
 def _header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     try:
         version = np.lib.format.read_magic(member)
-        if version == (1, 0):
-            return np.lib.format.read_array_header_1_0(member)
-        return np.lib.format.read_array_header_2_0(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(member)
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"its shape is {shape}")
     except ValueError as error:
-        raise InputError(f"{label} is not a plain array ({str(error).splitlines()[0]})") from None
+        raise InputError(f"{label} is not a plain array ({str(error).splitlines()[0]:.200})") from None
+    return shape, fortran, dtype

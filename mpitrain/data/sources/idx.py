@@ -26,7 +26,7 @@ import numpy.typing as npt
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.sources.split import divide_rows, given_splits
-from mpitrain.data.writer import GATHER_BYTES, Block, Columns, Source
+from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Block, Columns, Source
 from mpitrain.errors import InputError
 
 _NAME = re.compile(r"[-.]idx\d-(ubyte|byte|short|int|float|double)(\.gz)?$", re.IGNORECASE)
@@ -146,4 +146,7 @@ def _header(file: IO[bytes], path: Path) -> _Idx:
     sizes = file.read(4 * head[3])
     if len(sizes) < 4 * head[3]:
         raise InputError(f"IDX file {path} ends too early: it is cut off; get it again")
-    return _Idx(path, np.dtype(_TYPES[head[2]]), struct.unpack(f">{head[3]}I", sizes))
+    shape = struct.unpack(f">{head[3]}I", sizes)
+    if 0 in shape or len(shape) > MOST_DIMENSIONS:
+        raise InputError(f"IDX file {path} holds no samples (its sizes are {list(shape)!s:.100}); get it again")
+    return _Idx(path, np.dtype(_TYPES[head[2]]), shape)

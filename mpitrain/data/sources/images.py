@@ -9,6 +9,7 @@ size, each is scaled until it covers height x width and its middle is cut out; w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from mpitrain.data.writer import GATHER_BYTES, Block, Columns, Source
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not those for which Pillow starts programs
 _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
 
 
@@ -37,9 +39,10 @@ class _Image:
 def images_source(files: Sequence[tuple[Path, Path]], size: tuple[int, int] | None) -> Source:
     """files: (image, the folder it was found under). size: height and width in pixels."""
     try:
-        from PIL import Image  # noqa: F401  (asked for before any work is done)
+        from PIL import Image  # asked for before any work is done
     except ImportError:
         raise InputError('images need the package pillow; pip install "mpitrain[data]"') from None
+    Image.init()  # loads the decoders, which `open` does by itself only where it may use any
     images = _labelled(files)
     classes = sorted({image.label for image in images})
     if len(classes) < 2:
@@ -98,9 +101,10 @@ def _opened(path: Path, fit: tuple[int, int] | None = None) -> npt.NDArray[np.ui
     """uint8 [height, width, 3]."""
     from PIL import Image, ImageOps
 
-    with os_errors(f"image {path} cannot be read"):
+    with os_errors(f"image {path} cannot be read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large images, and of odd tags in them
         try:
-            with Image.open(path) as file:
+            with Image.open(path, formats=_FORMATS) as file:
                 if file.mode[0] in "IF":  # RGB would cut these off at 255
                     raise InputError(f"image {path} has pixels of more than 8 bits; give such data as x.npy and y.npy")
                 image: Any = ImageOps.exif_transpose(file).convert("RGB")
@@ -109,5 +113,8 @@ def _opened(path: Path, fit: tuple[int, int] | None = None) -> npt.NDArray[np.ui
             return np.asarray(image)
         except Image.UnidentifiedImageError:
             raise InputError(f"image {path} is not an image, although its name says so; remove it") from None
-        except (Image.DecompressionBombError, ValueError, SyntaxError) as error:
-            raise InputError(f"image {path} cannot be decoded ({error}); remove it") from None
+        except (InputError, OSError):
+            raise
+        except Exception as error:  # what a broken image makes a decoder raise is nowhere written
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"image {path} cannot be decoded ({reason}); remove it") from None

@@ -27,6 +27,7 @@ from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".csv", ".tsv"))
 _CELLS = 1 << 17  # of a block: as Python numbers they take 32 bytes each
+_LONGEST_LINE = 16 << 20
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -88,7 +89,11 @@ def table_source(files: Sequence[Path], label: str | None) -> Source:
 
 def _look(path: Path) -> _Table:
     with os_errors(f"table {path} cannot be read"), open(path, encoding="utf-8-sig", errors="replace") as file:
-        top = file.readline()
+        top = file.readline(_LONGEST_LINE)
+    if len(top) == _LONGEST_LINE:
+        raise InputError(
+            f"table {path}: its first line is longer than {_LONGEST_LINE >> 20} Mi characters; is it a table?"
+        )
     delimiter = max(",;\t", key=top.count)
     lines = [cells for _, cells in _first_two(path, delimiter)]
     if not lines:
