@@ -45,10 +45,14 @@ offered() { # offered VERSION: whether pip finds this very version of torch, wit
         sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -qxF "$1"
 }
 
-install_with_uv() { # install_with_uv BACKEND: torch from where its makers keep that build; fails where nobody gets there
+install_with_uv() { # install_with_uv [--torch-backend BUILD]: torch, faster than with pip, and from where its makers
+    # keep that build; fails where that cannot be reached
     install uv || return 1
-    UV_HTTP_RETRIES=0 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend "$1" \
-        "torch==$version" 2>/dev/null
+    UV_HTTP_RETRIES=0 "$venv/bin/uv" pip install -q --python "$venv/bin/python" "$@" "torch==$version" 2>/dev/null
+}
+
+has_own_index() { # whether pip is told to ask another package index than PyPI, of which uv knows nothing
+    "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE '\.(index-url|no-index)='
 }
 
 install_torch() {
@@ -61,7 +65,7 @@ install_torch() {
     fi
     if [ "$torch" != cuda ]; then # the package index's own wheel is the one for CUDA
         echo "installing torch $version for $torch: $size" >&2
-        if install_with_uv "$torch"; then
+        if install_with_uv --torch-backend "$torch"; then
             return
         fi
         [ "$torch" = cpu ] || fail "torch $version for $torch cannot be had from here; install it into .venv yourself, or give TORCH=cpu"
@@ -71,7 +75,9 @@ install_torch() {
         size="with CUDA's libraries, about 3 GB to download and 5.3 GB on disk"
     fi
     echo "installing torch $version: $size" >&2
-    install "torch===$version"
+    if has_own_index || ! install_with_uv; then
+        install "torch===$version"
+    fi
 }
 
 if [ ! -x "$venv/bin/python" ]; then
