@@ -11,6 +11,11 @@ os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 if "OMPI_MCA_mpi_ft_enable" in os.environ:
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 
+from mpitrain.comm import starting
+
+if starting.is_due():  # before anything imports mpi4py.MPI
+    starting.start_mpi()
+
 from mpitrain.comm import compression
 from mpitrain.comm.arena import Arena
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator
