@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpitrain import early
+
 STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
 _LOOK_EVERY = 2.0  # seconds between looks at the file, which may lie on a slow file system
 _SLACK = 3.0  # how many of the longest steps or saves seen fit before the end
@@ -20,6 +22,8 @@ _SLACK = 3.0  # how many of the longest steps or saves seen fit before the end
 
 class Stopping:
     """Whether this rank has reason to stop. Installs the handlers of SIGUSR1 and SIGTERM until `close`.
+
+    A SIGUSR1 that came while the program was being imported counts.
 
     watches: whether this rank looks at the file and the clock (one rank does). margin: seconds before the end of the
     batch job's time at which to stop; more where steps or saves take long.
@@ -34,6 +38,7 @@ class Stopping:
         if watches:
             self.watch()
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
+        self._asked = self._asked or early.asked()
 
     def watch(self) -> None:
         """Look at the file and the clock from now on."""

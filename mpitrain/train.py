@@ -6,6 +6,12 @@ Here is the order of things; each of them is done by the room it is called from.
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    from mpitrain import early
+
+    early.begin(sys.argv[1:])
+
 import time
 from pathlib import Path
 from typing import Any

@@ -16,7 +16,7 @@ os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 if "OMPI_MCA_mpi_ft_enable" in os.environ:
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 
-import mpitrain.comm.presence  # noqa: F401  (where there is no MPI, that is said here)
+import mpitrain.comm.presence  # noqa: F401  (MPI is started here, or that there is none is said)
 
 # isort: split
 from mpitrain.comm import compression

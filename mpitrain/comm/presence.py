@@ -1,4 +1,4 @@
-"""Whether there is an MPI: the first import of mpi4py, and one line of what to install where it fails.
+"""Whether there is an MPI: the first import of mpi4py, which starts it, and one line of what to install where it fails.
 
 To import this is to ask. Raises MissingMPI; a program that does not catch it ends with that line.
 """
@@ -9,9 +9,8 @@ import os
 import sys
 from types import TracebackType
 
+from mpitrain.comm import starting
 from mpitrain.errors import InputError
-
-RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers tell a process
 
 
 class MissingMPI(InputError, ImportError):
@@ -20,6 +19,8 @@ class MissingMPI(InputError, ImportError):
 
 def _load() -> None:
     try:
+        if starting.is_due():
+            starting.start_mpi()
         import mpi4py.MPI  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "mpi4py":
@@ -37,7 +38,7 @@ def _load() -> None:
 
 def launched_first() -> bool:
     """Whether a launcher gave this process the number 0, or there was none: it speaks for a job without MPI."""
-    return next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0") == "0"
+    return next((os.environ[name] for name in starting.RANK_NAMES if name in os.environ), "0") == "0"
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

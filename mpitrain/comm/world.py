@@ -14,7 +14,7 @@ from mpitrain.comm.arena import ArenaIndex
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.device import cuda_aware
 from mpitrain.comm.faults import Faults
-from mpitrain.comm.presence import RANK_NAMES
+from mpitrain.comm.starting import RANK_NAMES, watched
 from mpitrain.comm.topology import discover, machine_key, spare_cores
 from mpitrain.comm.tuning import Tuning
 from mpitrain.comm.watchdog import Deaths, Watchdog
@@ -72,6 +72,15 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
         if abort_on_error:  # the backend, which does not ask for it, may have come first
             _world.process.faults.install()
         return _world
+    with watched(timeout):
+        _world = _make(timeout, abort_on_error, debug)
+    if _world.size > 1:
+        _world.process.watchdog.start()
+    atexit.register(_leave, os.getpid())
+    return _world
+
+
+def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
     comm = MPI.COMM_WORLD
     faults = Faults(comm.Dup())
     if abort_on_error:
@@ -86,11 +95,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
     local = len(topology.neighbours)
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
     process = Process(ArenaIndex(), table, watchdog, faults, _fewest(comm, spare_cores(local)), cuda_aware(), debug)
-    _world = Communicator(comm.Dup(), topology, process, "world")
-    if comm.size > 1:
-        watchdog.start()
-    atexit.register(_leave, os.getpid())
-    return _world
+    return Communicator(comm.Dup(), topology, process, "world")
 
 
 def _leave(process: int) -> None:

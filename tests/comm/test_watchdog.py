@@ -252,6 +252,44 @@ def test_a_rank_whose_interpreter_ends_while_others_wait_for_it_is_named_within_
     assert "[mpi" not in report.split("mpitrain: ")[1].splitlines()[0]
 
 
+LATE = {
+    "stopped when MPI's library is loaded": """
+        import mpi4py
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+        os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    "hangs in its imports": "time.sleep(60)",
+    "stopped before init": "import mpitrain.comm; os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stopped when MPI's library is loaded",
+        *(pytest.param(kind, marks=pytest.mark.campaign) for kind in list(LATE)[1:]),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_start_is_named_with_its_process(tmp_path, kind):
+    script = tmp_path / "job.py"
+    late = textwrap.indent(textwrap.dedent(LATE[kind]), "    ")
+    script.write_text(
+        "import os, signal, time\n"
+        "if (os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('PMI_RANK')) == '1':\n"
+        f"    print('process', os.getpid(), flush=True)\n{late}\n"
+        "import mpitrain as mt\n"
+        f"mt.init(timeout={TIMEOUT})\n"
+    )
+    done = job(3, [sys.executable, str(script)], timeout=60, PYTHONPATH=str(ROOT), MPITRAIN_START_TIMEOUT="3")
+    assert done.returncode != 0
+    process = done.stdout.split("process ")[1].split()[0]
+    what = "has not come so far" if "imports" in kind else "is stopped"
+    ours = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(ours) == 1 and "not all 3 ranks came to the start of MPI in 10 s" in ours[0]
+    assert re.search(rf": rank 1 \(python\S*, process {process} on \S+\) {what}$", ours[0])
+
+
 def good_job(tmp_path: Path, ranks: int, program: str, *, debug: bool = False, **environment: str) -> None:
     done = run(tmp_path, ranks, program, debug, environment)
     assert done.returncode == 0 and done.stdout.count("done") == ranks, done.stdout + done.stderr

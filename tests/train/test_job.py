@@ -94,8 +94,29 @@ def _wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=["USR1", "Ctrl-C"])
-def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, text, number):
+def _ranks(folder: Path) -> list[Path]:
+    """/proc/PID of the ranks that train in a folder: those of its processes that have no others below them."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and str(folder).encode() in (process / "cmdline").read_bytes():
+                found[process.name] = (process / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+    return [Path("/proc") / name for name in found if name not in found.values()]
+
+
+def _catches_usr1(process: Path) -> bool:
+    caught = next(line for line in (process / "status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [(signal.SIGUSR1, "running"), (signal.SIGUSR1, "importing"), (signal.SIGINT, "running")],
+    ids=["USR1", "USR1 during imports", "Ctrl-C"],
+)
+def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, text, number, when):
     arguments = (
         "--data.path",
         text,
@@ -116,12 +137,16 @@ def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, text, number):
         start_new_session=True,
     )
     try:
-        _wait_for(lambda: (tmp_path / "r/metrics.jsonl").exists() and len(lines(tmp_path / "r")) > 3, 60, process)
+        if when == "importing":
+            _wait_for(lambda: [_catches_usr1(rank) for rank in _ranks(tmp_path / "r")] == [True] * 2, 60, process)
+            assert not any("libtorch" in (rank / "maps").read_text() for rank in _ranks(tmp_path / "r"))
+        else:
+            _wait_for(lambda: (tmp_path / "r/metrics.jsonl").exists() and len(lines(tmp_path / "r")) > 3, 60, process)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does
         else:
             process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     if number == signal.SIGUSR1:
