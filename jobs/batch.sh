@@ -67,6 +67,10 @@ print(MPI.Get_library_version().splitlines()[0].strip("\0 "))') || exit 1
     *) launcher=("${other_launcher[@]}") ;;
     esac
     say "$library: ${launcher[*]}"
+    launcher=("$jobs/shielded" "${launcher[@]}")
+    if [[ $jobs != *" "* ]]; then # Open MPI takes this apart at spaces
+        export PRTE_MCA_prte_launch_agent="$jobs/shielded prted" OMPI_MCA_orte_launch_agent="$jobs/shielded orted"
+    fi
 }
 
 pass_on() { # pass_on SIGNAL: asks the trainer to save and end; TERM would kill the ranks of Open MPI at once
@@ -76,6 +80,8 @@ pass_on() { # pass_on SIGNAL: asks the trainer to save and end; TERM would kill 
 }
 
 run_trainer() { # run_trainer ARGUMENTS...: sets code
+    local before
+    before=$(newest_step)
     "${launcher[@]}" python -m mpitrain.train "$@" --run.dir "$run" &
     launched=$!
     code=0
@@ -89,6 +95,9 @@ run_trainer() { # run_trainer ARGUMENTS...: sets code
     if [ $code -eq 0 ] && [ "$(newest_step)" -lt "$steps" ]; then
         say "the launcher reports success, but step $steps was not reached" # mpirun does, when it loses a node
         code=1
+        [ -n "${asked:-}" ] && [ "$(newest_step)" -gt "$before" ] && code=75 # or is ended as the ranks have saved
+    elif [ $code -eq 143 ] && [ "$(newest_step)" -gt "$before" ]; then
+        code=75 # of the rank that ended first: srun then ends the others, and tells of that
     elif [ $code -eq 137 ] && [ "$(newest_step)" -ge "$steps" ]; then
         say "the launcher was ended after the last step" # by the ranks: it cannot end itself when it has lost a node
         code=0

@@ -30,15 +30,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long = config.getoption("--campaign") or config.getoption("--full")
+    full = config.getoption("--full")
+    long = full or config.getoption("--campaign")
     chosen, dropped = [], []
+    elsewhere: set[int] = set()  # the sizes at which there are long tests of ranks
     for item in items:
         sizes = item.get_closest_marker("ranks")
-        if RANKS:
-            wanted = sizes is not None and RANKS in sizes.args
-        else:
-            wanted = sizes is None and (item.get_closest_marker("campaign") is not None) == bool(long)
-        (chosen if wanted else dropped).append(item)
+        here = RANKS in sizes.args if sizes is not None else RANKS == 0
+        only_full = item.get_closest_marker("full") is not None
+        is_long = only_full or item.get_closest_marker("campaign") is not None
+        wanted = is_long == long and full >= only_full
+        if wanted and long and sizes is not None:
+            elsewhere.update(sizes.args)
+        (chosen if wanted and here else dropped).append(item)
+    if elsewhere and not RANKS and LABEL:
+        (FOLDER / "long-sizes").write_text(" ".join(map(str, sorted(elsewhere))))
     items[:] = chosen
     config.hook.pytest_deselected(items=dropped)
 

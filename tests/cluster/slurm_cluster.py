@@ -45,12 +45,18 @@ SelectTypeParameters=CR_Core
 SlurmctldTimeout=10
 SlurmdTimeout=6
 InactiveLimit=0
-KillWait=3
+KillWait=20
 MinJobAge=600
 JobRequeue=1
 NodeName={nodes} NodeAddr=127.0.0.1 NodeHostName={host} Port={ports} CPUs=2 Boards=1 SocketsPerBoard=1 \
 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=1000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1
+PartitionName=main Default=YES
+PartitionName=graceful GraceTime=30
+PartitionName=lost PreemptMode=CANCEL
+PartitionName=urgent PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -59,7 +65,11 @@ class Impossible(Exception):
 
 
 class SlurmCluster:
-    """Nodes n1 to n`count` of 2 cores. Use it in `with`."""
+    """Nodes n1 to n`count` of 2 cores. Use it in `with`.
+
+    Jobs of the partition "urgent" take the nodes away from all others: those of "main" are queued again, those of
+    "graceful" may go on for 30 s before, those of "lost" end.
+    """
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         self.folder, self.count = folder, count
@@ -144,6 +154,15 @@ class SlurmCluster:
         if done.returncode:
             raise RuntimeError(f"sbatch failed: {done.stderr}")
         return done.stdout.strip()
+
+    def preempt(self, number: str, folder: Path) -> None:
+        """Have an urgent job take all nodes for a moment, and return when Slurm has begun to end job `number`."""
+        script = folder / "urgent"
+        script.write_text("#!/bin/sh\n")
+        self.submit(
+            "--partition=urgent", f"--nodes={self.count}", "--exclusive", "--output=/dev/null", script, cwd=folder
+        )
+        self.wait_for(number, lambda job: job["JobState"] != "RUNNING", 60)
 
     def job(self, number: str) -> dict[str, str]:
         """What scontrol knows of a job, by its own names: JobState, Restarts, NodeList, ExitCode, ..."""

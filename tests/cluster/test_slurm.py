@@ -1,4 +1,5 @@
-"""jobs/train.sbatch on a real Slurm cluster of three nodes: trains, is asked to stop, loses a node, goes on."""
+"""jobs/train.sbatch on a real Slurm cluster of three nodes: trains, is asked to stop, loses a node, goes on; ends for
+good where it is cancelled."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from support import ROOT
+from support import ROOT, environment_with
 
 from mpitrain.data.prepare import prepare
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 BATCH, SEQUENCE = 8, 16
+KEEP_NONE = ("--checkpoint.every", 0)  # but what is saved when a job stops
+SAME = ("step", "loss", "lr", "grad_norm", "ids")
 FACTORY = """
 import time
 import torch
@@ -45,7 +48,11 @@ class Training:
         text = folder / "text.txt"
         text.write_text("".join(f"line {number} of a small text\n" for number in range(steps * BATCH)))
         prepare([str(text)], folder / "data")
-        (folder / "slow_model.py").write_text(FACTORY.replace("SECONDS", str(seconds)))
+        self.set_pace(seconds)
+
+    def set_pace(self, seconds: float) -> None:
+        """How long a step takes, of ranks that start from now on."""
+        (self.folder / "slow_model.py").write_text(FACTORY.replace("SECONDS", str(seconds)))
 
     def submit(self, *options: str, script: Path = ROOT / "jobs/train.sbatch", more: tuple[object, ...] = ()) -> str:
         arguments = {
@@ -67,6 +74,10 @@ class Training:
             return (self.folder / "out").read_text(errors="replace")
         except OSError:
             return ""
+
+    def newest_step(self) -> int:
+        steps = [path.name.removeprefix("step-") for path in (self.run / "checkpoints").glob("step-*")]
+        return max(int(step) for step in steps if step.isdigit())
 
     def metrics(self) -> list[dict]:
         try:
@@ -105,21 +116,75 @@ def test_a_job_trains_on_three_nodes(slurm, tmp_path):
     assert "6 ranks on 3 nodes" in training.out and "0 wrong" in training.out and "done" in training.out
 
 
-def test_a_job_that_is_told_of_its_time_limit_saves_queues_again_and_goes_on(slurm, tmp_path):
-    training = Training(tmp_path, slurm)
-    number = training.submit("--nodes=2", more=("--checkpoint.every", 0))
-    training.wait_for_step(10, number)
-    slurm.call("scancel", "--batch", "--signal=USR1", number)  # what --signal=B:USR1@600 does by itself
-    slurm.wait_for(number, lambda job: int(job.get("Restarts", 0)) == 1, 60)
-    saved = sorted((training.run / "checkpoints").glob("step-*"))[-1]
-    slurm.wait_for_restart(number, 1)
+@pytest.mark.timeout(900)
+def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path):
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Training(tmp_path / "undisturbed", slurm, steps=400, seconds=0)
+    number = undisturbed.submit("--nodes=2", more=KEEP_NONE)
+    assert undisturbed.ended(number)["JobState"] == "COMPLETED", undisturbed.out
+
+    training = Training(tmp_path, slurm, steps=400, seconds=0.2)
+    number = training.submit("--nodes=2", "--time=10", "--signal=B:USR1@60", more=KEEP_NONE)
+    asks = {
+        "got USR1": lambda: slurm.call("scancel", "--batch", "--signal=USR1", number),
+        "run/stop is there": lambda: (training.run / "stop").touch(),
+        "Slurm has queued it again by itself": lambda: slurm.preempt(number, tmp_path),
+        "asking the job to save": lambda: slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2"),
+    }
+    saved = [0]
+    for restarts, (said, ask) in enumerate(asks.items(), start=1):
+        training.wait_for_step(saved[-1] + 10, number)
+        before = training.out
+        if restarts == len(asks):
+            training.set_pace(0)
+        ask()
+        slurm.wait_for(number, lambda job, n=restarts: int(job.get("Restarts", 0)) == n, 150)
+        slurm.wait_for_restart(number, restarts)
+        saved.append(training.newest_step())
+        assert saved[-2] + 10 <= saved[-1] < training.steps
+        assert said in training.out.removeprefix(before) and f"saved at step {saved[-1]}, to be" in training.out
     job = training.ended(number)
-    assert job["JobState"] == "COMPLETED" and job["Restarts"] == "1", training.out
+    assert job["JobState"] == "COMPLETED" and job["Restarts"] == "4", training.out
+    for step in saved:
+        assert f"from step {step} with 4 ranks on 2 nodes" in training.out
     training.assert_every_sample_was_seen_once()
-    step = int(saved.name.removeprefix("step-"))
-    assert 10 <= step < training.steps
-    assert "got USR1" in training.out and f"saved at step {step}, to be started again" in training.out
-    assert f"resumed from {saved}" in training.out and f"from step {step} with 4 ranks on 2 nodes" in training.out
+    wanted, got = ([{k: m[k] for k in SAME} for m in run.metrics()] for run in (undisturbed, training))
+    assert got == wanted
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])  # under mpirun and under srun
+def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
+    training = Training(tmp_path, slurm)
+    environment = f"--export=ALL,VENV={environment_with(mpi)}"
+    number = training.submit("--nodes=2", "--partition=graceful", environment, more=KEEP_NONE)
+    training.wait_for_step(10, number)
+    slurm.preempt(number, tmp_path)  # tells the ranks alone, and leaves them time
+    slurm.wait_for_restart(number, 1)
+    first = training.newest_step()
+    assert 10 <= first < training.steps and f"saved at step {first}, to be started again" in training.out
+    training.wait_for_step(first + 10, number)
+    slurm.call("scancel", number)
+    assert training.ended(number)["JobState"] == "CANCELLED", training.out
+    second = training.newest_step()
+    assert second >= first + 10, training.out
+    assert f"saved at step {second}, to be started again" in training.out
+    assert "cancelled: not queued again; go on with: sbatch" in training.out
+
+    number = training.submit("--nodes=2", environment)  # cancelled with all its processes before it trains
+    slurm.wait_for(number, lambda job: training.out.count(f"from step {second} with 4 ranks") == 1, 60)
+    slurm.call("scancel", "--full", number)
+    assert training.ended(number)["JobState"] == "CANCELLED", training.out
+    time.sleep(5)
+    assert slurm.job(number)["Restarts"] == "0" and not slurm.call("squeue", "-h").stdout
+
+
+def test_a_job_that_makes_room_for_good_is_queued_again(slurm, tmp_path):
+    training = Training(tmp_path, slurm)
+    number = training.submit("--nodes=1", "--partition=lost", more=KEEP_NONE)
+    training.wait_for_step(10, number)
+    slurm.preempt(number, tmp_path)
+    slurm.wait_for_restart(number, 1)
+    assert f"saved at step {training.newest_step()}, to be started again" in training.out
 
 
 def test_a_job_whose_node_dies_goes_on_with_the_nodes_that_are_left(slurm, tmp_path):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
+from support import environment_with
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import os, sys
@@ -43,17 +43,19 @@ dist.destroy_process_group()
 # as the README shows it
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1
+source {venv}/bin/activate
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 {launch} python -m mpitrain.backend train.py "$@"
 """
-SRUN = "srun --mpi=pmi2 --kill-on-bad-exit=1"
-MPIRUN = "mpirun -n $SLURM_NTASKS"
+LAUNCH = {"mpich": "srun --mpi=pmi2 --kill-on-bad-exit=1", "openmpi": "mpirun -n $SLURM_NTASKS"}
 
 
-def test_a_torchrun_script_trains_on_two_nodes_and_a_failing_rank_ends_the_job(slurm: SlurmCluster, tmp_path: Path):
+@pytest.mark.parametrize("mpi", LAUNCH)
+def test_a_torchrun_script_trains_on_two_nodes_and_a_failing_rank_ends_the_job(
+    slurm: SlurmCluster, tmp_path: Path, mpi: str
+):
     (tmp_path / "train.py").write_text(SCRIPT)
-    open_mpi = (Path(sys.prefix) / "bin/ompi_info").exists()
-    (tmp_path / "job").write_text(JOB.format(launch=MPIRUN if open_mpi else SRUN))
+    (tmp_path / "job").write_text(JOB.format(venv=environment_with(mpi), launch=LAUNCH[mpi]))
     state, out = run(slurm, tmp_path)
     assert state == "COMPLETED", out
     lines = sorted(line for line in out.splitlines() if line.endswith(": right"))

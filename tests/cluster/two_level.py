@@ -3,7 +3,8 @@
     python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py [MIB]
 
 Prints one JSON object: milliseconds of each, the best of rounds in which they take turns, of the slowest
-rank each time; and how many times faster two_level is. "arena": the vector lies in an arena; "plain": it does not.
+rank each time; how many times faster two_level is; and "sent": what leaves the host that sends most, in vectors.
+"arena": the vector lies in an arena; "plain": it does not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 import mpitrain as mt
 
 ROUNDS, REPEATS = 7, 1
-PORT = 29517
+PORT, INTERFACE = 29517, "e0"
 
 
 def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
@@ -35,6 +37,22 @@ def seconds(world: mt.Communicator, call: Callable[[], object]) -> float:
     return float(taken[0])
 
 
+def sent_by_this_host() -> int:
+    """Bytes so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+
+
+def sent(world: mt.Communicator, call: Callable[[], object]) -> int:
+    """Bytes that one call sends from the host that sends most. Collective."""
+    world.barrier()
+    began = sent_by_this_host()
+    world.barrier()
+    call()
+    world.barrier()
+    return max(world.all_gather_object(sent_by_this_host() - began))
+
+
 def main(mib: float) -> None:
     world = mt.init(timeout=120)
     first = f"tcp://{os.environ['MPITRAIN_FIRST_HOST']}:{PORT}"  # namespace_hosts.py sets it
@@ -46,9 +64,11 @@ def main(mib: float) -> None:
         "gloo": lambda: dist.all_reduce(plain),
         "two_level arena": lambda: world.all_reduce(arena.tensor, algorithm="two_level"),
         "two_level plain": lambda: world.all_reduce(plain, algorithm="two_level"),
+        "ring": lambda: world.all_reduce(plain, algorithm="ring"),
     }
     for call in calls.values():
         call()
+    vectors = {name: round(sent(world, call) / plain.nbytes, 3) for name, call in calls.items()}
     rounds = [{name: seconds(world, call) for name, call in calls.items()} for _ in range(ROUNDS)]
     best = {name: min(taken[name] for taken in rounds) for name in calls}
     if world.rank == 0:
@@ -56,7 +76,8 @@ def main(mib: float) -> None:
         faster = {
             f"{peer} / two_level arena": round(best[peer] / best["two_level arena"], 2) for peer in ("mpi", "gloo")
         }
-        print(json.dumps({"nodes": world.num_nodes, "ranks": world.size, "MiB": mib, **times, **faster}), flush=True)
+        measured = {"nodes": world.num_nodes, "ranks": world.size, "MiB": mib, **times, **faster, "sent": vectors}
+        print(json.dumps(measured), flush=True)
     dist.destroy_process_group()
 
 

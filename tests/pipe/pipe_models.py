@@ -92,13 +92,14 @@ def largest_error(pipeline: Pipeline, alone: nn.Module) -> float:
 
 
 def train_both(
-    world: Communicator, model_of, loss_of, options: dict, microbatches: Microbatches, steps: int
+    world: Communicator, model_of, loss_of, options: dict, batches: Sequence[Microbatches]
 ) -> tuple[Pipeline, nn.Module, list[tuple[float, float, float]]]:
-    """(loss in the pipeline, alone, largest error of gradients) of each step."""
+    """(loss in the pipeline, alone, largest error of gradients) of a step on each of the batches."""
     alone, made = model_of(), model_of()
-    pipeline = Pipeline(made, loss_of(made), world, microbatches=len(microbatches), **options)
-    weights, told = even(len(microbatches)), []
-    for _ in range(steps):
+    pipeline = Pipeline(made, loss_of(made), world, microbatches=max(map(len, batches)), **options)
+    told = []
+    for microbatches in batches:
+        weights = even(len(microbatches))
         expected = step_alone(alone, loss_of(alone), microbatches, weights)
         pipeline.module.zero_grad()
         found = pipeline.forward_backward(microbatches, weights)

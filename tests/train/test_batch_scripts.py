@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from support import ROOT, clean_environment
 
 from mpitrain.data.prepare import prepare
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 BATCH, SEQUENCE, STEPS = 8, 16, 60
 SELECT = "1:ncpus=2:mpiprocs=2:ompthreads=1:mem=4gb:host=a-host-with-a-name-that-does-not-fit"
@@ -130,6 +131,15 @@ class Batch:
             os.killpg(job.pid, signal.SIGKILL)
             raise AssertionError(f"not done after {seconds} s:\n{self.out(number)}") from None
 
+    def wait_for_step(self, step: int, job: subprocess.Popen[str], number: int) -> None:
+        deadline = time.monotonic() + 100
+        while not any(line["step"] >= step for line in self.metrics()):
+            assert job.poll() is None and time.monotonic() < deadline, self.out(number)
+            time.sleep(0.1)
+
+    def newest_step(self) -> int:
+        return int(sorted((self.run / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
+
     def submitted(self) -> list[tuple[list[str], dict[str, str]]]:
         """What qsub was given each time: its arguments, and the variables that it would hand on."""
         found = []
@@ -148,23 +158,27 @@ class Batch:
             return []
 
 
+def delete(job: subprocess.Popen[str]) -> None:
+    """What `qdel` does first: TERM for every process of the job."""
+    for path in Path("/proc").iterdir():
+        with suppress(ProcessLookupError):
+            if path.name.isdigit() and os.getsid(int(path.name)) == job.pid:
+                os.kill(int(path.name), signal.SIGTERM)
+
+
 @pytest.fixture
 def batch(tmp_path):
     return Batch(tmp_path)
 
 
 @pytest.mark.campaign
-def test_a_job_that_is_asked_to_stop_submits_the_next_which_goes_on_to_the_end(batch):
+def test_a_job_that_is_asked_to_stop_submits_the_next_and_one_that_is_deleted_does_not(batch):
     first = {"ARGUMENTS": batch.arguments(), "ATTEMPTS": "5"}
     job = batch.start(1000, first)
-    deadline = time.monotonic() + 100
-    while not any(line["step"] >= 5 for line in batch.metrics()):
-        assert job.poll() is None and time.monotonic() < deadline, batch.out(1000)
-        time.sleep(0.1)
+    batch.wait_for_step(5, job, 1000)
     os.kill(job.pid, signal.SIGUSR1)  # what the script's own timer does ten minutes before the time limit
     assert batch.wait(job, 1000) == 75, batch.out(1000)
-    saved = sorted((batch.run / "checkpoints").glob("step-*"))[-1]
-    step = int(saved.name.removeprefix("step-"))
+    step = batch.newest_step()
     assert 5 <= step < STEPS
     out = batch.out(1000)
     assert (
@@ -177,11 +191,22 @@ def test_a_job_that_is_asked_to_stop_submits_the_next_which_goes_on_to_the_end(b
     assert variables["FIRST_JOB"] == "1000.server" and variables["ATTEMPTS"] == "5"
     assert variables["ARGUMENTS"] == first["ARGUMENTS"]
 
-    assert batch.finish(1001, variables) == 0, batch.out(1001)
+    job = batch.start(1001, variables)
+    batch.wait_for_step(step + 5, job, 1001)
+    delete(job)
+    assert batch.wait(job, 1001) == 75, batch.out(1001)
+    deleted_at = batch.newest_step()
     out = batch.out(1001)
-    assert f"job 1000.server in run: from step {step} with 2 ranks on 1 nodes" in out and "done" in out
-    assert f"resumed from run/checkpoints/{saved.name}" in out
+    assert step + 5 <= deleted_at < STEPS and f"saved at step {deleted_at}, to be started again" in out
+    assert "deleted: no next job; go on with: FIRST_JOB=1000.server ARGUMENTS=" in out
     assert len(batch.submitted()) == 1
+
+    assert batch.finish(1002, variables) == 0, batch.out(1002)  # as that line says
+    for number, start in ((1001, step), (1002, deleted_at)):
+        out = batch.out(number)
+        assert f"job 1000.server in run: from step {start} with 2 ranks on 1 nodes" in out
+        assert f"resumed from run/checkpoints/step-{start:08d}" in out
+    assert "done" in out and len(batch.submitted()) == 1
     lines = batch.metrics()
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     ids = [number for line in lines for number in line["ids"]]
