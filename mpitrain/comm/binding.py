@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm import kernels
+from mpitrain.comm import kernels, register
 from mpitrain.comm.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.board import ROW, Board, is_whole_job
 from mpitrain.comm.buffers import tensor_at
@@ -30,6 +30,7 @@ from mpitrain.comm.executor import Compiled, Layout
 from mpitrain.comm.kernels import Reduction
 from mpitrain.comm.plan import Plan
 from mpitrain.comm.program import Program
+from mpitrain.comm.register import Register
 from mpitrain.comm.remote import Neighbours, probe
 from mpitrain.comm.schedule import Call
 from mpitrain.comm.selection import Setting
@@ -65,6 +66,8 @@ class Binder:
         self._staging: Arena | None = None
         self._board: Arena | None = None  # the memory of `_rows`
         self._rows: Board | None = None
+        self._register: Register | None = None
+        self._signings: OrderedDict[Hashable, Call] = OrderedDict()
         self._neighbours: Neighbours | None = None
 
     def free(self) -> None:
@@ -73,17 +76,33 @@ class Binder:
         for arena in (self._staging, self._board):
             if arena is not None:
                 arena.free()
-        self._staging = self._board = self._rows = None
+        self._staging = self._board = self._rows = self._register = None
+        self._signings.clear()
 
-    def bound(self, key: Hashable, bind: Callable[[], Compiled], *tensors: torch.Tensor) -> Compiled:
-        """What was bound under the key, or else is now; kept as long as the tensors' memory, the newest _KEPT."""
+    def bound(
+        self,
+        key: Hashable,
+        bind: Callable[[], Compiled],
+        *tensors: torch.Tensor,
+        said: Callable[[], str] | None = None,
+        together: bool = True,
+    ) -> Compiled:
+        """What was bound under the key, or else is now; kept as long as the tensors' memory, the newest _KEPT.
+
+        said: the arguments of an operation that is to be signed for (`signed`), unless it is part of another.
+        together: whether its ranks wait for each other, where there are any elements.
+        """
         if self._generation != self.arenas.generation:  # an address may mean other memory than before
             self._drop_bound()
         while self._ended:
             self._ended.pop().free()
         compiled = self._bound.get(key)
         if compiled is None:
-            compiled = self._bound[key] = bind()
+            compiled = bind()
+            if said is not None and self.node.size > 1:
+                elements = any(tensor.numel() for tensor in tensors)
+                compiled = self.signed(said(), compiled, together=together and elements)
+            self._bound[key] = compiled
             self._generation = self.arenas.generation  # binding may have made the staging arena
             self._watch(key, tensors)
             if len(self._bound) > _KEPT:
@@ -164,12 +183,33 @@ class Binder:
     def board(self) -> Board:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
-            self._board = self._shared_memory(self.node.size * ROW, torch.uint8)
+            self._board = self._shared_memory(self.node.size * ROW + register.NBYTES, torch.uint8)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
+                segments, world, start = self._board.segments, self.topology.world_ranks, self.node.size * ROW
+                self._register = Register(
+                    self.topology.neighbours,
+                    self.topology.rank,
+                    lambda rank: segments[world[rank]] + start,
+                    syncs(self._board),
+                )
         return self._rows
+
+    def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:
+        """The operation, for which this rank signs first, see `register`. Collective the first time."""
+        if self.node.size == 1:
+            return compiled
+        self.board()
+        if self._register is None:
+            return compiled
+        key = said, compiled.meets, together
+        signing = self._signings.get(key)
+        if signing is None:
+            signing = self._register.signing(said, meets=compiled.meets, together=together)
+            _kept(self._signings, key, signing)
+        return compiled.after(signing)
 
     def staging(self) -> Arena | None:
         """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.

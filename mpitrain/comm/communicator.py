@@ -353,7 +353,7 @@ class Communicator(PointToPoint, Values):
             if not even:  # the ranks' sizes may differ, but they must choose alike
                 o.all_reduce(largest, "max", "mpi", False)()
             by_library = int(largest) * of.element_size() <= LARGEST_COUNT
-            return o.all_to_all(into, of, received, sent, by_library)
+            return o.all_to_all(into, of, received, sent, by_library, even)
 
         return self._run("all_to_all", bind, async_op, (of, into), (False, True), even, uneven=not even)
 

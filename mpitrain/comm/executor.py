@@ -75,9 +75,10 @@ class Compiled:
 
     keeps: what must live as long (buffers), and the compiled programs this one is made of. computes: whether it
     does floating-point arithmetic, of which NumPy would report overflows that torch and MPI pass on in silence.
+    meets: whether ranks meet at a fence in it, and compare what they do.
     """
 
-    __slots__ = ("_calls", "_computes", "_keeps", "_requests")
+    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_requests")
 
     def __init__(
         self,
@@ -85,11 +86,13 @@ class Compiled:
         keeps: Sequence[object] = (),
         requests: Sequence[MPI.Prequest] = (),
         computes: bool = False,
+        meets: bool = False,
     ) -> None:
         self._calls = tuple(calls)
         self._keeps = keeps
         self._requests = requests
         self._computes = computes
+        self._meets = meets
 
     def __call__(self) -> None:
         if self._computes:
@@ -99,6 +102,14 @@ class Compiled:
         else:
             for call in self._calls:
                 call()
+
+    def after(self, call: Call) -> Compiled:
+        """The same, with a call before it. This one must not be used any more."""
+        return Compiled((call, *self._calls), self._keeps, self._requests, self._computes, self._meets)
+
+    @property
+    def meets(self) -> bool:
+        return self._meets or any(kept.meets for kept in self._keeps if isinstance(kept, Compiled))
 
     @property
     def has_requests(self) -> bool:

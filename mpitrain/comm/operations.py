@@ -45,7 +45,8 @@ class Operations(Binder):
 
     def all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled:
         key = ("all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible)
-        return self.bound(key, lambda: self._all_reduce(x, op, algorithm, reproducible), x)
+        said = partial(described, "all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible)
+        return self.bound(key, lambda: self._all_reduce(x, op, algorithm, reproducible), x, said=said)
 
     def bound_all_reduce(self, x: torch.Tensor, op: str, algorithm: str, reproducible: bool) -> Compiled | None:
         """What `all_reduce` bound before for this very call; None if nothing, or if x must be looked at again."""
@@ -90,7 +91,8 @@ class Operations(Binder):
 
     def reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
         key = ("reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, root)
-        return self.bound(key, lambda: self._reduce(x, root, op, algorithm), x)
+        said = partial(described, f"reduce to rank {root}", x.numel(), x.dtype, op)
+        return self.bound(key, lambda: self._reduce(x, root, op, algorithm), x, said=said, together=False)
 
     def _reduce(self, x: torch.Tensor, root: int, op: str, algorithm: str) -> Compiled:
         reduction = Reduction.of(op, x.dtype, self.topology.size)
@@ -125,7 +127,9 @@ class Operations(Binder):
         self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], op: str, algorithm: str, reproducible: bool
     ) -> Compiled:
         key = ("reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), op, algorithm, reproducible)
-        return self.bound(key, lambda: self._reduce_scatter(out, x, counts, op, algorithm, reproducible), out, x)
+        said = partial(described, "reduce_scatter", x.numel(), x.dtype, op, _unequal(counts))
+        bind = partial(self._reduce_scatter, out, x, counts, op, algorithm, reproducible)
+        return self.bound(key, bind, out, x, said=said, together=min(counts) > 0)
 
     def body_of_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str) -> Compiled | None:
         """What lies between the two fences of a reduce_scatter in an arena, of blocks as long as `out`.
@@ -158,8 +162,9 @@ class Operations(Binder):
         if size == 1:
             return Compiled([copying(out, x)])
         if algorithm == "auto":  # 16-bit: summed in fp32 where they arrive, from 16-bit messages
-            apart = "pairwise" if x.dtype in HALVES else "ring" if x.numel() > LARGEST_COUNT else "mpi"
-            algorithm = self._shared_or(apart, x)
+            algorithm = self._shared_or("pairwise" if x.dtype in HALVES else "mpi", x)
+        if algorithm == "mpi" and x.numel() > LARGEST_COUNT:
+            algorithm = "ring"
         arena, neighbours = None, None
         if algorithm == "shared":
             arena, neighbours = self._require_reach(x, "reduce_scatter")
@@ -205,7 +210,8 @@ class Operations(Binder):
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str) -> Compiled:
         key = ("broadcast", x.data_ptr(), x.numel(), x.dtype, algorithm, root)
-        return self.bound(key, lambda: self._broadcast(x, root, algorithm), x)
+        said = partial(described, f"broadcast from rank {root}", x.numel(), x.dtype)
+        return self.bound(key, lambda: self._broadcast(x, root, algorithm), x, said=said, together=False)
 
     def _broadcast(self, x: torch.Tensor, root: int, algorithm: str) -> Compiled:
         if self.topology.size == 1 or x.numel() == 0:
@@ -229,7 +235,9 @@ class Operations(Binder):
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], algorithm: str) -> Compiled:
         key = ("all_gather", out.data_ptr(), x.data_ptr(), x.dtype, tuple(counts), algorithm)
-        return self.bound(key, lambda: self._all_gather(out, x, counts, algorithm), out, x)
+        said = partial(described, "all_gather", out.numel(), x.dtype, _unequal(counts))
+        bind = partial(self._all_gather, out, x, counts, algorithm)
+        return self.bound(key, bind, out, x, said=said, together=min(counts) > 0)
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int], algorithm: str) -> Compiled:
         size, rank, item = self.topology.size, self.topology.rank, x.element_size()
@@ -242,8 +250,9 @@ class Operations(Binder):
             return Compiled(place)
         if algorithm == "auto":
             equal = min(counts) == max(counts)  # else a rank with nothing would not find its x in the arena
-            apart = "ring" if bounds[-1] * item > LARGEST_COUNT else "mpi"
-            algorithm = self._shared_or(apart, x if place else out, bounds[-1] * item) if equal else apart
+            algorithm = self._shared_or("mpi", x if place else out, bounds[-1] * item) if equal else "mpi"
+        if algorithm == "mpi" and bounds[-1] * item > LARGEST_COUNT:
+            algorithm = "ring"
         if algorithm == "mpi":
             return Compiled([*place, *library.all_gather(self.comm, out.data_ptr(), counts, item)])
         layout = Layout(x.dtype, bounds, out.data_ptr(), out.data_ptr())
@@ -268,6 +277,10 @@ class Operations(Binder):
         return Compiled([*place, inner], [inner])
 
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int) -> Compiled:
+        said = described(f"gather to rank {root}", x.numel() * self.topology.size, x.dtype)
+        return self.signed(said, self._gather(out, x, root), together=False)
+
+    def _gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int) -> Compiled:
         size, numel, item = self.topology.size, x.numel(), x.element_size()
         into = out.data_ptr() if out is not None else 0
         if numel * item * size <= LARGEST_COUNT:
@@ -277,6 +290,10 @@ class Operations(Binder):
         return self.compile(self.program(direct_gather, size, root), layout)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int) -> Compiled:
+        said = described(f"scatter from rank {root}", out.numel() * self.topology.size, out.dtype)
+        return self.signed(said, self._scatter(out, x, root), together=False)
+
+    def _scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int) -> Compiled:
         size, numel, item = self.topology.size, out.numel(), out.element_size()
         source = x.data_ptr() if x is not None else 0
         if numel * item * size <= LARGEST_COUNT:
@@ -286,9 +303,24 @@ class Operations(Binder):
         return self.compile(self.program(direct_scatter, size, root), layout)
 
     def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        by_library: bool,
+        even: bool,
+    ) -> Compiled:
+        """by_library, even: the same on all ranks. by_library: False when some rank's data are too large for the
+        library; even: whether all blocks of all ranks are equal.
+        """
+        said = described("all_to_all", x.numel(), x.dtype) if even else f"uneven all_to_all of {x.dtype}"
+        compiled = self._all_to_all(out, x, received, sent, by_library)
+        return self.signed(said, compiled, together=even and x.numel() > 0)
+
+    def _all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], by_library: bool
     ) -> Compiled:
-        """by_library: the same on all ranks; False when some rank's data are too large for the library."""
         if by_library:
             item = x.element_size()
             return Compiled(library.all_to_all(self.comm, out.data_ptr(), x.data_ptr(), received, sent, item))

@@ -60,7 +60,7 @@ class Plan:
         """The program on the layout's addresses. Of all that were bound, one may run at a time."""
         binding = Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
         calls = [call for make in self._makers for call in make(binding)]
-        return Compiled(calls, [self], binding.made, self._computes)
+        return Compiled(calls, [self], binding.made, self._computes, binding.notice is not None)
 
 
 class _Compiler:

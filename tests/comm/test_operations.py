@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from reference import DTYPES, assert_equal, meaningful, reduced, values
 
 import mpitrain
+from mpitrain.comm import library
 from mpitrain.comm.kernels import OPERATIONS
 from mpitrain.errors import InputError
 
@@ -192,6 +195,50 @@ def test_gather_scatter_and_all_to_all(world):
             world.all_to_all(out, x)
             blocks = [values(each * world.size, dtype, r).chunk(world.size)[world.rank] for r in range(world.size)]
             assert_equal(out, torch.cat(blocks) if each else out)
+
+
+@MANY
+def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch):
+    modules = [module for name, module in sys.modules.items() if name.startswith("mpitrain.comm.")]
+    for module in modules:
+        if hasattr(module, "LARGEST_COUNT"):  # 2^30 bytes or elements; here 1,000
+            monkeypatch.setattr(module, "LARGEST_COUNT", 1000)
+    assert len(library._pieces(2501)) == 3
+    comm, size, rank, each = world.split(0), world.size, world.rank, 2501
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        blocks = [values(each, dtype, r) for r in range(size)]
+        wholes = [values(each * size, dtype, r) for r in range(size)]
+        total, own = reduced("sum", wholes), slice(rank * each, (rank + 1) * each)
+        for algorithm in _algorithms(world, "ring", "tree", "halving", "two_level"):
+            x = wholes[rank].clone()
+            comm.all_reduce(x, "sum", algorithm)
+            assert_equal(x, total, size)
+        for algorithm in ("auto", "mpi", "tree", "shared"):
+            x = wholes[rank].clone()
+            comm.reduce(x, 0, "sum", algorithm)
+            assert_equal(x, total if rank == 0 else wholes[rank], size)
+            x = wholes[rank].clone()
+            comm.broadcast(x, size - 1, algorithm)
+            assert_equal(x, wholes[-1])
+        for algorithm in _algorithms(world, "ring", "halving"):
+            x, out = torch.empty(each, dtype=dtype), torch.empty(each * size, dtype=dtype)
+            comm.reduce_scatter(x, wholes[rank], "sum", algorithm)
+            assert_equal(x, total[own], size)
+            comm.all_gather(out, blocks[rank], algorithm)
+            assert_equal(out, torch.cat(blocks))
+        out = torch.empty(each * size, dtype=dtype)
+        comm.gather(out if rank == 0 else None, blocks[rank], 0)
+        if rank == 0:
+            assert_equal(out, torch.cat(blocks))
+        comm.scatter(x, wholes[0] if rank == 0 else None, 0)
+        assert_equal(x, wholes[0][own])
+        comm.all_to_all(out, wholes[rank])
+        assert_equal(out, torch.cat([whole[own] for whole in wholes]))
+        work = comm.irecv(x, (rank - 1) % size)
+        comm.send(blocks[rank], (rank + 1) % size)
+        work.wait()
+        assert_equal(x, blocks[rank - 1])
+    comm.free()
 
 
 @MANY

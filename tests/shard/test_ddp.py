@@ -192,6 +192,12 @@ def test_several_communicators_take_turns(world):
     comms = [world, world.split(0), world.split(0)]
     mine, everybody = samples(world)
     model, whole = mt.DistributedDataParallel(net(), comms, bucket_mb=1e-5), net()
+    before = [operations_of(comm) for comm in comms]
     for module, x in ((model, mine), (whole, everybody)):
         module(x).square().mean().backward()
     same_gradients(model, whole)
+    assert [operations_of(comm) - n for comm, n in zip(comms, before, strict=True)] == [2, 2, 2]  # of 6 parameters
+
+
+def operations_of(comm) -> int:
+    return comm._record.sequence + comm._background_record.sequence

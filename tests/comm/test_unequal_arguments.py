@@ -1,0 +1,216 @@
+"""Ranks that pass different arguments get an error, and nothing is ever written outside of what was passed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import unequal
+from support import job
+
+from mpitrain.errors import CommunicationError
+
+MANY = pytest.mark.ranks(2, 3)
+
+
+@pytest.fixture
+def plain(world, monkeypatch):
+    """A communicator over all ranks without the debug mode, which would compare first."""
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
+    comm = world.split(0)
+    yield comm
+    comm.free()
+
+
+def refused(world, call) -> str:
+    """The error that all ranks raise alike."""
+    with pytest.raises(CommunicationError) as caught:
+        call()
+    texts = world.all_gather_object(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    assert caught.value.agreed
+    return texts[0]
+
+
+NUMEL = 300_000
+
+
+@MANY
+def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arguments(world, plain):
+    odd, first, second = world.rank == world.size - 1, plain.arena(2 * NUMEL), plain.arena(2 * NUMEL)
+    memory = torch.ones(3 * NUMEL)  # what lies behind a tensor is the caller's as well
+    last = world.size - 1
+
+    def text(call) -> str:
+        said = refused(world, call)
+        assert said.startswith("ranks call different operations: rank") and f"rank {last}: " in said
+        assert bool((memory == 1).all())
+        return said
+
+    said = text(lambda: plain.all_reduce(memory[: 2 * NUMEL if odd else NUMEL]))
+    assert "all_reduce of 300000 float32, sum" in said and f"rank {last}: all_reduce of 600000 float32, sum" in said
+    x = memory[:NUMEL].to(torch.int32) if odd else memory[:NUMEL]
+    assert f"rank {last}: all_reduce of 300000 int32" in text(lambda: plain.all_reduce(x))
+    assert "300000 float32, max" in text(lambda: plain.all_reduce(memory[:NUMEL], "max" if odd else "sum"))
+    assert f"broadcast from rank {last}" in text(lambda: plain.broadcast(memory[:NUMEL], last if odd else 0))
+    assert f"reduce to rank {last}" in text(lambda: plain.reduce(memory[:NUMEL], last if odd else 0))
+    out = torch.empty(world.size * NUMEL)
+    text(lambda: plain.all_gather(out, memory[:NUMEL]) if odd else plain.all_reduce(memory[:NUMEL]))
+
+    for arena in (first, second):
+        arena.tensor.fill_(1.0)
+    text(lambda: plain.all_reduce(first.tensor[: NUMEL + 64 * odd]))
+    assert "of arena" in text(lambda: plain.all_reduce(first.tensor[64 * odd : NUMEL + 64 * odd]))
+    text(lambda: plain.all_reduce((second if odd else first).tensor))
+    text(lambda: plain.all_reduce(memory[:NUMEL] if odd else first.tensor[:NUMEL]))
+    assert bool((first.tensor == 1).all()) and bool((second.tensor == 1).all())
+    assert f"arena on cpu of {7 + last} float32" in refused(world, lambda: plain.arena(7 + world.rank))
+    x = memory[:NUMEL].clone()
+    plain.all_reduce(x)  # the communicator works as before
+    assert bool((x == world.size).all())
+    first.free()
+    second.free()
+
+
+@MANY
+def test_a_lagging_reduce_scatter_compares_what_it_sums(world, plain):
+    x = plain.arena(world.size * 6000)
+    x.tensor.fill_(1.0)
+    out, odd = torch.zeros(6000), world.rank == 0
+    for numel, op in ((6000, "max" if odd else "sum"), (5000 if odd else 6000, "sum")):
+        work = plain.lagging_reduce_scatter(out[:numel], x.tensor[: world.size * numel], op)
+        with pytest.raises(CommunicationError, match="ranks call different operations: rank"):
+            work.wait()
+        work.release()
+        assert bool((out == 0).all())
+    plain.lagging_reduce_scatter(out, x.tensor).release()
+    assert bool((out == world.size).all())
+    x.free()
+
+
+@MANY
+def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
+    plain.all_reduce(torch.ones(3))
+    register = plain._operations._register
+    sign = {said: register.signing(said, meets=False, together=True) for said in ("this", "that", "next")}
+    if world.rank == 0:
+        sign["this"]()
+    world.barrier()
+    if world.rank:
+        with pytest.raises(CommunicationError, match=rf"rank 0: this; .*rank {world.rank}: that\. Every rank must"):
+            sign["that"]()
+    world.barrier()
+    for _ in range(3):
+        sign["next"]()
+        world.barrier()
+    if world.rank == 0:
+        sign["this"]()
+        sign["next"]()  # it cannot have completed the operation before, which the others have not begun
+    world.barrier()
+    if world.rank:
+        with pytest.raises(CommunicationError, match="rank 0 has gone on to next"):
+            sign["this"]()
+        register._last += 1 << 28
+    world.barrier()
+    x = torch.ones(5)
+    plain.all_reduce(x)
+    assert bool((x == world.size).all())
+
+
+@MANY
+def test_random_mismatches_where_memory_is_shared_write_nothing_outside_of_it(world, plain):
+    cases = unequal.Cases(plain)
+    for number in range(60):
+        ranks = unequal.case(1, number, world.size, meeting=True)
+        cases.prepare(ranks[world.rank])
+        world.barrier()
+        error = ""
+        try:
+            cases.perform(ranks[world.rank])
+        except CommunicationError as caught:
+            error = str(caught)
+        world.barrier()
+        told = world.all_gather_object([error, cases.outside()])
+        alike = len({arguments.what(world.size) for arguments in ranks}) == 1
+        assert {outside for _, outside in told} == {0}, (number, ranks, told)
+        assert len({text for text, _ in told}) == 1 and bool(error) != alike, (number, ranks, told)
+    cases.free()
+
+
+SMALL = """
+import sys
+import torch
+import mpitrain as mt
+
+world = mt.init(timeout=30)
+world.all_reduce(torch.ones(1))
+if sys.argv[1] == "types":
+    world.all_reduce(torch.ones(1000, dtype=torch.int32 if world.rank else torch.float32))
+else:
+    world.broadcast(torch.ones(400_000 if world.rank else 1000), 1)
+"""
+
+BACKEND = """
+import torch
+import torch.distributed as dist
+import mpitrain.backend
+
+dist.init_process_group("mpitrain")
+x = torch.ones(3_000_000)
+dist.all_reduce(x[: 1_000_000 * (dist.get_rank() + 1)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "named"),
+    [
+        (SMALL, ["types"], ["all_reduce of 1000 float32, sum", "all_reduce of 1000 int32, sum"]),
+        (SMALL, ["sizes"], ["broadcast from rank 1 of 1000 float32", "broadcast from rank 1 of 400000 float32"]),
+        (BACKEND, [], ["all_reduce of 1000000 float32, sum", "all_reduce of 2000000 float32, sum"]),
+    ],
+    ids=["types by the library", "sizes by the library", "torch.distributed"],
+)
+def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, arguments, named):
+    (tmp_path / "main.py").write_text(script)
+    done = job(2, [sys.executable, str(tmp_path / "main.py"), *arguments], timeout=60)
+    assert done.returncode not in (0, 128 + signal.SIGBUS, 128 + signal.SIGSEGV), done.stderr
+    assert "ranks call different operations" in done.stderr
+    assert all(text in done.stderr for text in named), done.stderr
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 120), (3, 60)])
+def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
+    found = campaign(tmp_path, ranks, seed=2, count=count * (20 if full else 1))
+    assert any("different operations" in line["outcome"] for line in found)
+    assert any(line["outcome"] == "done" for line in found)
+
+
+def campaign(folder: Path, ranks: int, seed: int, count: int) -> list[dict]:
+    """All cases' outcomes, a line a case and rank; jobs that had to be left go on with the next case."""
+    first, found = 0, []
+    while first < count:
+        command = [sys.executable, str(Path(unequal.__file__)), *map(str, (seed, first, count, folder))]
+        done = job(ranks, command, timeout=600)
+        assert done.returncode in (0, unequal.LEFT), f"after case {first}: {done.stderr}"
+        for rank in range(ranks):
+            log = folder / f"rank-{rank}.jsonl"
+            found += [json.loads(line) for line in log.read_text().splitlines()]
+            log.unlink()
+        first = max(line["case"] for line in found) + 1
+    for line in found:
+        number = line["case"]
+        arguments = unequal.case(seed, number, ranks)
+        assert line["outside"] == 0, (line, arguments)
+        if len({a.what(ranks) for a in arguments}) == 1:
+            assert line["outcome"] == "done", (line, arguments)
+        elif all(a.meets for a in arguments):
+            assert "ranks call different operations" in line["outcome"], (line, arguments)
+    assert {line["case"] for line in found} == set(range(count))
+    return found

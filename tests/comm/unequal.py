@@ -1,0 +1,303 @@
+"""Collectives whose ranks pass different arguments, on memory between guards: for test_unequal_arguments.py.
+
+    python unequal.py SEED FIRST LAST FOLDER       under mpirun: cases FIRST to LAST - 1, a line of JSON a case and rank
+
+Every buffer ends (or begins) at a page that nobody may touch, and has a known pattern on the rest of its pages; so have
+the parts of arenas around what is passed. A case that has not ended on all ranks in time ends the job with LEFT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import mpitrain
+from mpitrain.comm import Arena, Communicator
+from mpitrain.errors import MpitrainError
+
+LEFT = 17  # exit code
+MOST = 1_000_000  # elements
+ARENA = 4 * MOST + 8192  # bytes
+_LIMIT = 1.5  # seconds for a case
+_PATTERN = 0xA5
+_DTYPES = (torch.float32, torch.int32, torch.float64, torch.int64, torch.bfloat16, torch.uint8)
+_MEETING = ("shared", "two_level")  # algorithms by which ranks touch each other's memory
+_ALGORITHMS = {
+    "all_reduce": ("auto", "mpi", "ring", "tree", "halving", *_MEETING),
+    "reduce": ("auto", "mpi", "tree", "shared"),
+    "reduce_scatter": ("auto", "mpi", "ring", "halving", "pairwise", "shared"),
+    "lagging reduce_scatter": ("shared",),
+    "broadcast": ("auto", "mpi", "tree", "shared"),
+    "all_gather": ("auto", "mpi", "ring", "halving", "shared"),
+    "gather": ("mpi",),
+    "scatter": ("mpi",),
+    "all_to_all": ("mpi",),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One rank's call. numel: of a whole vector; blocks are 1/size of it. place: "guarded", or which arena."""
+
+    operation: str
+    numel: int
+    dtype: torch.dtype
+    op: str
+    root: int
+    algorithm: str
+    place: str
+    offset: int = 0  # bytes
+    reproducible: bool = False
+
+    @property
+    def meets(self) -> bool:
+        """Whether ranks touch each other's memory for certain."""
+        if self.operation == "lagging reduce_scatter":
+            return False  # they do, but find out in messages
+        return self.algorithm == "shared" or (self.algorithm == "two_level" and not self.reproducible)
+
+    def elements(self, size: int) -> int:
+        """numel, or what fits into half an arena."""
+        return (
+            self.numel if self.place == "guarded" else min(self.numel, ARENA // 2 // self.dtype.itemsize // size * size)
+        )
+
+    def what(self, size: int) -> tuple[object, ...]:
+        """What must be the same on all ranks."""
+        reduces = "reduce" in self.operation
+        rooted = self.operation in ("reduce", "broadcast", "gather", "scatter")
+        return (
+            self.operation,
+            self.elements(size),
+            self.dtype,
+            self.op if reduces else "",
+            self.root if rooted else 0,
+            self.algorithm,
+            self.place,
+            self.offset if self.place != "guarded" else 0,
+            self.reproducible,
+        )
+
+
+def case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Arguments]:
+    """The arguments of each rank; alike on all of them in one case of six. meeting: only of operations that meet."""
+    chance = random.Random(f"{seed} {number} {size}")
+
+    def known(operation: str) -> list[str]:
+        return [name for name in _ALGORITHMS[operation] if not meeting or name in _MEETING]
+
+    def draw() -> Arguments:
+        operation = chance.choice([name for name in _ALGORITHMS if known(name) and not (meeting and "lag" in name)])
+        algorithm = chance.choice(known(operation))
+        return Arguments(
+            operation,
+            numel=-(-round(10 ** chance.uniform(0, 6)) // size) * size,
+            dtype=chance.choice(_DTYPES),
+            op=chance.choice(["sum", "max", "product"]),
+            root=chance.randrange(size),
+            algorithm=algorithm,
+            place=chance.choice(["first", "second"] if "lag" in operation else ["guarded", "guarded", "first"]),
+            offset=64 * chance.randrange(64),
+            reproducible=operation == "all_reduce" and algorithm != "two_level" and chance.random() < 0.2,
+        )
+
+    first, other = draw(), draw()
+    ranks = [first] * size
+    if chance.random() < 1 / 6:
+        return ranks
+    kind = chance.choice(["numel", "numel", "numel", "dtype", "op", "root", "place", "offset", "algorithm", "all"])
+    if kind == "all":
+        changed = other
+    elif kind == "numel":
+        doubled, near = min(2 * first.numel, MOST // size * size), first.numel + size
+        changed = replace(first, numel=chance.choice([other.numel, doubled, near]))
+    elif kind == "algorithm":
+        algorithm = chance.choice(known(first.operation))
+        changed = replace(first, algorithm=algorithm, reproducible=first.reproducible and algorithm != "two_level")
+    else:
+        changed = replace(first, **{kind: getattr(other, kind)})
+    for rank in chance.sample(range(size), chance.randrange(1, size)):
+        ranks[rank] = changed
+    return ranks
+
+
+class Guarded:
+    """Memory of some bytes between pages that nobody may touch, and a pattern on what is left of its own pages."""
+
+    def __init__(self, nbytes: int, *, at_end: bool) -> None:
+        page = mmap.PAGESIZE
+        inner = max(1, -(-nbytes // page)) * page
+        self._map = mmap.mmap(-1, inner + 2 * page)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        for guard in (base, base + page + inner):
+            assert protect(ctypes.c_void_p(guard), ctypes.c_size_t(page), 0) == 0, ctypes.get_errno()
+        whole = np.frombuffer(self._map, dtype=np.uint8)[page : page + inner]
+        whole[:] = _PATTERN
+        first = inner - nbytes if at_end else 0
+        self.bytes = torch.from_numpy(whole[first : first + nbytes])
+        self._rest = (whole[:first], whole[first + nbytes :])
+
+    def outside(self) -> int:
+        """Bytes around it that have changed."""
+        return sum(int(np.count_nonzero(part != _PATTERN)) for part in self._rest)
+
+
+class InArena:
+    """Bytes of an arena, all of which has the pattern otherwise."""
+
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self.bytes = arena.tensor[offset : offset + nbytes]
+
+
+class Cases:
+    """Performs cases on a communicator with two arenas."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.arenas = {name: comm.arena(ARENA, torch.uint8) for name in ("first", "second")}
+        for arena in self.arenas.values():
+            assert arena.kind == "shared"
+            arena.tensor.fill_(_PATTERN)
+        self._buffers: list[Guarded | InArena] = []
+
+    def free(self) -> None:
+        for arena in self.arenas.values():
+            arena.free()
+
+    def prepare(self, mine: Arguments) -> None:
+        """Give out the memory of a case: before any rank begins with it."""
+        item, size = mine.dtype.itemsize, self.comm.size
+        numel = mine.elements(size)
+        at_end = (mine.numel // size) % 2 == 0
+        whole: Guarded | InArena
+        if mine.place == "guarded":
+            whole = Guarded(numel * item, at_end=at_end)
+        else:
+            whole = InArena(self.arenas[mine.place], mine.offset, numel * item)
+        block = Guarded(numel // size * item, at_end=not at_end)
+        second = Guarded(numel * item, at_end=at_end)
+        self._buffers = [whole, block, second]
+        self._tensors = [buffer.bytes.view(mine.dtype).fill_(self.comm.rank + 1) for buffer in self._buffers]
+
+    def perform(self, mine: Arguments) -> None:
+        comm, root = self.comm, mine.root
+        whole, block, second = self._tensors
+        if mine.operation == "all_reduce":
+            comm.all_reduce(whole, mine.op, mine.algorithm, reproducible=mine.reproducible)
+        elif mine.operation == "reduce":
+            comm.reduce(whole, root, mine.op, mine.algorithm)
+        elif mine.operation == "reduce_scatter":
+            comm.reduce_scatter(block, whole, mine.op, mine.algorithm)
+        elif mine.operation == "lagging reduce_scatter":
+            work = comm.lagging_reduce_scatter(block, whole, mine.op)
+            if work is not None:
+                work.release()
+        elif mine.operation == "broadcast":
+            comm.broadcast(whole, root, mine.algorithm)
+        elif mine.operation == "all_gather":
+            x = whole[: block.numel()] if mine.algorithm == "shared" and mine.place != "guarded" else block
+            comm.all_gather(second, x, mine.algorithm)
+        elif mine.operation == "gather":
+            comm.gather(whole if comm.rank == root else None, block, root)
+        elif mine.operation == "scatter":
+            comm.scatter(block, whole if comm.rank == root else None, root)
+        else:
+            comm.all_to_all(second, whole)
+
+    def outside(self) -> int:
+        """Bytes outside of this rank's buffers that have changed, in the arenas that were not passed, too."""
+        arenas = [arena.tensor for arena in self.arenas.values()]
+        for buffer in self._buffers:
+            if isinstance(buffer, InArena):
+                buffer.bytes.fill_(_PATTERN)
+        changed = sum(int(np.count_nonzero(tensor.numpy() != _PATTERN)) for tensor in arenas)
+        return changed + sum(buffer.outside() for buffer in self._buffers if isinstance(buffer, Guarded))
+
+
+class States:
+    """Where every rank is, in a file that all of them map: the case it has finished with, and how."""
+
+    RUNNING, DONE, AGREED, ALONE = range(4)
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        path = folder / "states"
+        if rank == 0:
+            np.zeros((size, 2), dtype=np.int64).tofile(path)
+        mpitrain.init().barrier()
+        self._all, self._rank = np.memmap(path, dtype=np.int64, mode="r+", shape=(size, 2)), rank
+
+    def tell(self, number: int, state: int) -> None:
+        self._all[self._rank, 1] = state
+        self._all[self._rank, 0] = number
+
+    def wait(self, number: int) -> list[int]:
+        """How all ranks have ended the case; blocks until they have."""
+        while not (self._all[:, 0] == number).all():
+            time.sleep(2e-4)
+        return self._all[:, 1].tolist()
+
+
+def main(seed: int, first: int, last: int, folder: Path) -> None:
+    world = mpitrain.init(timeout=60)
+    rank, states = world.rank, States(folder, world.rank, world.size)
+    comm = world.split(0)
+    assert comm is not None
+    cases, begun = Cases(comm), [0.0]
+    log = open(folder / f"rank-{rank}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    def say(number: int, outcome: str) -> None:
+        log.write(json.dumps({"case": number, "rank": rank, "outcome": outcome, "outside": cases.outside()}) + "\n")
+        log.flush()
+
+    def leave(number: int, outcome: str) -> None:
+        say(number, outcome)
+        time.sleep(1.0)  # until the others have looked at their memory, too
+        os._exit(LEFT)
+
+    current = [first, "not ended"]
+
+    def watch() -> None:
+        while True:
+            time.sleep(0.05)
+            if begun[0] and time.monotonic() - begun[0] > _LIMIT:
+                leave(int(current[0]), str(current[1]))
+
+    threading.Thread(target=watch, daemon=True).start()
+    for number in range(first, last):
+        mine = case(seed, number, world.size)[rank]
+        cases.prepare(mine)
+        states.tell(2 * number + 1, States.RUNNING)
+        current[:] = number, "not ended"
+        begun[0] = time.monotonic()
+        states.wait(2 * number + 1)
+        try:
+            cases.perform(mine)
+            state, current[1] = States.DONE, "done"
+        except MpitrainError as error:
+            state = States.AGREED if "ranks call different operations" in str(error) else States.ALONE
+            current[1] = f"{type(error).__name__}: {error}"
+        states.tell(2 * number + 2, state)
+        ended = states.wait(2 * number + 2)
+        begun[0] = 0.0
+        say(number, str(current[1]))
+        if set(ended) != {States.AGREED} and len(set(case(seed, number, world.size))) > 1:
+            renewed = world.split(0)  # something may lie about in the old one
+            assert renewed is not None
+            cases.comm = renewed
+    os._exit(0)  # what lies about would keep MPI from ending in order
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
