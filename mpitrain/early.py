@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 
 START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # seconds that ranks have to come to the start of MPI
+LEAST = 20.0  # seconds: a limit for operations is not for imports, which take longer on some hosts than on others
 _came: list[int] = []
 
 
@@ -21,7 +22,8 @@ def begin(arguments: Sequence[str]) -> None:
     from mpitrain.errors import InputError
 
     try:
-        os.environ.setdefault(START_TIMEOUT, str(Config.from_args(arguments).comm.timeout))
+        timeout = Config.from_args(arguments).comm.timeout
+        os.environ.setdefault(START_TIMEOUT, str(max(timeout, LEAST)))
     except InputError:
         return
 

@@ -23,11 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.early import START_TIMEOUT
+from mpitrain.early import LEAST, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
 _DEFAULT = 600.0  # seconds
-_LEAST = 10.0  # seconds: a limit for operations is not for imports, which take longer on some hosts than on others
 _TURN = 1.0  # seconds by which ranks that know less speak later
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers call the rank
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -42,7 +41,7 @@ def is_due() -> bool:
 
 def start_mpi() -> None:
     """Import mpi4py.MPI and initialize MPI, as importing it does, but with the other ranks watched."""
-    with watched(_limit()):
+    with watched(limit(_DEFAULT)):
         import mpi4py
 
         rc = mpi4py.rc
@@ -81,7 +80,7 @@ def watched(seconds: float) -> Iterator[None]:
         yield
         return
     complete = threading.Event()
-    thread = threading.Thread(target=_watch, args=(complete, max(seconds, _LEAST)), daemon=True)
+    thread = threading.Thread(target=_watch, args=(complete, seconds), daemon=True)
     thread.start()
     try:
         yield
@@ -90,11 +89,12 @@ def watched(seconds: float) -> Iterator[None]:
         thread.join()  # its name must be gone
 
 
-def _limit() -> float:
+def limit(timeout: float) -> float:
+    """Seconds that ranks have to come. timeout: seconds that an operation may take."""
     try:
         return float(os.environ[START_TIMEOUT])
     except (KeyError, ValueError):
-        return _DEFAULT
+        return max(timeout, LEAST)
 
 
 def _watch(complete: threading.Event, seconds: float) -> None:

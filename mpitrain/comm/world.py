@@ -14,7 +14,7 @@ from mpitrain.comm.arena import ArenaIndex
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.device import cuda_aware
 from mpitrain.comm.faults import Faults
-from mpitrain.comm.starting import RANK_NAMES, watched
+from mpitrain.comm.starting import RANK_NAMES, limit, watched
 from mpitrain.comm.topology import discover, machine_key, spare_cores
 from mpitrain.comm.tuning import Tuning
 from mpitrain.comm.watchdog import Deaths, Watchdog
@@ -72,7 +72,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug
         if abort_on_error:  # the backend, which does not ask for it, may have come first
             _world.process.faults.install()
         return _world
-    with watched(timeout):
+    with watched(limit(timeout)):
         _world = _make(timeout, abort_on_error, debug)
     if _world.size > 1:
         _world.process.watchdog.start()
