@@ -212,7 +212,12 @@ class Run:
             notes=tuple((("parallel", text),) if (text := parallel_text(config, self.world.size)) else ()),
         )
         print(banner(facts), flush=True)
-        (self.folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+        try:
+            (self.folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{self.folder / CONFIG} cannot be written: {error.strerror}; make room, or choose another run.dir"
+            ) from None
         self._open_records(step)
 
     def _open_records(self, step: int) -> None:
