@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mpitrain.disk import read_plain
 from mpitrain.errors import InputError
 
 if sys.version_info >= (3, 11):
@@ -177,6 +178,7 @@ class Config(Section):
         if rest and not rest[0].startswith("-"):
             origin = rest.pop(0)
             values = read_toml(origin)
+            _check_names(values, origin)
         _merge(values, _parse_overrides(rest))
         return Config.from_dict(values, origin)
 
@@ -188,12 +190,16 @@ class Config(Section):
 
 def read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(read_plain(Path(path)).decode("utf-8"))
     except FileNotFoundError:
         raise InputError(f"config file {path} does not exist; give an existing TOML file", agreed=True) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} cannot be read ({error}); give a TOML file", agreed=True) from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise InputError(
+            f"config file {path} cannot be read ({error.strerror}); give a TOML file", agreed=True
+        ) from None
+    except RecursionError:
+        raise InputError(f"config file {path} is nested too deeply; give a TOML file", agreed=True) from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, numbers of thousands of digits
         raise InputError(f"config file {path} is not TOML: {error}", agreed=True) from None
 
 
@@ -241,7 +247,7 @@ def _value(text: str, annotation: Any) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -281,4 +287,4 @@ def _first_problem(error: ValidationError, origin: str) -> str:
     name = ".".join(str(part) for part in problem["loc"][:2])
     if not name:  # a check across keys, which names them itself
         return f"{origin}: {problem['msg'].removeprefix('Value error, ')}"
-    return f"{origin}: {name} = {problem['input']!r} is wrong: {problem['msg'].lower()}"
+    return f"{origin}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}"

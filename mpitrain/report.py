@@ -9,12 +9,38 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError
+
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, first_problem
 from mpitrain.monitor.metrics import read_metrics
 from mpitrain.monitor.text import aligned, duration, short
 from mpitrain.pipe import command
+
+Number = StrictInt | StrictFloat
+Positive = Annotated[Number, Field(gt=0)]
+
+
+class _Memory(BaseModel):
+    parameters: Number
+    gradients: Number
+    states: Number
+    activations: Number
+    buffers: Number
+    expected: dict[str, Number]
+
+
+class _Line(BaseModel):
+    """What is read of a line here."""
+
+    loss: Number | None
+    held_out_loss: Number | None = None
+    step_s: Positive
+    samples: Number
+    tokens: Number
+    world_size: StrictInt
+    memory: _Memory = _Memory(parameters=0, gradients=0, states=0, activations=0, buffers=0, expected={})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +72,13 @@ def summary(folder: Path) -> str:
     lines = read_metrics(folder)
     if not lines:
         raise InputError(f"run folder {folder} has no finished step; give the folder of a run that took one")
+    for line in lines:
+        try:
+            _Line.model_validate(line)
+        except ValidationError as error:
+            raise InputError(
+                f"metrics of {folder}, step {line['step']}: {first_problem(error)}; mend that line"
+            ) from None
     first, last = lines[0], lines[-1]
     held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
     checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mpitrain.config import Config, help_text, key_names
@@ -57,3 +59,25 @@ def test_a_mistake_in_the_file_is_named(tmp_path, content):
 def test_help_lists_every_key():
     text = help_text("mpitrain.train")
     assert all(f"--{name} " in text for name in key_names())
+
+
+def test_what_is_no_configuration_file_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "config.toml"
+    for make, undo in [
+        (path.mkdir, path.rmdir),
+        (lambda: os.mkfifo(path), path.unlink),
+        (lambda: path.symlink_to(path), path.unlink),
+        (lambda: path.symlink_to("/dev/zero"), path.unlink),
+        (lambda: path.write_bytes(b"\xff\0" * 9), path.unlink),
+        (lambda: path.write_text("a = " + "[" * 200_000), path.unlink),
+        (lambda: path.write_text("[train]\nsteps = " + "9" * 5000), path.unlink),
+        (lambda: path.write_text("train = 3"), path.unlink),
+        (lambda: path.write_text("[train]\nsteps = 1979-05-27"), path.unlink),
+    ]:
+        make()
+        with pytest.raises(InputError) as caught:
+            Config.from_args([str(path), "--train.steps", "[" * 5000, "--train.batch", "4"])
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+        undo()
+    path.touch()
+    assert Config.from_args([str(path)]) == Config()

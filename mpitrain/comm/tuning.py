@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from mpitrain.comm.selection import ALGORITHMS
 from mpitrain.comm.topology import machine_key
+from mpitrain.disk import read_plain
 
 KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
@@ -73,7 +74,7 @@ class Tuning:
             if any(name not in ALGORITHMS for rules in measured.values() for _, name in rules):
                 raise ValueError("an algorithm that does not exist")
             return Tuning(measured, str(values["origin"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a tuning table: {error}") from None
 
 
@@ -120,7 +121,7 @@ def table_path(machine: str) -> Path:
 def load(machine: str) -> Tuning:
     """The measured table of the machine, or the built-in defaults where there is none that can be read."""
     try:
-        return Tuning.from_json(table_path(machine).read_text(encoding="utf-8"))
+        return Tuning.from_json(read_plain(table_path(machine)).decode())
     except (OSError, ValueError):
         return Tuning()
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpitrain.disk import free_name
+from mpitrain.disk import free_name, open_plain
 from mpitrain.errors import InputError
 
 METRICS = "metrics.jsonl"
@@ -108,7 +108,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = path / METRICS if path.is_dir() else path
     lines: list[dict[str, Any]] = []
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             for number, line in enumerate(file, 1):
                 value = _parsed(line)
                 if value is not None:
@@ -128,15 +128,15 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def _kept(path: Path, resume_step: int) -> Iterator[tuple[int, bytes]]:
     """(step, line) of the whole lines up to resume_step, steps rising."""
     last = -1
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         for line in file:
             value = _parsed(line)
             if value is not None and last < value["step"] <= resume_step:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from mpitrain.disk import read_plain
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Receive, Schedule, Send, Step
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, Run, Simulation, held
 
+_LARGEST = 1 << 30  # bytes of a recording
 _KINDS = {kind.__name__: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
 Row = list[Any]  # kind, stage, microbatch, begin, end
 
@@ -63,8 +66,10 @@ def to_json(schedule: Schedule, rows: list[list[Row]]) -> dict[str, Any]:
 
 def from_json(recording: dict[str, Any]) -> Simulation:
     """As if it had been simulated. Raises KeyError, TypeError or ValueError where it is no recording."""
-    names = ("ranks", "microbatches", "chunks", "slices")
-    schedule = make_schedule(recording["schedule"], *(int(recording[name]) for name in names))
+    counts = [int(recording[name]) for name in ("ranks", "microbatches", "chunks", "slices")]
+    if len(recording["runs"]) != counts[0] or not 0 < prod(counts) <= sum(map(len, recording["runs"])):
+        raise ValueError("it has other runs than it says")
+    schedule = make_schedule(recording["schedule"], *counts)
     runs = tuple(
         tuple(
             Run(_KINDS[kind](int(stage), int(microbatch)), begin, end) for kind, stage, microbatch, begin, end in rows
@@ -78,10 +83,10 @@ def from_json(recording: dict[str, Any]) -> Simulation:
 def load(path: Path) -> Simulation:
     """A recording from its file. Raises InputError when it is none."""
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
+        return from_json(json.loads(read_plain(path, _LARGEST)))
     except OSError as error:
         raise InputError(f"recording {path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(
-            f"{path} is no recording of a pipeline ({error!r}); give a file that write_recording made"
+            f"{path} is no recording of a pipeline ({error!r:.200}); give a file that write_recording made"
         ) from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.disk import read_plain
 from mpitrain.errors import InputError
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.precision import LossScale
@@ -92,8 +93,8 @@ def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}", agreed=True) from None
     if not isinstance(values, dict):
         raise InputError(f"{path} holds no JSON object; give a DeepSpeed configuration", agreed=True)

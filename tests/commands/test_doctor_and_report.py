@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 from mpitrain import doctor, report
@@ -43,3 +46,54 @@ def test_report_sums_up_a_run(tmp_path, capsys):
 def test_report_of_nothing_is_refused(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert "metrics" in capsys.readouterr().err
+
+
+LINE = {"step": 1, "loss": 1.0, "step_s": 0.5, "samples": 8, "tokens": 0, "world_size": 2}
+MEMORY = {"parameters": 1, "gradients": 1, "states": 1, "activations": 1, "buffers": 1, "padding": 0, "expected": {}}
+
+
+@pytest.mark.parametrize("wrong", [[], {}, "1", True, -1, 0, None, 10**30])
+def test_report_refuses_metrics_of_wrong_types_in_one_line(tmp_path, capsys, wrong):
+    for field in (*LINE, "memory", "held_out_loss"):
+        line = json.dumps(LINE | {"memory": MEMORY} | {field: wrong})
+        (tmp_path / "metrics.jsonl").write_text(line + "\n")
+        code = report.main([str(tmp_path)])
+        errors = capsys.readouterr().err
+        assert (code, errors.count("\n")) in ((0, 0), (2, 1)) and len(errors) < 1000
+        if not isinstance(wrong, (int, type(None))) or isinstance(wrong, bool):
+            assert code == 2, f"{field}: {wrong!r} was taken for a number"
+
+
+def test_report_refuses_what_is_no_metrics_file_in_one_line(tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    for make, undo in [
+        (metrics.mkdir, metrics.rmdir),
+        (lambda: os.mkfifo(metrics), metrics.unlink),
+        (lambda: metrics.symlink_to(metrics), metrics.unlink),
+        (lambda: metrics.symlink_to("/dev/zero"), metrics.unlink),
+        (lambda: metrics.write_bytes(b"\xff\0\n" * 9), metrics.unlink),
+        (lambda: metrics.write_text("[" * 200_000 + "\n"), metrics.unlink),
+        (lambda: metrics.write_text('{"step": 1}\n'), metrics.unlink),
+    ]:
+        make()
+        assert report.main([str(tmp_path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        undo()
+
+
+def test_report_refuses_a_recording_that_is_none_in_one_line(tmp_path, capsys):
+    good = {"schedule": "1f1b", "ranks": 1, "microbatches": 1, "chunks": 1, "slices": 1}
+    runs = [[["Forward", 0, 0, 0.0, 1.0], ["Backward", 0, 0, 1.0, 2.0]]]
+    recording = tmp_path / "recording.json"
+    recording.write_text(json.dumps(good | {"runs": runs}))
+    command = ["schedule", "--recording", str(recording)]
+    assert report.main(command) == 0
+    capsys.readouterr()
+    for changed in [
+        {name: wrong} for name in (*good, "runs") for wrong in ([], {}, "x", None, 10**9, -1, [[[]]], "9" * 99)
+    ]:
+        recording.write_text(json.dumps(good | {"runs": runs} | changed))
+        assert report.main(command) == 2, changed
+        assert capsys.readouterr().err.count("\n") == 1
+    recording.write_text("[" * 200_000)
+    assert report.main(command) == 2
