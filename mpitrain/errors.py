@@ -39,3 +39,7 @@ class CommunicationError(MpitrainError):
 
 class CheckpointError(MpitrainError):
     """A checkpoint that cannot be written or trusted."""
+
+
+class NothingLearned(MpitrainError):
+    """Training came to its end, and its last steps taught nothing."""

@@ -13,7 +13,16 @@ import torch
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import DTYPES, MANIFEST, MODEL, Manifest, TensorSpec, missing_files, read_manifest
+from mpitrain.checkpoint.manifest import (
+    DTYPES,
+    FRUITLESS,
+    MANIFEST,
+    MODEL,
+    Manifest,
+    TensorSpec,
+    missing_files,
+    read_manifest,
+)
 from mpitrain.checkpoint.reading import plan, read
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Piece
@@ -57,13 +66,16 @@ def listing(path: Path) -> Iterator[str]:
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
     for folder in found(path):
         number = int(folder.name.partition("-")[2])
+        manifest: Manifest | None = None
         try:
             manifest = read_manifest(folder)
             files, size = str(len(manifest.files)), readable(sum(manifest.files.values()))
             time = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
         except (CheckpointError, OSError):
             files = size = time = "?"
-        yield f"{number:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}"
+        since = manifest.values.get(FRUITLESS) if manifest is not None else None
+        remark = f", nothing learned since step {since}" if since else ""
+        yield f"{number:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}{remark}"
 
 
 def description(folder: Path, pattern: str = "*") -> Iterator[str]:

@@ -31,6 +31,7 @@ from mpitrain.layout import Box, Piece
 FORMAT = "mpitrain checkpoint 2"
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with
+FRUITLESS = "fruitless_since"  # a value: the step since which nothing was learned when this was saved; 0: it was
 HASHED = 4 << 20  # bytes under one hash
 
 DTYPES = {
@@ -186,6 +187,14 @@ def read_manifest(folder: Path) -> Manifest:
     if named != folder.name and named.isdecimal() and int(named) != manifest.step:
         raise CheckpointError(f"{folder / MANIFEST} is that of step {manifest.step}; it does not belong here")
     return manifest
+
+
+def is_fruitful(folder: Path) -> bool:
+    """Whether a checkpoint was made while training still learned something. False for one that cannot be read."""
+    try:
+        return not read_manifest(folder).values.get(FRUITLESS)
+    except CheckpointError:
+        return False
 
 
 def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterator[str]:
