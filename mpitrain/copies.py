@@ -7,7 +7,7 @@ manifest whose files are the copies; a plan made from it says which bytes of whi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec
-from mpitrain.checkpoint.manifest import Extent, decode_extent, encode_extent
+from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, encode_extent
 from mpitrain.checkpoint.reading import Block, plan
 from mpitrain.checkpoint.snapshot import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.elastic import partners
+from mpitrain.crc import crc32
 from mpitrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ _KEPT = 2  # sets
 
 
 class Key(NamedTuple):
-    """Names a set: the step, and how many ranks made it (fewer each time that some were lost)."""
+    """Names a set: the step, how many ranks made it, and how often ranks had been lost before."""
 
     step: int
     ranks: int
+    losses: int
 
 
 class Copy:
@@ -45,18 +47,36 @@ class Copy:
         self.owner = 0  # the rank whose parts they are, in the world that made the set
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.contents = ""  # JSON: what lies where in the memory
+        self.values: dict[str, Any] = {}  # what goes with the parts; only where the owner is this rank
+
+    def fill(self, snapshot: Snapshot, parts: Sequence[Part], values: dict[str, Any], owner: int) -> None:
+        copies = snapshot.copy(parts)
+        self.memory, self.contents = _flat(copies), _contents(copies)
+        self.values, self.owner = values, owner
+
+
+class Alone(NamedTuple):
+    """A copy of all that a rank holds, which is what every rank of its column of the mesh holds (stage 0).
+
+    columns: how many there are; a rank's is its number modulo that. crc: of the memory, the same in all of a column.
+    """
+
+    copy: Copy
+    columns: int
+    crc: int
 
 
 class Copies:
-    """This rank's own copies, and those it keeps for another rank."""
+    """This rank's own copies, and those it keeps for another rank. losses: how often ranks were lost so far."""
 
     def __init__(self) -> None:
         self._own = [Copy() for _ in range(_KEPT)]
         self._kept = [Copy() for _ in range(_KEPT)]
-        self._values: list[dict[str, Any]] = [{} for _ in range(_KEPT)]
         self._snapshots = [Snapshot() for _ in range(_KEPT)]
         self._next = 0
+        self._alone: Alone | None = None
         self._world: Communicator | None = None  # whose ranks know each other's contents
+        self.losses = 0
 
     def take(self, world: Communicator, engine: Engine, step: int, values: dict[str, Any]) -> None:
         """Copy the state at the end of a step. Collective.
@@ -66,15 +86,26 @@ class Copies:
         parts, rest = engine.parts()
         slot, self._next = self._next, (self._next + 1) % _KEPT
         own, kept = self._own[slot], self._kept[slot]
+        if self._own[slot - 1].key is not None:  # which is whole by now
+            self._alone = None
         own.key = kept.key = None
-        copies = self._snapshots[slot].copy(parts)
-        own.memory, own.contents = _flat(copies), _contents(copies)
-        own.owner, self._values[slot] = world.rank, values | rest
-        key = Key(step, world.size)
+        own.fill(self._snapshots[slot], parts, values | rest, world.rank)
+        key = Key(step, world.size, self.losses)
         if world.size > 1:
             self._exchange(world, own, kept, slot)
             kept.key = key
         own.key = key
+
+    def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
+        """Copy all that this rank holds, after ranks died with those that kept their copies; needs stage 0.
+
+        key: of the set it may stand in for. rank: in the world that made the engine.
+        """
+        copy = Copy()
+        parts, rest = engine.parts_alone()
+        copy.fill(Snapshot(), parts, values | rest, rank)
+        copy.key = key
+        self._alone = Alone(copy, columns, crc32(copy.memory.numpy()))
 
     def _exchange(self, world: Communicator, own: Copy, kept: Copy, slot: int) -> None:
         """Give the partner this rank's copy, and keep the one of whose partner this rank is."""
@@ -97,40 +128,84 @@ class Copies:
         kept.owner = source
         self._world = world
 
-    def restore(self, world: Communicator, engine: Engine) -> Manifest | None:
+    def restore(self, world: Communicator, engine: Engine | None) -> Manifest | None:
         """Fill the engine from the newest set that the ranks hold whole between them; None if there is none.
 
-        Collective. What was found stays until a newer set is whole.
+        Collective. engine: None on a rank that only gives. What was found stays until a newer set is whole.
         """
-        mine = [copy for copy in (*self._own, *self._kept) if copy.key is not None]
-        told = world.all_gather_object([[copy.key, copy.owner] for copy in mine])
-        key = newest_whole([(Key(*k), owner) for of in told for k, owner in of])
-        if key is None:
+        found = self.newest(world)
+        if found is None:
             return None
+        key, files = found
         for slot in range(_KEPT):
             if self._own[slot].key != key:
                 self._own[slot].key = self._kept[slot].key = None
             else:
                 self._next = (slot + 1) % _KEPT
-        files = {str(copy.owner): copy for copy in reversed(mine) if copy.key == key}
         manifest, holders = self._manifest(world, key, files)
         error: CheckpointError | None = None
         blocks: list[Block] = []
         try:
-            blocks = plan(Path(f"the copy of step {key.step}"), manifest, engine.parts_to_load(manifest))
+            if engine is not None:
+                blocks = plan(Path(f"the copy of step {key.step}"), manifest, engine.parts_to_load(manifest))
         except CheckpointError as caught:
             error = caught
         world.agree(error)
         fetch(world, blocks, {name: copy.memory for name, copy in files.items()}, holders)
-        engine.finish_load(manifest)
+        if engine is not None:
+            engine.finish_load(manifest)
         return manifest
+
+    def parts(self, world: Communicator) -> tuple[int, list[Part], dict[str, Any]] | None:
+        """The newest set that the ranks hold whole between them as a checkpoint is written: step, this rank's parts
+        and the values that go with them; None if there is none. Collective."""
+        found = self.newest(world)
+        if found is None:
+            return None
+        key, files = found
+        manifest, _ = self._manifest(world, key, files)
+        parts = [part for copy in files.values() for part in _parts(copy)]
+        return key.step, parts, manifest.values
+
+    def newest(self, world: Communicator) -> tuple[Key, dict[str, Copy]] | None:
+        """The newest set that the ranks hold whole between them, and what this rank has of it. Collective.
+
+        Only where there is none do copies of what a rank holds alone count, if all of one column are the same.
+        """
+        mine = [copy for copy in (*self._own, *self._kept) if copy.key is not None]
+        alone = self._alone
+        spare = None if alone is None else [alone.copy.key, alone.copy.owner, alone.columns, alone.crc]
+        told = world.all_gather_object([[[copy.key, copy.owner] for copy in mine], spare])
+        held = [(Key(*k), owner) for of, _ in told for k, owner in of]
+        key = newest_whole(held)
+        if key is not None:
+            return key, {str(copy.owner): copy for copy in reversed(mine) if copy.key == key}
+        spares = [(Key(*of[0]), int(of[1]), int(of[2]), int(of[3])) for _, of in told if of]
+        more = [(k, other) for k, owner, columns, _ in spares for other in range(owner % columns, k.ranks, columns)]
+        key = newest_whole([*held, *more])
+        if key is None:
+            return None
+        columns = spares[0][2]
+        lacking = {owner % columns for owner in range(key.ranks) if (key, owner) not in held}
+        for column in lacking:
+            if len({crc for k, owner, _, crc in spares if k == key and owner % columns == column}) != 1:
+                return None
+        files = {str(c.owner): c for c in reversed(mine) if c.key == key and c.owner % columns not in lacking}
+        if alone is not None and alone.copy.key == key and alone.copy.owner % columns in lacking:
+            files[str(key.ranks + alone.copy.owner)] = alone.copy
+        return key, files
 
     def _manifest(self, world: Communicator, key: Key, files: Mapping[str, Copy]) -> tuple[Manifest, dict[str, int]]:
         """That of a set, and for each copy the rank to get it from: this one, if it has it."""
-        own = next((slot for slot in range(_KEPT) if self._own[slot].key == key), None)
         told = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
-        knowing = world.all_gather_object(own is not None).index(True)
-        values = world.broadcast_object(self._values[own] if own is not None else None, knowing)
+        known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
+        values: dict[str, Any] = {}
+        optimizer: dict[str, dict[str, Any]] = {}
+        for of in world.all_gather_object(known[:1]):
+            for some in of:
+                values = values or some
+                for name, states in some["optimizer"].items():
+                    optimizer.setdefault(name, {}).update(states)
         holders: dict[str, int] = {}
         tensors: dict[str, TensorSpec] = {}
         extents: list[Extent] = []
@@ -139,22 +214,20 @@ class Copies:
                 if name in holders:
                     continue
                 holders[name] = world.rank if name in files else rank
-                for shape, dtype, encoded in json.loads(contents):
-                    extent = decode_extent(encoded)
-                    piece = extent.piece
-                    tensors[piece.name] = TensorSpec(piece.name, tuple(shape), dtype)
-                    extents.append(Extent(piece, name, extent.offset, ()))
+                for spec, extent in _decoded(contents):
+                    tensors[spec.name] = spec
+                    extents.append(Extent(extent.piece, name, extent.offset, ()))
         extents.sort(key=lambda extent: extent.file not in files)  # of two that hold a piece, the one that is here
-        return Manifest(key.step, tensors, {}, tuple(extents), values), holders
+        return Manifest(key.step, tensors, {}, tuple(extents), values | {"optimizer": optimizer}), holders
 
 
 def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:
-    """The newest set of which every owner's copy is held by some rank; of one step, the one of fewer ranks."""
+    """The newest set of which every owner's copy is held by some rank; of one step, the one made last."""
     owners: dict[Key, set[int]] = {}
     for key, owner in held:
         owners.setdefault(key, set()).add(owner)
     whole = [key for key, of in owners.items() if len(of) == key.ranks]
-    return max(whole, key=lambda key: (key.step, -key.ranks), default=None)
+    return max(whole, key=lambda key: (key.step, key.losses), default=None)
 
 
 def fetch(
@@ -212,3 +285,16 @@ def _contents(copies: Sequence[Part]) -> str:
         offset = int(part.data.storage_offset()) * part.data.element_size()
         listed.append([part.spec.shape, part.spec.dtype, encode_extent(Extent(part.piece, "", offset, ()))])
     return json.dumps(listed)
+
+
+def _decoded(contents: str) -> Iterator[tuple[TensorSpec, Extent]]:
+    for shape, dtype, encoded in json.loads(contents):
+        extent = decode_extent(encoded)
+        yield TensorSpec(extent.piece.name, tuple(shape), dtype), extent
+
+
+def _parts(copy: Copy) -> Iterator[Part]:
+    """The parts a copy was made of, in its memory."""
+    for spec, extent in _decoded(copy.contents):
+        data = copy.memory[extent.offset : extent.offset + extent.piece.numel * spec.itemsize]
+        yield Part(spec, extent.piece, data.view(DTYPES[spec.dtype]))

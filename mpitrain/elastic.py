@@ -9,26 +9,39 @@ node keeps them too:
     rank 3   own parts | rank 1's
 
 When ranks die, those that are left make a smaller world and read the newest copy that they hold whole between them as
-they would read a checkpoint written by other ranks; where a rank died with its partner, the last checkpoint itself.
+they would read a checkpoint written by other ranks. Where a rank died with its partner: at stage 0 what any rank of its
+column of the mesh holds, which is the same; else the last checkpoint itself.
+
+As many of them train as the layout allows (`data_ranks`); the others wait, and give what they hold of copies. Where
+nothing fits, the newest copy is written as a checkpoint, and the job ends for a restart.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.elastic import ranks_died, shrink
-from mpitrain.comm.faults import say
+from mpitrain.comm.elastic import noticed, ranks_died, seconds_since, shrink
+from mpitrain.comm.faults import exit_code, say
 from mpitrain.config import Config
-from mpitrain.copies import Copies
-from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError
+from mpitrain.copies import Copies, Key
+from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
+from mpitrain.mesh import tensor_groups_first
+from mpitrain.shard.leaves import Cut
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint import Store
     from mpitrain.run import Run
     from mpitrain.shard.engine import Engine
+
+_TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints
+_PAUSE = 0.02  # seconds between looks of a rank that waits
+_RESTORE, _SAVE, _END = range(3)  # what such a rank is told
 
 
 class TooFewLeft(MpitrainError):
@@ -37,96 +50,263 @@ class TooFewLeft(MpitrainError):
     exit_code = EXIT_REQUEUE
 
 
+class Reached(NamedTuple):
+    """The state after a step's update as it lies in the engine. buffers: of the model, which the next step changes."""
+
+    engine: Engine
+    key: Key
+    values: dict[str, Any]
+    buffers: list[torch.Tensor]
+
+
 class Survivors:
-    """What of a run outlives the death of ranks."""
+    """What of a run outlives the death of ranks. world: the ranks that train. everyone: with those that wait."""
 
-    def __init__(self, config: Config, world: Communicator) -> None:
-        self.config, self.world = config, world
+    def __init__(self, config: Config, world: Communicator, make_store: Callable[[Communicator], Store]) -> None:
+        self.config, self.world, self.everyone = config, world, world
+        self._make_store = make_store
         self._copies = Copies()
+        self._reached: Reached | None = None
         self._store: Store | None = None
+        self.trains = True  # whether this rank is one of those that do
         self.saved = False  # whether this job has written a checkpoint
+        self._even = True  # whether the model needs as many microbatches on each rank; as long as that is not known
         self.missing = False  # whether ranks died, and the others have not yet come together
-        self._lost: list[int] = []
-        self._since = 0.0  # time.monotonic() when ranks were missed
+        self.misfit = ""  # why the ranks that are left cannot train
+        self.fewer = False  # whether ranks were lost, and training does not go on yet
+        self._lost: list[int] = []  # the ranks that were, until the first step without them
+        self._step = 0  # at which it goes on
+        self._failed = 0.0  # time.monotonic() when the first of them failed
+        self._at_most = False  # whether they may have failed later
+        self._well = time.monotonic()  # when all ranks were last known to be there
 
-    @property
-    def fewer(self) -> bool:
-        """Whether ranks were lost, and training does not go on yet."""
-        return bool(self._lost)
+    # -- while all is well
 
-    def copy(self, engine: Engine, step: int, position: int) -> None:
-        """Keep the state at the end of a step. Collective."""
-        self._copies.take(self.world, engine, step, {"position": position})
+    def copy(self, engine: Engine, step: int, values: dict[str, Any]) -> None:
+        """Keep the state at the end of a step. Collective over those that train."""
+        self._copies.take(self.world, engine, step, values)
 
-    def restore(self, engine: Engine, store: Store) -> tuple[int, int] | None:
-        """Put what the copies hold into the engine; returns (steps done, samples seen). Collective.
+    def reached(self, engine: Engine, step: int, values: dict[str, Any]) -> None:
+        """The engine has the state after this step: of use at stage 0, where each rank has all of it."""
+        self._even = engine.synchronous
+        if engine.options.zero == 0:
+            key = Key(step, self.world.size, self._copies.losses)
+            self._reached = Reached(engine, key, values, [buffer.clone() for buffer in engine.module.buffers()])
 
-        None where there are none, or not enough. store: the run's checkpoints from now on.
-        """
-        self._store = store
-        manifest = self._copies.restore(self.world, engine)
-        return None if manifest is None else (manifest.step, manifest.values["position"])
-
-    def going_on(self, step: int) -> None:
-        """Say that training goes on, if ranks were lost."""
-        if self._lost and self.world.rank == 0:
+    def step_done(self) -> float | None:
+        """All ranks have done a step. Returns, after the first one without ranks that were lost, the seconds since
+        the first of them failed, and says so."""
+        self._well = time.monotonic()
+        if not self._lost:
+            return None
+        seconds = self._well - self._failed
+        if self.world.rank == 0:
             which = "rank" if len(self._lost) == 1 else "ranks"
-            left = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
+            waiting = self.everyone.size - self.world.size
             say(
-                f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; going on from step {step} with "
-                f"{left}, after {time.monotonic() - self._since:.1f} s"
+                f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; going on from step {self._step} "
+                f"with {_counted(self.world.size)}{f' ({waiting} waiting)' if waiting else ''}, "
+                f"step {self._step + 1} done {'at most ' if self._at_most else ''}{seconds:.1f} s after the fault"
             )
         self._lost = []
+        return seconds
+
+    # -- when ranks died
 
     def missed(self, error: BaseException) -> bool:
         """Whether an error came of the death of ranks."""
-        if not ranks_died(self.world, error):
+        if not ranks_died(self.everyone, error):
             return False
-        if not self.fewer and not self.missing:
-            self._since = time.monotonic()
         self.missing = True
         return True
 
     def close_ranks(self, run: Run) -> None:
         """Go over to the world of those that are left. Collective over them."""
-        self.world, loss = shrink(self.world)
-        self.missing = False
+        parallel = self.config.parallel
+        self.everyone, loss = shrink(self.everyone, lambda nodes: tensor_groups_first(nodes, parallel.tensor))
+        self._copies.losses += 1
+        self.missing, self.fewer, self.misfit = False, True, ""
         self._lost += loss.lost
-        left = f"{self.world.size} of {self.world.size + len(loss.lost)} ranks are left"
-        run.log.info("lost %s; %s, this one is rank %d", list(loss.lost), left, self.world.rank)
+        left = f"{self.everyone.size} of {self.everyone.size + len(loss.lost)} ranks are left"
+        run.log.info("lost %s; %s, this one is rank %d", list(loss.lost), left, self.everyone.rank)
         if not loss.is_main_part:
             raise TooFewLeft(
                 f"{left}, cut off from ranks {', '.join(map(str, loss.parted))}, which may go on; start the job again "
                 "when their nodes are back",
                 agreed=True,
             )
+        well = time.monotonic() - self._well if self.trains else 0.0
+        ago, self._at_most = seconds_since(self.everyone, self._lost, well)
+        self._failed = time.monotonic() - ago
         if self._store is not None:
             self._store.abandon()
             self._store = None
-        run.move_to(self.world)
+        told = self.everyone.all_gather_object([self.saved, self._even])
+        self.saved, self._even = any(saved for saved, _ in told), any(even for _, even in told)
+        if self._copies.newest(self.everyone) is None:
+            self._copy_alone()
+        self._reached = None
+        self._divide(run)
         resume = self.config.checkpoint.resume
         if resume == "never" or self.saved:  # what was there before "never" has been set aside
             resume = "auto"
         self.config = self.config.model_copy(
             update={
-                "parallel": self.config.parallel.model_copy(update={"data": "auto"}),
+                "parallel": parallel.model_copy(update={"data": "auto"}),
                 "checkpoint": self.config.checkpoint.model_copy(update={"resume": resume}),
             }
         )
 
+    def _copy_alone(self) -> None:
+        reached = self._reached
+        if reached is None or not reached.engine.settled:
+            return
+        with torch.no_grad():
+            for buffer, kept in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
+                buffer.copy_(kept)
+        columns = self.config.parallel.pipeline * self.config.parallel.tensor
+        self._copies.take_alone(reached.engine, reached.key, reached.values, self.world.rank, columns)
 
-def keep_training(config: Config, world: Communicator, run: Run, train: Callable[[Survivors], int]) -> int:
+    def _divide(self, run: Run) -> None:
+        """Choose who trains, of those that are left."""
+        parallel, size = self.config.parallel, self.everyone.size
+        ranks = data_ranks(self.config, size, even=self._even) * parallel.pipeline * parallel.tensor
+        self.world, self.trains = self.everyone, True
+        if ranks == 0:
+            self.misfit = f"too few for parallel.pipeline {parallel.pipeline} x parallel.tensor {parallel.tensor}"
+        elif ranks < size:
+            self.trains = self.everyone.rank < ranks
+            team = self.everyone.split(0 if self.trains else None, self.everyone.rank, label="training")
+            self.world = team or self.everyone
+        if self.trains:
+            run.move_to(self.world)
+        else:
+            run.log.info("waiting: %d of %d ranks train", ranks, size)
+            run.stand_by()
+
+    def restore(self, engine: Engine, store: Store) -> tuple[int, dict[str, Any]] | None:
+        """Put what the copies hold into the engine; returns (steps done, the values that go with them).
+
+        None where there are none, or not enough. store: the run's checkpoints from now on. Collective over those that
+        train.
+        """
+        self._store = store
+        self._tell(_RESTORE)
+        manifest = self._copies.restore(self.everyone, engine)
+        return None if manifest is None else (manifest.step, manifest.values)
+
+    def going_on(self, step: int) -> None:
+        """Training goes on."""
+        self._step, self.fewer = step, False
+
+    # -- those that wait
+
+    def wait(self) -> int:
+        """Give what this rank has of copies to those that train, until they end. Returns their exit code."""
+        while True:
+            told = torch.empty(2, dtype=torch.int64)
+            message = self.everyone.irecv(told, 0, _TAG)
+            while not message.done():
+                if noticed(self.everyone):
+                    raise CommunicationError("ranks died while this one waited for those that train")
+                time.sleep(_PAUSE)
+            what, code = told.tolist()
+            if what == _END:
+                return int(code)
+            if what == _RESTORE:
+                self._copies.restore(self.everyone, None)
+                self.fewer, self._lost = False, []
+            else:
+                self._save()
+
+    def _tell(self, what: int, code: int = 0) -> None:
+        if self.world.rank == 0:
+            for rank in range(self.world.size, self.everyone.size):
+                self.everyone.send(torch.tensor([what, code]), rank, _TAG)
+
+    def dismiss(self, code: int) -> None:
+        """Let those that wait end with an exit code."""
+        with suppress(Exception):  # one that died meanwhile is not needed any more
+            self._tell(_END, code)
+
+    # -- where nothing fits
+
+    def too_few(self) -> TooFewLeft:
+        """What to end with, after the newest copy was written as a checkpoint. Collective over those that train."""
+        self._tell(_SAVE)
+        saved = self._save()
+        left = (
+            "1 rank is left, which does"
+            if self.everyone.size == 1
+            else f"{self.everyone.size} ranks are left, which do"
+        )
+        return TooFewLeft(f"{left} not fit: {self.misfit}; {saved}; start the job again", agreed=True)
+
+    def _save(self) -> str:
+        """Write the newest copy as a checkpoint; returns what became of it. Collective over everyone."""
+        found = self._copies.parts(self.everyone)
+        if found is None:
+            return "no whole copy is left, so that a restart goes back to the last checkpoint"
+        step, parts, values = found
+        try:
+            with self._make_store(self.everyone) as store:
+                store.prepare(set_aside=False)
+                if all(folder.name < store.folder(step).name for folder in store.newest_first()):
+                    store.save(step, parts, values, durable=True)
+        except MpitrainError as error:
+            if not error.agreed:
+                raise
+            return f"step {step} could not be saved ({error})"
+        return f"step {step} is saved"
+
+
+def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
+    """How many data-parallel ranks go on where so many ranks are left; 0: not even one pipeline of tensor groups.
+
+    The pipeline and the tensor groups stay as they are, and so does the global batch. With run.reproducible their
+    number divides run.workers. even: each must have as many microbatches as any other (batch norms outside of
+    pipelines).
+    """
+    parallel, section = config.parallel, config.run
+    for data in range(ranks // (parallel.pipeline * parallel.tensor), 0, -1):
+        if section.reproducible and section.workers % data:
+            continue
+        cut = Cut(0, data, section.workers if section.reproducible else data)
+        if not even or parallel.pipeline > 1 or cut.even(config.train.batch, config.train.microbatch):
+            return data
+    return 0
+
+
+def keep_training(
+    config: Config,
+    world: Communicator,
+    run: Run,
+    train: Callable[[Survivors], int],
+    make_store: Callable[[Communicator], Store],
+) -> int:
     """Train, and when ranks die train again with those that are left. Returns train's value."""
-    survivors = Survivors(config, world)
+    survivors = Survivors(config, world, make_store)
     while True:
         try:
             if survivors.missing:
                 survivors.close_ranks(run)
-            return train(survivors)
+            if survivors.misfit:
+                raise survivors.too_few()
+            if not survivors.trains:
+                return survivors.wait()
+            code = train(survivors)
+            survivors.dismiss(code)
+            return code
         except Exception as error:
-            if not survivors.missed(error):
-                if survivors.fewer and isinstance(error, InputError) and error.agreed:
-                    number = survivors.world.size
-                    raise TooFewLeft(f"{number} ranks are left, which do not fit: {error}", agreed=True) from error
+            if survivors.missed(error):
+                run.log.info("ranks died: %s", error)
+            elif survivors.fewer and isinstance(error, InputError) and error.agreed:
+                survivors.misfit = str(error)
+            else:
+                if isinstance(error, MpitrainError) and error.agreed:
+                    survivors.dismiss(exit_code(error))
                 raise
-            run.log.info("ranks died: %s", error)
+
+
+def _counted(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -46,6 +46,10 @@ class CheckpointError(MpitrainError):
     """A checkpoint that cannot be written or trusted."""
 
 
+class NothingLearned(MpitrainError):
+    """Training came to its end, and its last steps taught nothing."""
+
+
 def first_problem(error: ValidationError) -> str:
     """The first thing that is wrong in a file, in one line: where, and what is expected there."""
     problem = error.errors(include_url=False, include_input=False)[0]

@@ -10,6 +10,7 @@ data 1          4 5          6 7        tensor ranks are neighbours: inside a no
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpitrain.comm import Communicator
@@ -91,6 +92,21 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
         f"{_what_fits(ranks, pipeline, tensor)}",
         agreed=True,
     )
+
+
+def tensor_groups_first(nodes: Sequence[int], tensor: int) -> list[int]:
+    """An order of ranks in which groups of `tensor` neighbours lie inside a node as far as that can be.
+
+    nodes: of each rank. The ranks that are left over on their nodes come last.
+    """
+    groups: list[int] = []
+    over: list[int] = []
+    for node in dict.fromkeys(nodes):
+        ranks = [rank for rank, of in enumerate(nodes) if of == node]
+        whole = len(ranks) - len(ranks) % tensor
+        groups += ranks[:whole]
+        over += ranks[whole:]
+    return groups + over
 
 
 def _what_fits(ranks: int, pipeline: int, tensor: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,10 +86,12 @@ def summary(folder: Path) -> str:
     rows = [
         ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
         ("loss", f"{_number(first['loss'])} -> {_number(last['loss'])}"),
+        ("skipped", _skipped(lines)),
         ("held-out loss", " -> ".join(f"{_number(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
         ("speed", _speed(lines)),
         ("step time", f"median {_median(lines, 'step_s') * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}"),
         ("memory", _memory(lines)),
+        ("recovered", _recovered(lines)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
@@ -99,6 +102,21 @@ def _speed(lines: list[dict[str, Any]]) -> str:
     samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
     tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
     return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+
+
+def _skipped(lines: list[dict[str, Any]]) -> str:
+    """Steps without an update, and those at the end that taught nothing."""
+    skipped = sum(bool(m.get("skipped")) for m in lines)
+    useless = list(takewhile(lambda m: m.get("skipped") or m["loss"] is None, reversed(lines)))
+    told = [f"{skipped} of {len(lines)} steps" if skipped else ""]
+    told.append(f"nothing learned since step {useless[-1]['step']}" if useless else "")
+    return ", ".join(filter(None, told))
+
+
+def _recovered(lines: list[dict[str, Any]]) -> str:
+    """How often ranks were lost, and how long it took until the first step without them."""
+    seconds = [(m["recovered_s"], m["step"]) for m in lines if "recovered_s" in m]
+    return ", ".join(f"{s:.1f} s from the loss of ranks to step {step}" for s, step in seconds)
 
 
 def _memory(lines: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from mpitrain.config import Config, read_toml
 from mpitrain.data import Dataset, open_dataset, read_manifest, resolve, stage_on_nodes, staged_folder
 from mpitrain.disk import free_name, reason
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
+from mpitrain.fruitless import Fruitless
 from mpitrain.monitor import (
     MetricsWriter,
     Outcome,
@@ -77,6 +78,7 @@ class Run:
         self._begun = False
         self._step = 0
         self._tokens = 0
+        self._skipped = 0  # steps
 
     def __enter__(self) -> Run:
         self.world.on_root(self._occupy)
@@ -96,8 +98,7 @@ class Run:
     ) -> None:
         self._close_records()
         self.stopping.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._release()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self._step)
             raise Interrupted(f"interrupted at step {self._step}; go on with: {self._resume_command()}") from None
@@ -242,7 +243,19 @@ class Run:
         self._close_records()
         if world.rank == 0:
             self.stopping.watch()
+        else:
+            self._release()
         world.on_root(self._inherit)
+
+    def stand_by(self) -> None:
+        """Leave the folder to the ranks that go on without this one."""
+        self._close_records()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def report(
         self,
@@ -254,9 +267,14 @@ class Run:
         seconds: float,
         ids: list[int] | None,
         memory: Memory | None,
+        recovered: float | None = None,
     ) -> None:
-        """Record a finished step. ids: of all samples in it, in order, or None. memory: by category, once."""
+        """Record a finished step. ids: of all samples in it, in order, or None. memory: by category, once.
+
+        recovered: seconds since ranks failed, in the first step without them.
+        """
         self._step = step
+        self._skipped += result.skipped
         if self._metrics is None or self._progress is None:
             return
         batch = self.config.train.batch
@@ -268,6 +286,8 @@ class Run:
             extras["skipped"] = True
         if memory is not None:
             extras["memory"] = asdict(memory)
+        if recovered is not None:
+            extras["recovered_s"] = recovered
         self._metrics.write(
             step=step,
             loss=loss,
@@ -281,11 +301,11 @@ class Run:
             world_size=self.world.size,
             **extras,
         )
-        self._progress.update(step, loss, lr, rate)
+        self._progress.update(step, loss, lr, rate, self._skipped)
         if held_out_loss is not None:
             self.say(f"step {step}: held-out loss {held_out_loss:.4f}")
 
-    def end(self, step: int, loss: float, held_out_loss: float | None) -> None:
+    def end(self, step: int, loss: float, held_out_loss: float | None, fruitless: Fruitless) -> None:
         """Print how it ended. Collective."""
         memory = torch.tensor([peak_memory_bytes()])
         self.world.all_reduce(memory, "max")
@@ -294,7 +314,8 @@ class Run:
             return
         if self._progress is not None:
             self._progress.close()
-        commands = [("resume" if step < self.config.train.steps else "go on", self._resume_command())]
+        stopped = step < self.config.train.steps
+        commands = [("resume" if stopped else "go on", self._resume_command())] if stopped or not fruitless.bad else []
         commands.append(("inspect", f"python -m mpitrain.report {self.folder}"))
         outcome = Outcome(
             step=step,
@@ -302,6 +323,8 @@ class Run:
             start_step=self.start_step,
             loss=loss,
             held_out_loss=held_out_loss,
+            skipped=self._skipped,
+            fruitless_since=fruitless.since if fruitless.bad else 0,
             seconds=time.monotonic() - self._began,
             samples_done=(step - self.start_step) * self.config.train.batch,
             tokens=self._tokens,

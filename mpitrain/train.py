@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from mpitrain.assemble import assemble
-from mpitrain.checkpoint import Store
+from mpitrain.checkpoint import FRUITLESS, Store
 from mpitrain.comm import Communicator, elastic, init, set_timeout
 from mpitrain.config import Config, help_text
 from mpitrain.data import Batch, Dataset, Loader, SampleOrder, evaluation_batches
 from mpitrain.elastic import Survivors, keep_training
-from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError
+from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError, NothingLearned
+from mpitrain.fruitless import Fruitless
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.run import Run, refuse_what_is_not_there_yet, set_threads, settled
@@ -32,7 +33,7 @@ from mpitrain.shard.engine import Engine
 from mpitrain.shard.leaves import Cut
 from mpitrain.shard.schedule import Schedule
 
-SKIPPED = 50  # steps without an update after which a run is given up
+FRUITLESS_STEPS = 50  # in a row, after which a run is given up
 
 
 def main() -> int:
@@ -50,8 +51,14 @@ def main() -> int:
             return train(config, world, run)
     world = elastic.begin(world)
     with Run(config, world) as run:
-        code = keep_training(config, world, run, lambda left: train(left.config, left.world, run, left))
-    elastic.leave(run.world, code)
+        code = keep_training(
+            config,
+            world,
+            run,
+            lambda left: train(left.config, left.world, run, left),
+            lambda comm: make_store(config, comm, run),
+        )
+    elastic.leave(init(), code)
     return code
 
 
@@ -76,32 +83,36 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
     del task  # a stage needs no more than its own blocks
     with make_store(config, world, run) as store:
         identity = data.description.identity
-        step, position = resume(config, run, store, engine, identity, survivors)
+        step, values = resume(config, run, store, engine, identity, survivors)
         for moved in store.make_way(step):
             run.say(moved)
         store.require_room(engine.checkpoint_bytes(), saves_between(step, config))
+        fruitless = Fruitless(values[FRUITLESS])
         if survivors is not None:
-            survivors.copy(engine, step, position)
+            survivors.copy(engine, step, values)
         run.begin(assembled.parameters, data, held_out, step)
         if survivors is not None:
             survivors.going_on(step)
         loss, held_out_loss, stop = float("nan"), None, False
-        with batches(config, cut, data, position) as loader:
+        with batches(config, cut, data, values["position"]) as loader:
             while step < config.train.steps and not stop:
                 began = time.perf_counter()
                 batch = next(loader)
                 losses = forward_backward(config, mesh, engine, cut, batch, step, rounds)
                 lr = schedule.rate(step)
-                result = engine.step(lr)
-                if engine.skipped >= SKIPPED:
-                    raise InputError(
-                        f"the gradients were not finite in {SKIPPED} steps in a row, up to step {step + 1}; lower "
-                        "optim.lr, or go on from an earlier checkpoint",
-                        agreed=True,
-                    )
                 loss = cut.total(mesh.data, losses)
+                result = engine.step(lr)
+                step, before = step + 1, fruitless
+                fruitless = before.after(step, loss, result.skipped, engine.scale)
+                values = values | {"position": values["position"] + config.train.batch} | fruitless.mark
+                if survivors is not None:
+                    survivors.reached(engine, step, values)
+                if fruitless.count(step) >= FRUITLESS_STEPS:
+                    raise InputError(f"{fruitless.reason}; {mend(store.newest_fruitful())}", agreed=True)
                 stop, failing = any_rank(world, bool(run.stopping.reason()), store.failing)
-                step, position = step + 1, position + config.train.batch
+                recovered = survivors.step_done() if survivors is not None else None
+                if fruitless.bad and not before.bad:
+                    run.say(fruitless.reason)
                 if stop:
                     run.say(f"stopping after step {step}: {run.stopping.reason() or 'another rank was asked to'}")
                 seconds = time.perf_counter() - began
@@ -113,16 +124,27 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
                     held_out_loss = evaluated = evaluate(config, mesh, engine, cut, held_out)
                 ids = gather_ids(mesh, batch) if config.data.record_ids else None
                 memory = engine.memory() if step == run.start_step + 1 else None
-                run.report(step, loss, evaluated, lr, result, seconds, ids, memory)
+                run.report(step, loss, evaluated, lr, result, seconds, ids, memory, recovered)
                 if last or due(step, config.checkpoint.every):
-                    save(config, store, engine, step, {"position": position, "data": identity}, last)
+                    save(config, store, engine, step, values, last)
                     if survivors is not None:
                         survivors.saved = True
                 if survivors is not None and not last and due(step, config.elastic.copy_every):
-                    survivors.copy(engine, step, position)
+                    survivors.copy(engine, step, values)
                 run.stopping.took(time.perf_counter() - began)
-    run.end(step, loss, held_out_loss)
-    return EXIT_REQUEUE if step < config.train.steps else EXIT_DONE
+        good = store.newest_fruitful() if fruitless.bad else None
+    run.end(step, loss, held_out_loss, fruitless)
+    if step < config.train.steps:
+        return EXIT_REQUEUE
+    if fruitless.bad:
+        raise NothingLearned(f"{fruitless.reason}; {mend(good)}", agreed=True)
+    return EXIT_DONE
+
+
+def mend(good: Path | None) -> str:
+    """What to do about a run that learns nothing. good: its newest checkpoint from before."""
+    again = f"start from --checkpoint.resume {good} in another run.dir" if good is not None else "start again"
+    return f"lower optim.lr, or look for values that are not finite in data.path, and {again}"
 
 
 def make_store(config: Config, world: Communicator, run: Run) -> Store:
@@ -234,19 +256,22 @@ def save(config: Config, store: Store, engine: Engine, step: int, values: dict[s
 
 def resume(
     config: Config, run: Run, store: Store, engine: Engine, data: str, survivors: Survivors | None = None
-) -> tuple[int, int]:
-    """Load what there is to go on from; returns (steps done, samples seen). data: identity of the data set.
+) -> tuple[int, dict[str, Any]]:
+    """Load what there is to go on from; returns (steps done, the values of its checkpoint that training needs).
+
+    data: identity of the data set.
 
     Raises InputError for a path that is no checkpoint, or one of other data; CheckpointError when there are
     checkpoints and none of them is whole.
     """
     store.prepare(set_aside=config.checkpoint.resume == "never")
+    beginning = {"position": 0, "data": data, FRUITLESS: 0}
     if survivors is not None and (restored := survivors.restore(engine, store)) is not None:
-        return restored
+        return restored[0], {name: restored[1][name] for name in beginning}
     if store.remark:
         run.say(store.remark)
     if config.checkpoint.resume == "never":
-        return 0, 0
+        return 0, beginning
     automatic = config.checkpoint.resume == "auto"
     candidates = store.newest_first() if automatic else store.at(Path(config.checkpoint.resume))
     reasons = []
@@ -269,10 +294,10 @@ def resume(
         for repaired in store.repairs:
             run.say(repaired)
         run.say(f"resumed from {folder}")
-        return manifest.step, position
+        return manifest.step, beginning | {"position": position, FRUITLESS: manifest.values.get(FRUITLESS, 0)}
     if reasons:
         raise CheckpointError(f"none of {len(reasons)} checkpoints can be used: {reasons[0]}", agreed=True)
-    return 0, 0
+    return 0, beginning
 
 
 if __name__ == "__main__":

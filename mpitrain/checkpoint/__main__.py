@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpitrain import locks
 from mpitrain.checkpoint import contents, convert, folders
+from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckpointError, InputError, MpitrainError
 
@@ -117,17 +118,23 @@ def _prune(arguments: argparse.Namespace) -> int:
     if listed == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint; give its run folder")
     with _occupied(*folders.locked_with(root)):
+
+        def fruitful(step: int) -> bool:
+            return is_fruitful(root / folders.folder_name(step))
+
         verified: list[int] = []
         unusable: set[int] = set()
         steps = folders.finished_steps(root)
         for step in steps:
-            if not any(damages(root / folders.folder_name(step))):
-                verified.append(step)
+            if any(damages(root / folders.folder_name(step))):
+                unusable.add(step)
+                continue
+            verified.append(step)
+            if fruitful(step):
                 break
-            unusable.add(step)
         if not verified:
             raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
-        for step in folders.doomed(steps, arguments.keep, verified, unusable):
+        for step in folders.doomed(steps, arguments.keep, verified, unusable, fruitful):
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)

@@ -14,6 +14,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import (
     DTYPES,
+    FRUITLESS,
     MANIFEST,
     MODEL,
     Manifest,
@@ -78,6 +79,7 @@ def listing(path: Path) -> Iterator[str]:
     """A line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
     for folder in found(path):
+        manifest: Manifest | None = None
         try:
             manifest = read_manifest(folder)
             step = str(manifest.step)
@@ -86,7 +88,9 @@ def listing(path: Path) -> Iterator[str]:
         except (CheckpointError, OSError):
             step = folder.name.partition("-")[2].lstrip("0") or "0"
             files = size = time = "?"
-        yield f"{step:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}"
+        since = manifest.values.get(FRUITLESS) if manifest is not None else None
+        remark = f", nothing learned since step {since}" if since else ""
+        yield f"{step:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}{remark}"
 
 
 def description(folder: Path, pattern: str = "*") -> Iterator[str]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST
@@ -217,14 +218,23 @@ def remove(*hidden: Path) -> None:
                 os.rename(folder, free_name(folder.with_name(folder.name.partition(_TEMPORARY)[0])))
 
 
-def doomed(steps: Sequence[int], keep: int, verified: Collection[int], unusable: Collection[int]) -> list[int]:
+def doomed(
+    steps: Sequence[int],
+    keep: int,
+    verified: Collection[int],
+    unusable: Collection[int],
+    fruitful: Callable[[int], bool] = lambda step: True,
+) -> list[int]:
     """Which of these steps (newest first) retention removes.
 
-    The newest `keep` usable ones stay, and the newest verified one whatever its place. Unusable ones do not count,
-    and go when they are older than all that stay.
+    The newest `keep` usable ones stay, and, whatever its place, the newest verified one. The same goes for those that
+    were made while training learned something (`fruitful`). Unusable ones do not count, and go when they are older
+    than all that stay.
     """
     usable = [step for step in steps if step not in unusable]
     staying = set(usable[:keep]) | set([step for step in usable if step in verified][:1])
+    staying |= set(islice(filter(fruitful, usable), 1))
+    staying |= set(islice(filter(fruitful, [step for step in usable if step in verified]), 1))
     if not staying:
         return []
     oldest = min(staying)

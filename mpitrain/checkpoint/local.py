@@ -27,7 +27,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.exchange import Message, exchange
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import MANIFEST, Manifest, ParitySet, decode, read_manifest
+from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, is_fruitful, read_manifest
 from mpitrain.checkpoint.parity import (
     Move,
     copy_rounds,
@@ -136,7 +136,7 @@ class LocalFolders:
         """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
         target = Target(self.folder(step), self._leads(comm), alone=False)
         write_checkpoint(comm, layout, target, step, parts, values, partial(self._protect, comm))
-        self.forget(comm, step - 1)
+        self.forget(comm, step - 1, fruitful=not values.get(FRUITLESS))
 
     def _protect(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
@@ -153,12 +153,15 @@ class LocalFolders:
                     sync(folder / parity)
         return [one for one, _ in sets]
 
-    def forget(self, comm: Communicator, step: int) -> None:
-        """Remove the checkpoints up to this step."""
+    def forget(self, comm: Communicator, step: int, *, fruitful: bool = True) -> None:
+        """Remove the checkpoints up to this step. fruitful: whether what takes their place was made while training
+        learned something; else the newest one that was stays."""
 
         def remove() -> None:
-            for old in folders.finished_steps(self.root):
-                if old <= step:
+            steps = folders.finished_steps(self.root)
+            spared = None if fruitful else next((old for old in steps if is_fruitful(self.folder(old))), None)
+            for old in steps:
+                if old <= step and old != spared:
                     folders.discard(self.folder(old))
             with suppress(OSError):  # nothing is left behind on the nodes by a run that ended well
                 self.root.rmdir()

@@ -33,6 +33,7 @@ from mpitrain.layout import Box, Piece
 
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with
+FRUITLESS = "fruitless_since"  # a value: the step since which nothing was learned when this was saved; 0: it was
 HASHED = 4 << 20  # bytes under one hash
 _LARGEST = 1 << 30  # bytes of a manifest: millions of pieces
 
@@ -249,6 +250,14 @@ def read_manifest(folder: Path) -> Manifest:
     if named != folder.name and named.isdecimal() and int(named) != manifest.step:
         raise CheckpointError(f"{folder / MANIFEST} is that of step {manifest.step}; it does not belong here")
     return manifest
+
+
+def is_fruitful(folder: Path) -> bool:
+    """Whether a checkpoint was made while training still learned something. False for one that cannot be read."""
+    try:
+        return not read_manifest(folder).values.get(FRUITLESS)
+    except CheckpointError:
+        return False
 
 
 def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
-from mpitrain.checkpoint.manifest import Manifest, read_manifest, require_files
+from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.once import Once
 from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.snapshot import Snapshot, Task
@@ -75,6 +75,7 @@ class Store:
         self.repairs: list[str] = []  # a sentence for each damaged file that was restored from other nodes
         self._verified: set[int] = set()  # steps that this job has written or read whole
         self._unusable: set[int] = set()
+        self._fruitful: dict[int, bool] = {}  # of steps in `root`, where it was looked up
 
     @property
     def remark(self) -> str:
@@ -153,6 +154,16 @@ class Store:
         if self._local is not None:
             found += [(step, 1, self._local.folder(step)) for step in self._local.steps(self.comm)]
         return [folder for *_, folder in sorted(found, reverse=True)]
+
+    def newest_fruitful(self) -> Path | None:
+        """The folder of the newest one in the run folder that was made while training learned something."""
+
+        def find() -> str:
+            steps = folders.finished_steps(self.root)
+            return next((str(self.folder(step)) for step in steps if is_fruitful(self.folder(step))), "")
+
+        found = self.comm.on_root(find)
+        return Path(found) if found else None
 
     def at(self, path: Path) -> list[Path]:
         """The checkpoint folders a path means: itself, or those of a run folder, newest first.
@@ -283,11 +294,13 @@ class Store:
             self._local.save(comm, layout, step, parts, values)
             return
         target = Target(self.folder(step), comm.rank == 0, alone=True)
+        fruitful = not values.get(FRUITLESS)
 
         def after() -> None:
             folders.point_to(self.folder(step))
             steps = folders.finished_steps(self.root)
-            old = folders.doomed(steps, self.keep, self._verified | {step}, self._unusable - {step})
+            self._fruitful[step] = fruitful
+            old = folders.doomed(steps, self.keep, self._verified | {step}, self._unusable - {step}, self._was_fruitful)
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
                 self._removal = Task(partial(folders.remove, *hidden))
@@ -296,7 +309,12 @@ class Store:
         self._verified.add(step)
         self._unusable.discard(step)
         if self._local is not None:
-            self._local.forget(comm, step)
+            self._local.forget(comm, step, fruitful=fruitful)
+
+    def _was_fruitful(self, step: int) -> bool:
+        if step not in self._fruitful:
+            self._fruitful[step] = is_fruitful(self.folder(step))
+        return self._fruitful[step]
 
     def _require_threads(self) -> None:
         from mpitrain.comm.inspection import mpi_facts

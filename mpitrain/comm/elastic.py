@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from mpitrain.comm.connections import Connections
 from mpitrain.comm.faults import Faults, say
 from mpitrain.comm.topology import Topology, library_name
 from mpitrain.comm.watchdog import Watchdog
+from mpitrain.comm.witness import Witness
 from mpitrain.errors import CommunicationError, InputError
 
 _NOTICE = 2.0  # seconds in which a death that made an operation fail becomes known
@@ -80,6 +81,7 @@ class Deaths:
         self.host_lost = False  # whether a node was lost with all of its ranks
         self.nodes, self._neighbours = tuple(nodes), neighbours
         self._mpirun, self._silence = mpirun, silence
+        self.witness = Witness({process: fd for process, (_, fd) in neighbours.items()})
         self._connections = Connections()
         self._lock = threading.Lock()
         self._comms: list[MPI.Intracomm] = []
@@ -145,6 +147,7 @@ class Deaths:
 
         Returns whether the others run on nodes where a rank that answers will do so.
         """
+        self.witness.silent.update(self.processes[rank] for rank in silent)
         self.kill([self.processes[rank] for rank in silent])
         alive = {self.nodes[self.processes[rank]] for rank in answering}
         if all(self.nodes[self.processes[rank]] in alive for rank in silent):
@@ -243,9 +246,22 @@ def ranks_died(world: Communicator, error: BaseException) -> bool:
     return True
 
 
-def shrink(world: Communicator) -> tuple[Communicator, Loss]:
+def noticed(world: Communicator) -> bool:
+    """Whether a rank is known to have died. Not collective, and takes no time."""
+    return _deaths_of(world).noticed()
+
+
+def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
+    """See `Witness`. lost: numbers in MPI_COMM_WORLD. Collective."""
+    return _deaths_of(world).witness.seconds_since(world, lost, otherwise)
+
+
+def shrink(
+    world: Communicator, order: Callable[[Sequence[int]], Sequence[int]] | None = None
+) -> tuple[Communicator, Loss]:
     """The world of the ranks that are left, and who is not. Collective over those; call it when `ranks_died`.
 
+    order: puts the ranks that are left, given by their nodes, into the order that they shall have; the same on all.
     Ranks that die meanwhile are left out as well. Nothing that was made from the old world is of use afterwards.
     """
     deaths = _deaths_of(world)
@@ -262,6 +278,8 @@ def shrink(world: Communicator) -> tuple[Communicator, Loss]:
             continue
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         ranks = [int(r) for r in MPI.Group.Translate_ranks(comm.group, range(comm.size), world._comm.group)]
+        if order is not None:
+            ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
         deaths.begin(comm, [before[rank] for rank in ranks])
         made = _agreed(comm, _try_to_make(comm, ranks, world, deaths))
     record.end()
@@ -331,10 +349,13 @@ def _of_communication(error: BaseException | None) -> bool:
 
 
 def _try_to_make(comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, deaths: Deaths) -> Communicator | None:
-    """The world over `comm`; None when a rank died meanwhile. ranks: their numbers in the world before."""
+    """A world of the ranks of `comm`; None when a rank died meanwhile. ranks: their numbers in the world before, in
+    the order that they get."""
     numbers: dict[int, int] = {}
     nodes = tuple(numbers.setdefault(world.nodes[rank], len(numbers)) for rank in ranks)
     try:
+        if list(ranks) != sorted(ranks):
+            comm = deaths.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
         return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, deaths)
     except MPI.Exception:
         deaths.give_up()  # others may be waiting for this rank

@@ -38,6 +38,7 @@ class Outcome:
     """What the closing lines tell. seconds and samples_done: of this start, not of the whole run.
 
     loss: of the last step; held_out_loss: None where nothing was held out; NaN where there was no step.
+    skipped: steps without an update. fruitless_since: the step since which nothing was learned; 0: it was.
     commands: (what it does, command), to copy.
     """
 
@@ -51,6 +52,8 @@ class Outcome:
     tokens: int  # per sample; 0 where samples are not tokens
     peak_memory_bytes: int  # of the rank that held most
     run_dir: str
+    skipped: int = 0
+    fruitless_since: int = 0
     commands: tuple[tuple[str, str], ...] = ()
 
 
@@ -80,16 +83,22 @@ def closing(outcome: Outcome) -> str:
     """Lines without a newline at the end."""
     steps = outcome.step - outcome.start_step
     done = "done" if outcome.step >= outcome.steps else "stopped"
+    fruitless = ""
+    if outcome.fruitless_since:
+        done = "ended" if done == "done" else done
+        fruitless = f", nothing learned since step {outcome.fruitless_since:,}"
     since = f" ({steps:,} since the resume)" if outcome.start_step else ""
     rows = [("loss", "none: no step was taken" if math.isnan(outcome.loss) and not steps else f"{outcome.loss:.4f}")]
     if outcome.held_out_loss is not None:
         rows.append(("held-out loss", f"{outcome.held_out_loss:.4f}"))
+    if outcome.skipped:
+        rows.append(("skipped", f"{counted(outcome.skipped, 'step')}, for gradients that were not finite"))
     rows.append(("throughput", _throughput(outcome)))
     rows.append(("time", f"{duration(outcome.seconds)} for {counted(steps, 'step')}"))
     rows.append(("peak memory", f"{short(outcome.peak_memory_bytes)}B per rank at most"))
     rows.append(("run folder", outcome.run_dir))
     rows.extend(outcome.commands)
-    return f"{done} at step {outcome.step:,} of {outcome.steps:,}{since}\n{aligned(rows)}"
+    return f"{done} at step {outcome.step:,} of {outcome.steps:,}{since}{fruitless}\n{aligned(rows)}"
 
 
 def _throughput(outcome: Outcome) -> str:

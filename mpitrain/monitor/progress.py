@@ -4,7 +4,8 @@
 
     step 120/300  loss   2.3451  lr 1.50e-03   12.3k tokens/s  left  0:04:12
 
-The plain lines are for a log file: fixed columns, under 80 characters, no control characters, each flushed at once.
+Where steps were skipped, their number follows. The plain lines are for a log file: fixed columns, under 80 characters
+but for that number, no control characters, each flushed at once.
 The bar never hides the cursor, because a killed job could not bring it back, and draws from the training thread at
 most a few times a second, because a second thread would take time from a rank with one core.
 """
@@ -40,13 +41,13 @@ class Progress:
         self._pace = Pace(total_steps)
         self._bar = _open_bar(self._stream, total_steps, start_step)
 
-    def update(self, step: int, loss: float, lr: float, rate: float) -> None:
-        """After each step: its loss, learning rate, and tokens or samples per second."""
+    def update(self, step: int, loss: float, lr: float, rate: float, skipped: int = 0) -> None:
+        """After each step: its loss, learning rate, and tokens or samples per second. skipped: steps so far."""
         left = self._pace.seconds_left(step, time.monotonic())
         if self._bar is not None:
-            self._bar.show(step, loss, lr, rate, self._unit, left)
+            self._bar.show(step, loss, lr, rate, self._unit, left, skipped)
         elif step % self._every == 0 or step in (self._start + 1, self._total):
-            self.say(plain_line(step, self._total, loss, lr, rate, self._unit, left))
+            self.say(plain_line(step, self._total, loss, lr, rate, self._unit, left) + _skipped(skipped))
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar where there is one."""
@@ -104,6 +105,10 @@ def bar_text(columns: int, loss: float, lr: float, rate: float, unit: str, left:
     return f"loss {_loss(loss)}{middle}  {short(rate):>5} {unit}/s  left {duration(left)}"
 
 
+def _skipped(steps: int) -> str:
+    return f"  skipped {steps}" if steps else ""
+
+
 def _loss(loss: float) -> str:
     return f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.2e}"  # nan takes the second and reads nan
 
@@ -144,9 +149,9 @@ class _Bar:
         self._rich.start()
         self._console.show_cursor(True)
 
-    def show(self, step: int, loss: float, lr: float, rate: float, unit: str, left: float) -> None:
+    def show(self, step: int, loss: float, lr: float, rate: float, unit: str, left: float, skipped: int) -> None:
         self._fit()
-        text = bar_text(self._console.width, loss, lr, rate, unit, left)
+        text = bar_text(self._console.width, loss, lr, rate, unit, left) + _skipped(skipped)
         due = time.monotonic() - self._drawn >= REDRAW_S
         self._rich.update(self._task, completed=step, text=text, refresh=due)
         if due:

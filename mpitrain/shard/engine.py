@@ -74,13 +74,13 @@ class Engine:
         convert(module, precision)
         self.sharding = Sharding(module, optimizer, comm, self.options, axes.counted, staged=self._pipeline is not None)
         self.scale = scale if scale is not None else LossScale.of(precision)
-        self.skipped = 0  # steps since the last update
+        self.settled = True  # whether parameters and states are those between two updates
         folder = self.options.offload
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
         self._state = State(self.sharding, axes, first=all(other.rank == 0 for other in others))
-        self._synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
+        self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter = ActivationMeter(module) if self._pipeline is None else None
         self._activations = 0
         self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
@@ -152,7 +152,7 @@ class Engine:
         if self._pipeline is not None:
             before(0)
             return [self._through_pipeline(self._pipeline, [m for leaf in leaves for m in leaf], samples)]
-        if self._synchronous and sum(map(len, leaves)) != rounds:
+        if self.synchronous and sum(map(len, leaves)) != rounds:
             raise InputError(
                 "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
                 "the ranks, and of train.microbatch on each of them"
@@ -214,8 +214,9 @@ class Engine:
             factor *= self.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
         finite = math.isfinite(norm)
         if finite:
+            self.settled = False
             self._updater.apply(factor)
-        self.skipped = 0 if finite else self.skipped + 1
+            self.settled = True
         self.scale.update(overflowed=not finite)
         return StepResult(norm, not finite)
 
@@ -249,7 +250,15 @@ class Engine:
                 for name, states in theirs.items():
                     merged.setdefault(name, {}).update(states)
             values["optimizer"] = merged
-        return parts, values | {"loss_scale": self.scale.state(), "precision": self.precision}
+        return parts, values | self._settings()
+
+    def parts_alone(self) -> tuple[list[Part], dict[str, Any]]:
+        """The same of all data-parallel ranks, where each of them has everything (stage 0). Not collective."""
+        parts, values = self._state.parts(alone=True)
+        return parts, values | self._settings()
+
+    def _settings(self) -> dict[str, Any]:
+        return {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
         """Bytes of what this rank writes into a checkpoint, with the optimizer's states that the first step makes."""

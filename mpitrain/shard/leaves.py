@@ -65,10 +65,17 @@ class Cut:
 
     def rounds(self, size: int, microbatch: int) -> int:
         """The most microbatches of at most `microbatch` samples (0: a leaf at once) that any rank has."""
+        return max(self._microbatches(size, microbatch))
+
+    def even(self, size: int, microbatch: int) -> bool:
+        """Whether each rank has as many microbatches as any other."""
+        return len(set(self._microbatches(size, microbatch))) == 1
+
+    def _microbatches(self, size: int, microbatch: int) -> list[int]:
         bounds = split(size, self.leaves)
         each = self.leaves // self.ranks
         counts = [-(-(hi - lo) // (microbatch or max(1, hi - lo))) for lo, hi in pairwise(bounds)]
-        return max(sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks))
+        return [sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks)]
 
     def total(self, comm: Communicator, values: Sequence[float]) -> float:
         """The sum of a number of each leaf over all of them, rounded once. values: of this rank's. Collective."""

@@ -69,6 +69,10 @@ class LossScale:
         elif self.refill:
             self.passed = 0
 
+    def explains(self, overflows: int) -> bool:
+        """Whether so many overflows in a row are no more than its adjustment takes."""
+        return self.dynamic and overflows <= 1 + self.spare
+
     def state(self) -> dict[str, float]:
         return {"scale": self.value, "good": self.good, "passed": self.passed}
 

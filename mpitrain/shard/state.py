@@ -132,20 +132,24 @@ class State:
 
     # -- writing
 
-    def parts(self) -> tuple[list[Part], dict[str, Any]]:
-        """What this rank writes into a checkpoint, and the values that go with it."""
+    def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
+        """What this rank writes into a checkpoint, and the values that go with it.
+
+        alone: also what the other data-parallel ranks have as well, and would write.
+        """
         sharding = self._sharding
+        rank, size = (0, 1) if alone else (sharding.comm.rank, sharding.comm.size)
         keys = sorted({key for state in sharding.optimizer.state.values() for key in state})
         states = [h for key in keys for h in self._of_segments(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._odd_states()
         alike, own = self._alike(), self._shares()
         (own if sharding.stage.states else alike).extend([*self._masters(), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
-        found = list(_divided([h for h in alike if h.written], sharding.comm.rank, sharding.comm.size))
+        found = list(_divided([h for h in alike if h.written], rank, size))
         for holding in own if first else ():
             if holding.written:
                 found += holding.parts(_flat(holding.data), 0, holding.last - holding.first)
-        if sharding.comm.rank == 0:  # what has no elements is in nobody's share
+        if rank == 0:  # what has no elements is in nobody's share
             empty = [self._whole(MODEL + n, p, p.detach(), True) for p, n in self._names.items() if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty]
         found += [part for h in self._left_out() for part in h.parts(_flat(h.data), 0, h.last)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -46,3 +47,27 @@ def looks_ahead(description):
 
 def head(description):
     return nn.Linear(8, description.vocabulary)
+
+
+class Spoiled(nn.Linear):
+    """Its output is NaN in the passes `first` to `last` of training, which it counts; or only its gradient."""
+
+    def __init__(self, width: int, first: int, last: int, gradient: bool) -> None:
+        super().__init__(width, width)
+        self.range, self.gradient = (first, last), gradient
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.training:
+            self.passes += 1
+            if self.range[0] <= int(self.passes) <= self.range[1]:
+                if not self.gradient:
+                    return y * math.nan
+                y.register_hook(lambda gradient: gradient * math.inf)
+        return y
+
+
+def spoiled(description, first, last=1_000_000, gradient=False):
+    parts = [nn.Embedding(description.vocabulary, 8), Spoiled(8, first, last, gradient), nn.Linear(8, 8), nn.Tanh()]
+    return nn.Sequential(*parts, head(description)), nats

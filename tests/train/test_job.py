@@ -31,6 +31,23 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_job_that_learned_nothing_says_so_and_fails(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    np.save(source / "x.npy", np.full((40, 6), np.nan, dtype=np.float32))
+    np.save(source / "y.npy", np.arange(40) % 2)
+    prepare([str(source)], tmp_path / "data")
+    command = train_command("--data.path", tmp_path / "data", "--model.name", "mlp", "--train.batch", 4)
+    done = job(2, [*command, "--train.steps", "20", "--run.dir", str(tmp_path / "r")])
+    assert done.returncode == 1
+    [ours] = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert "nothing was learned since step 1, because the gradients are not finite; lower optim.lr" in ours
+    assert "ended at step 20 of 20, nothing learned since step 1" in done.stdout and "done at" not in done.stdout
+    assert "20 steps, for gradients that were not finite" in done.stdout
+    assert next(line for line in done.stderr.splitlines() if line.startswith("step 20/20")).endswith("skipped 20")
+    assert all(m["skipped"] for m in lines(tmp_path / "r"))
+
+
 def test_a_killed_job_resumes_with_the_bits_of_one_never_killed(tmp_path, text):
     arguments = (
         "--data.path",

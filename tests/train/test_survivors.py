@@ -9,8 +9,13 @@ import torch
 from support import job, train_command
 from torch import nn
 
+from mpitrain.checkpoint import Store
+from mpitrain.checkpoint.verify import damages
 from mpitrain.comm.elastic import Loss, partners
+from mpitrain.config import Config
 from mpitrain.copies import Copies, Key, newest_whole
+from mpitrain.elastic import data_ranks
+from mpitrain.mesh import tensor_groups_first
 from mpitrain.shard.engine import Engine
 from mpitrain.shard.sharding import Options
 
@@ -36,14 +41,36 @@ def test_a_copy_lies_with_another_rank_and_on_another_node_where_that_can_be(lay
 
 
 def test_a_set_is_whole_only_when_every_owners_copy_is_there():
-    old, new, fewer = Key(7, 4), Key(8, 4), Key(7, 3)
+    old, new, fewer = Key(7, 4, 0), Key(8, 4, 0), Key(7, 3, 1)
     before = [(old, rank) for rank in range(4)]
     assert newest_whole(before) == old
     assert newest_whole([*before, (new, 0), (new, 1), (new, 3)]) == old
     assert newest_whole([*before, *((new, rank) for rank in range(4))]) == new
     assert newest_whole([*before, *((fewer, rank) for rank in range(3))]) == fewer
+    again = Key(7, 4, 1)  # as many ranks as before, because one took part that had waited
+    assert newest_whole([*before[:2], *((again, rank) for rank in (2, 3))]) is None
     assert newest_whole([(old, 0), (old, 0), (old, 2), (old, 3)]) is None
     assert newest_whole([]) is None
+
+
+def _config(**sections):
+    return Config.from_dict({"train": {"batch": 24}} | sections)
+
+
+def test_the_largest_layout_that_fits_keeps_pipeline_tensor_groups_and_what_the_batch_asks_for():
+    mesh = _config(parallel={"pipeline": 2, "tensor": 2})
+    assert [data_ranks(mesh, ranks, even=False) for ranks in (9, 8, 7, 4, 3)] == [2, 2, 1, 1, 0]
+    reproducible = _config(run={"reproducible": True, "workers": 8})
+    assert [data_ranks(reproducible, ranks, even=False) for ranks in (8, 7, 3, 1)] == [8, 4, 2, 1]
+    odd = _config(train={"batch": 10, "microbatch": 2})
+    assert [data_ranks(odd, ranks, even=True) for ranks in (6, 5, 4, 3)] == [6, 5, 3, 3]  # as batch norms need it
+    assert data_ranks(odd, 4, even=False) == 4
+
+
+def test_tensor_groups_stay_inside_their_nodes_where_ranks_were_lost():
+    assert tensor_groups_first([0, 1, 1, 2, 2, 2], 2) == [1, 2, 3, 4, 0, 5]
+    assert tensor_groups_first([0, 0, 1, 1], 2) == [0, 1, 2, 3]
+    assert tensor_groups_first([0, 1, 1], 1) == [0, 1, 2]
 
 
 def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
@@ -107,11 +134,50 @@ def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost):
 
 
 @pytest.mark.ranks(4)
-def test_a_rank_lost_with_its_partner_leaves_no_whole_set(world):
-    engine, copies = _engine(world, 1), Copies()
-    copies.take(world, engine, 1, {"position": 0})
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_rank_lost_with_its_partner_leaves_a_whole_state_only_where_each_rank_has_all_of_it(world, zero):
+    engine, copies = _engine(world, zero), Copies()
+    copies.take(world, engine, 1, {"position": 10})
+    _step(engine, 1)
+    expected = copy.deepcopy(engine.state_dict())
     gone = {1, partners(world.nodes)[1]}
     left = world.split(None if world.rank in gone else 0, world.rank)
     if left is not None:
-        assert copies.restore(left, _engine(left, 1)) is None
+        assert copies.restore(left, _engine(left, zero)) is None
+        assert copies.parts(left) is None
+        if zero == 0:
+            copies.take_alone(engine, Key(2, world.size, 0), {"position": 20}, world.rank, columns=1)
+            after = _engine(left, zero)
+            manifest = copies.restore(left, after)
+            assert manifest is not None and (manifest.step, manifest.values["position"]) == (2, 20)
+            found = after.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
+            copies._alone = copies._alone._replace(crc=left.rank)  # what should be the same is not
+            assert copies.restore(left, _engine(left, zero)) is None
+    world.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
+    engine, copies = _engine(world, zero), Copies()
+    _step(engine, 1)
+    copies.take(world, engine, 1, {"position": 10, "data": "same"})
+    expected = copy.deepcopy(engine.state_dict())
+    left = world.split(None if world.rank == 0 else 0, world.rank)
+    if left is not None:
+        step, parts, values = copies.parts(left)
+        with Store(folder / "c", left, keep=1) as store:
+            store.prepare(set_aside=False)
+            path = store.save(step, parts, values)
+            after = _engine(left, zero)
+            manifest = store.load(path, after.parts_to_load)
+        after.finish_load(manifest)
+        assert (manifest.step, manifest.values["position"], manifest.values["data"]) == (1, 10, "same")
+        found = after.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert all(float(s["step"]) == 1 for s in after.optimizer.state.values() if s)
+        if left.rank == 0:
+            assert not any(damages(path))
     world.barrier()
