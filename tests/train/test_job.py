@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,34 @@ def test_damaged_data_get_one_clear_line(tmp_path, text, kind):
     done = job(0, train_command("--data.path", "data", *SMALL, "--run.dir", "r"), cwd=tmp_path)
     assert done.returncode == 2 and "train-00000.h5" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, text):
+    """Folders under the names of files, and a checkpoint whose manifest has the right hash and lacks what is needed."""
+    (tmp_path / "r/checkpoints/latest").mkdir(parents=True)
+
+    def go(steps):
+        done = job(
+            0, train_command("--data.path", text, *SMALL, "--train.steps", steps, "--run.dir", "r"), cwd=tmp_path
+        )
+        assert "Traceback" not in done.stderr
+        return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+
+    assert go(1) == (0, [])
+    config = tmp_path / "r/config.toml"
+    config.unlink()
+    config.mkdir()
+    code, [line] = go(2)
+    assert code == 2 and "config.toml cannot be written" in line
+    config.rmdir()
+    folder = tmp_path / "r/checkpoints/step-00000001"
+    payload = json.loads((folder / "manifest.json").read_text())["payload"]
+    for name in ("optimizer", "position"):
+        values = {key: value for key, value in payload["values"].items() if key != name}
+        told = json.dumps(payload | {"values": values})
+        (folder / "manifest.json").write_text(f'{{"crc32": {zlib.crc32(told.encode())}, "payload": {told}}}\n')
+        code, [line] = go(2)
+        assert code == 1 and f"has no '{name}' among its values" in line
 
 
 def test_bad_input_under_mpirun_is_told_once_by_rank_0(tmp_path, text):
