@@ -19,8 +19,9 @@ import torch
 if "--clean" in sys.argv:  # works where MPI would not start: outside a job, with a full /dev/shm
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
-from mpitrain.comm import Communicator, init
+from mpitrain.comm import Communicator, fault_tolerance, init
 from mpitrain.comm.arena import SHARED_MEMORY
+from mpitrain.comm.cores import sharing
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.comm.leftovers import clean
 from mpitrain.comm.selection import Setting
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
-    facts = mpi_facts(world)
+    facts, missing = mpi_facts(world), fault_tolerance.missing()
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
     lines: list[Line] = [
@@ -65,7 +66,7 @@ def software(world: Communicator) -> list[Line]:
         (OK, "mpi4py", facts.mpi4py),
         (OK, "python", f"{platform.python_version()}, mpitrain {_version('mpitrain')}, {versions}"),
         (OK, "CUDA", _cuda(facts.cuda_aware)),
-        (OK, "fault tolerance", "ULFM is on" if facts.fault_tolerant else "ULFM is off (mpirun --with-ft ulfm)"),
+        (OK, "fault tolerance", f"ULFM is off: elastic.mode needs {missing}" if missing else "ULFM is on"),
     ]
     different = [rank for rank, values in enumerate(seen) if values != seen[0]]
     if different:
@@ -90,11 +91,11 @@ def placement(world: Communicator) -> list[Line]:
     binding: set[int] = set()
     for node in range(world.num_nodes):
         here = [values for values in everyone if values[0] == node]
-        available = len(set().union(*(set(values[1]) for values in here)))
-        wanted = sum(values[2] for values in here)
         binding |= {len(values[1]) for values in here}
-        if wanted > available:
-            crowded.append(f"node {node}: {wanted} threads on {available} cores")
+        for ranks, available in sharing([values[1] for values in here]):
+            wanted = sum(here[rank][2] for rank in ranks)
+            if wanted > len(available):
+                crowded.append(f"node {node}: {wanted} threads on {counted(len(available), 'core')}")
     bound, threads = _range(binding), {values[2] for values in everyone}
     lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}; threads a rank: {_range(threads)}"))
     if crowded:

@@ -361,11 +361,10 @@ def parallel_text(config: Config, ranks: int) -> str:
 
 
 def set_threads(world: Communicator, reproducible: bool) -> None:
-    """One share of the node's cores per rank, unless OMP_NUM_THREADS says otherwise."""
+    """A thread for each core that this rank has for itself, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(1 if reproducible else max(1, cores // world.local_size))
+    torch.set_num_threads(1 if reproducible else world.process.cores.each)
 
 
 def refuse_what_is_not_there_yet(config: Config) -> None:

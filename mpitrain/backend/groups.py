@@ -1,19 +1,24 @@
-"""The communicators of process groups: made, kept and used again.
+"""The communicators of process groups: made, kept, used again, and freed.
 
 Freeing an MPI communicator is collective, destroying a torch process group is not: ranks may leave without it. So
-the communicator of a destroyed group is kept for the next group of the same ranks. The members agree on which, by
-messages, because one of them may have destroyed a group that another still has:
+the communicator of a destroyed group waits until its ranks make a group together again, the same one or a larger.
+They then agree by messages, because one of them may have destroyed a group that another still has:
 
-    each member -> first member     the numbers of its free communicators of these ranks
-    first member -> each member     the smallest number that all have, or -1: make a new one
+    each member -> first member     the communicators it has left, all of whose ranks are among these
+    first member -> each member     which of them to use, if any; which to free, where too many wait; which to forget
+
+Each rank also tells how many messages it has sent in a communicator more than it has received there. Where they do
+not cancel out, some message was never received, and would turn up in a communicator that comes after: it is left alone.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,62 +26,109 @@ from mpitrain.backend.queues import Waiting
 from mpitrain.comm import Communicator, init
 from mpitrain.errors import InputError
 
-_KEPT = 32  # free communicators of the same ranks that are offered
+_KEPT = 16  # communicators that may wait to be used again
 _TAGS = 1 << 14
+
+Key = tuple[int, ...]  # the ranks of a group
+Name = tuple[Key, int]  # of a communicator: its ranks, and how many of the same ranks were made before it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of communicators that all of their ranks have left. use: the number of one to use again, else -1."""
+
+    use: int
+    free: tuple[Name, ...]
+    forget: tuple[Name, ...]
+
+
+def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
+    """key: the ranks of the new group. offers: of all of them, what each has left, and its messages sent too many."""
+    left: dict[Name, list[int]] = {}
+    for name, surplus in offers:
+        left.setdefault(name, []).append(surplus)
+    by_all = sorted(name for name, surpluses in left.items() if len(surpluses) == len(name[0]))
+    clean = [name for name in by_all if sum(left[name]) == 0]
+    use = next((name for name in clean if name[0] == key), None)
+    spare = [name for name in clean if name != use]
+    forget = tuple(name for name in by_all if name not in clean)
+    return Verdict(use[1] if use is not None else -1, tuple(spare[: max(0, len(spare) - _KEPT)]), forget)
 
 
 @dataclass
 class Place:
     """What the process groups of a process share.
 
-    control: a communicator over all ranks, for agreements between the members of groups.
+    control: a communicator over all ranks, for agreements between the members of groups. made: of the same ranks, in
+    order; None: freed. left: communicators of destroyed groups, and their messages sent more than received.
     """
 
     control: Communicator
     waiting: Waiting = field(default_factory=Waiting)
-    made: dict[tuple[int, ...], list[Communicator]] = field(default_factory=dict)
-    free: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
+    made: dict[Key, list[Communicator | None]] = field(default_factory=dict)
+    left: dict[Name, int] = field(default_factory=dict)
 
     def take(self, ranks: Sequence[int]) -> Communicator:
         """A communicator over these ranks of the world, in this order. Collective over them."""
         key = tuple(ranks)
-        made, free = self.made.setdefault(key, []), self.free.setdefault(key, set())
-        number = self._common(key, free)
-        if number >= 0:
-            free.remove(number)
-            return made[number]
-        comm = self.control.subgroup(key, label=f"group {len(made)} of ranks {_short(key)}")
+        verdict = self._agree(key)
+        for name in (*verdict.free, *verdict.forget):
+            if self.left.pop(name, None) is not None:
+                comm, self.made[name[0]][name[1]] = self.made[name[0]][name[1]], None
+                if comm is not None and name in verdict.free:
+                    comm.free()
+        made = self.made.setdefault(key, [])
+        if verdict.use >= 0:
+            del self.left[key, verdict.use]
+            comm = made[verdict.use]
+        else:
+            comm = self.control.subgroup(key, label=f"group {len(made)} of ranks {_short(key)}")
+            made.append(comm)
         if comm is None:
             raise InputError(f"rank {self.control.rank} is not among the ranks {_short(key)} of the group it makes")
-        made.append(comm)
         return comm
 
-    def give_back(self, comm: Communicator) -> None:
-        """The group is destroyed: the communicator may serve another one of the same ranks."""
-        key = next(key for key, made in self.made.items() if comm in made)
-        self.free[key].add(self.made[key].index(comm))
+    def give_back(self, comm: Communicator, surplus: int) -> None:
+        """The group is destroyed, and nothing of it is under way here.
 
-    def _common(self, key: tuple[int, ...], free: set[int]) -> int:
-        """The smallest free number that all members have, else -1."""
+        surplus: messages that this rank has sent in it more than received.
+        """
+        name = next((key, made.index(comm)) for key, made in self.made.items() if comm in made)
+        self.left[name] = surplus
+
+    def _agree(self, key: Key) -> Verdict:
         control, first = self.control, key[0]
         tag = zlib.crc32(repr(key).encode()) % _TAGS
-        offer = np.full(_KEPT, -1, dtype=np.int64)
-        numbers = sorted(free)[:_KEPT]
-        offer[: len(numbers)] = numbers
-        answer = np.empty(1, dtype=np.int64)
+        offer = [(name, surplus) for name, surplus in self.left.items() if set(name[0]) <= set(key)]
         if control.rank != first:
-            control.send(offer, first, tag)
-            control.recv(answer, first, tag)
-            return int(answer[0])
-        common = set(numbers)
-        theirs = np.empty(_KEPT, dtype=np.int64)
+            _tell(control, offer, first, tag)
+            use, free, forget = _hear(control, first, tag)
+            return Verdict(use, _names(free), _names(forget))
+        everyone = list(offer)
         for rank in key[1:]:
-            control.recv(theirs, rank, tag)
-            common &= {int(n) for n in theirs}
-        answer[0] = min(common, default=-1)
+            everyone += [((tuple(ranks), number), surplus) for (ranks, number), surplus in _hear(control, rank, tag)]
+        verdict = judge(key, everyone)
         for rank in key[1:]:
-            control.send(answer, rank, tag)
-        return int(answer[0])
+            _tell(control, [verdict.use, verdict.free, verdict.forget], rank, tag)
+        return verdict
+
+
+def _names(listed: Iterable[tuple[list[int], int]]) -> tuple[Name, ...]:
+    return tuple((tuple(ranks), number) for ranks, number in listed)
+
+
+def _tell(control: Communicator, value: Any, rank: int, tag: int) -> None:
+    text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8).copy()
+    control.send(np.array([text.size], dtype=np.int64), rank, tag)
+    control.send(text, rank, tag)
+
+
+def _hear(control: Communicator, rank: int, tag: int) -> Any:
+    length = np.empty(1, dtype=np.int64)
+    control.recv(length, rank, tag)
+    text = np.empty(int(length[0]), dtype=np.uint8)
+    control.recv(text, rank, tag)
+    return json.loads(text.tobytes())
 
 
 @functools.cache

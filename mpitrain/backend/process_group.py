@@ -47,7 +47,7 @@ class MPIProcessGroup(Collectives):
         self._memory = Memory()
         self._coalesced: list[dist.Work] | None = None
         self._in_flight: set[Message] = set()
-        self._sent_messages = False
+        self._surplus = 0  # messages sent more than received
         self._closed = False
 
     def __repr__(self) -> str:
@@ -74,11 +74,11 @@ class MPIProcessGroup(Collectives):
         tensor: torch.Tensor,
         land: Callable[[], None] | None = None,
     ) -> dist.Work:
-        self._sent_messages = True
         try:
             work = begin()
         except MpitrainError as error:
             raise translation(error) from error
+        self._surplus += 1 if land is None else -1
         name = f"{name} of {self.group_name}"
         return self._remember(Message(name, work, [tensor], self.timeout, self._waiting, self._in_flight, land))
 
@@ -121,7 +121,7 @@ class MPIProcessGroup(Collectives):
     def shutdown(self) -> None:
         """Complete what is under way.
 
-        The communicator is kept for the next group of the same ranks, unless messages may lie about in it.
+        The communicator waits for the next group that all of its ranks make, which uses or frees it (`groups`).
         """
         if not self._closed:
             self._closed = True
@@ -129,8 +129,15 @@ class MPIProcessGroup(Collectives):
             self._memory.clear()
             if stuck := self._queue.stuck:
                 atexit.register(self._leave, stuck)
-            elif not self._sent_messages and not self._barriers.abandoned:
-                place().give_back(self.comm)
+            elif not self._barriers.abandoned and self._quiet():
+                place().give_back(self.comm, self._surplus)
+
+    def _quiet(self) -> bool:
+        """Whether no message of this rank is under way."""
+        try:
+            return all(message.is_completed() for message in list(self._in_flight))
+        except MpitrainError:
+            return False
 
     def _leave(self, stuck: str) -> None:
         """MPI cannot be finalized while a thread is inside it."""

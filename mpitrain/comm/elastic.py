@@ -28,13 +28,12 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
-from mpitrain.comm import launcher
+from mpitrain.comm import connections, fault_tolerance, launcher
 from mpitrain.comm import world as of_process
 from mpitrain.comm.arena import ArenaIndex
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.connections import Connections
 from mpitrain.comm.faults import Faults, say
-from mpitrain.comm.topology import Topology, library_name
+from mpitrain.comm.topology import Topology
 from mpitrain.comm.watchdog import Watchdog
 from mpitrain.comm.witness import Witness
 from mpitrain.errors import CommunicationError, InputError
@@ -43,25 +42,13 @@ _NOTICE = 2.0  # seconds in which a death that made an operation fail becomes kn
 _MOMENT = 0.3  # likewise for one that made an operation give nonsense
 _SILENCE = 30.0  # seconds at most in which a host acknowledges what it is sent, else it is lost; see `begin`
 _RECOVERING = 1.5  # likewise while the ranks that are left come together
-_SETTING = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 _COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
-_ENABLED = ("1", "t", "true", "y", "yes", "enabled")  # values of a logical setting of Open MPI
 
 
 def require() -> None:
     """Raise InputError where ranks that die would take the job with them."""
-    name, version = MPI.get_vendor()
-    if name != "Open MPI" or version < (5, 0):
-        raise InputError(
-            f"elastic.mode shrink needs an MPI with fault tolerance (ULFM): Open MPI 5 or later; this is "
-            f"{library_name()}; use elastic.mode off, and checkpoints",
-            agreed=True,
-        )
-    if os.environ.get(_SETTING, "").lower() not in _ENABLED:
-        raise InputError(
-            "elastic.mode shrink needs fault tolerance to be switched on: start the job with mpirun --with-ft ulfm",
-            agreed=True,
-        )
+    if missing := fault_tolerance.missing():
+        raise InputError(f"elastic.mode shrink needs {missing}; or use elastic.mode off, and checkpoints", agreed=True)
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise InputError("elastic.mode shrink needs an MPI with THREAD_MULTIPLE; use another MPI", agreed=True)
 
@@ -70,19 +57,24 @@ class Deaths:
     """Which ranks of the world died, and all communicators of this process, to be given up at once."""
 
     def __init__(
-        self, nodes: Sequence[int], neighbours: dict[int, tuple[int, int]], mpirun: int, silence: float
+        self,
+        nodes: Sequence[int],
+        neighbours: dict[int, tuple[int, int]],
+        mpirun: int,
+        silence: float,
+        connected: connections.Connections,
     ) -> None:
         """nodes: of the processes of MPI_COMM_WORLD. neighbours: process there, on this node -> (pid, pidfd).
 
         mpirun: its pid, 0 where it is not on this node. silence: seconds after which a host that does not answer is
-        lost.
+        lost. connected: MPI's connections.
         """
         self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
         self.host_lost = False  # whether a node was lost with all of its ranks
         self.nodes, self._neighbours = tuple(nodes), neighbours
         self._mpirun, self._silence = mpirun, silence
         self.witness = Witness({process: fd for process, (_, fd) in neighbours.items()})
-        self._connections = Connections()
+        self._connections = connected
         self._lock = threading.Lock()
         self._comms: list[MPI.Intracomm] = []
         self._given_up = False
@@ -224,7 +216,7 @@ def begin(world: Communicator) -> Communicator:
     mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
     if world.num_nodes > 1 and mpirun and world.rank == mpiruns.index(mpirun):
         _warn_of(mpirun)
-    deaths = Deaths(world.nodes, neighbours, mpirun, silence)
+    deaths = Deaths(world.nodes, neighbours, mpirun, silence, connections.find(world))
     comm = MPI.Intracomm(world._comm.Dup())
     deaths.begin(comm, range(world.size))
     made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, deaths)

@@ -13,7 +13,6 @@ from mpi4py import MPI
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.topology import host_names, library_name
 
-_ULFM = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 _LEVELS = {
     MPI.THREAD_SINGLE: "SINGLE",
     MPI.THREAD_FUNNELED: "FUNNELED",
@@ -24,14 +23,13 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """library: name and version. thread_level: MPI's word. fault_tolerant: whether ULFM is switched on."""
+    """library: name and version. thread_level: MPI's word."""
 
     library: str
     library_path: str
     mpi4py: str
     thread_level: str
     cuda_aware: bool
-    fault_tolerant: bool
     launcher: str
 
 
@@ -42,7 +40,6 @@ def mpi_facts(world: Communicator) -> MpiFacts:
         mpi4py.__version__,
         _LEVELS.get(MPI.Query_thread(), "unknown"),
         world.process.cuda_aware,
-        "Open MPI" in library_name() and os.environ.get(_ULFM, "") in ("1", "true"),
         _launcher(),
     )
 

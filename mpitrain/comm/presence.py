@@ -9,7 +9,7 @@ import os
 import sys
 from types import TracebackType
 
-from mpitrain.comm import starting
+from mpitrain.comm import connections, starting
 from mpitrain.errors import InputError
 
 
@@ -19,9 +19,7 @@ class MissingMPI(InputError, ImportError):
 
 def _load() -> None:
     try:
-        if starting.is_due():
-            starting.start_mpi()
-        import mpi4py.MPI  # noqa: F401
+        connections.start_mpi()
     except ModuleNotFoundError as error:
         if error.name != "mpi4py":
             raise

@@ -75,18 +75,6 @@ def host_names(comm: MPI.Comm) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
 
 
-def spare_cores(ranks_on_node: int) -> int:
-    """Cores of this process's node that no rank computes on: what a communication thread may use.
-
-    MPITRAIN_SPARE_CORES overrides the count (to have a communication thread, or not).
-    """
-    if override := os.environ.get("MPITRAIN_SPARE_CORES"):
-        return int(override)
-    allowed = len(os.sched_getaffinity(0))
-    bound = allowed < (os.cpu_count() or 1)  # a bound rank has its cores for itself
-    return allowed - 1 if bound else allowed - ranks_on_node
-
-
 def library_name() -> str:
     """The MPI library and its version, in a few words."""
     line = MPI.Get_library_version().splitlines()[0].replace("\0", "").replace("\t", " ")

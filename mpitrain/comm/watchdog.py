@@ -3,7 +3,8 @@
 Each rank has a record per communicator of the operation it is in. A thread looks at them now and then, and
 answers other ranks' questions over a communicator of its own. A rank whose operation is older than the limit
 asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table (`leaving`
-is about ranks whose interpreter ended):
+is about ranks whose interpreter ended). Where MPI may not be called from a second thread nobody is asked: each rank
+that noticed prints its own line, and ends.
 
     all_reduce #12 of world did not complete in 30 s:
       rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
@@ -35,6 +36,7 @@ from mpi4py import MPI
 
 from mpitrain.comm.faults import say
 from mpitrain.comm.leaving import Departures
+from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
@@ -137,7 +139,8 @@ class Watchdog:
         deaths: where the job goes on without ranks that died.
         """
         self.timeout = timeout
-        self._comm = comm
+        self._comm, self._rank = comm, comm.rank
+        self._alone = MPI.Query_thread() != MPI.THREAD_MULTIPLE  # only the main thread may call MPI
         self._end_job = end_job
         self._deaths = deaths
         self._references: list[weakref.ref[Record]] = []  # a record goes with the last that uses it
@@ -194,8 +197,9 @@ class Watchdog:
             try:
                 if self._deaths is not None:
                     self._deaths.look()
-                self._answer_questions()
-                self._departures.look()
+                if not self._alone:
+                    self._answer_questions()
+                    self._departures.look()
             except MPI.Exception:  # of communicators that were given up with their dead ranks
                 if self._deaths is None:
                     raise
@@ -233,6 +237,14 @@ class Watchdog:
     def _report(self, record: Record, seconds: float) -> bool:
         """Say where the ranks are, and end the job; returns whether it goes on without those that do not answer."""
         late = f"mpitrain: {record.text()} did not complete in {seconds:.0f} s (comm.timeout)"
+        if self._alone:
+            place = self.place()
+            say(
+                f"{late}; this MPI lets no second thread ask the other ranks, each that waits speaks for itself:\n"
+                f"  rank {self._rank}  {place['doing']!s:60}  {place['line']}"
+            )
+            time.sleep(_PATIENCE)  # for the others that wait: what ends this process ends them
+            os._exit(EXIT_FAILED)
         try:
             places = self._ask()
         except MPI.Exception as error:

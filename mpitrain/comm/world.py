@@ -12,10 +12,11 @@ from mpi4py import MPI
 from mpitrain.comm import tuning
 from mpitrain.comm.arena import ArenaIndex
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.cores import Share, find_share, spare_cores
 from mpitrain.comm.device import cuda_aware
 from mpitrain.comm.faults import Faults
 from mpitrain.comm.starting import RANK_NAMES, limit, watched
-from mpitrain.comm.topology import discover, machine_key, spare_cores
+from mpitrain.comm.topology import discover, machine_key
 from mpitrain.comm.tuning import Tuning
 from mpitrain.comm.watchdog import Deaths, Watchdog
 from mpitrain.errors import EXIT_BAD_INPUT, InputError
@@ -25,9 +26,10 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 @dataclass(frozen=True)
 class Process:
-    """What all communicators of a process share; but for the watchdog's work, the same on every rank.
+    """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
 
-    spare_cores: on the node that has fewest, cores that no rank computes on; negative: ranks that have none.
+    cores: what this rank has of its node's. spare_cores: of the ranks that have fewest, cores that no rank computes on;
+    negative: ranks that have none.
     deaths: where the job is to go on without ranks that die (see `elastic`).
     """
 
@@ -35,6 +37,7 @@ class Process:
     tuning: Tuning
     watchdog: Watchdog
     faults: Faults
+    cores: Share
     spare_cores: int
     cuda_aware: bool
     debug: bool
@@ -92,9 +95,10 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     topology = discover(comm)
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
     faults.before_leaving = watchdog.stop_with_all
-    local = len(topology.neighbours)
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
-    process = Process(ArenaIndex(), table, watchdog, faults, _fewest(comm, spare_cores(local)), cuda_aware(), debug)
+    cores = find_share(comm, topology)
+    spare = spare_cores(comm, cores)
+    process = Process(ArenaIndex(), table, watchdog, faults, cores, spare, cuda_aware(), debug)
     return Communicator(comm.Dup(), topology, process, "world")
 
 
@@ -114,12 +118,6 @@ def set_timeout(seconds: float) -> None:
     """Change how long an operation may take before the job is ended."""
     if _world is not None:
         _world.process.watchdog.timeout = seconds
-
-
-def _fewest(comm: MPI.Intracomm, number: int) -> int:
-    everywhere = np.array([number])
-    comm.Allreduce(MPI.IN_PLACE, everywhere, MPI.MIN)
-    return int(everywhere[0])
 
 
 def _same_text(comm: MPI.Intracomm, text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import job
+from support import job, next_handle
 from torch import nn
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -63,6 +63,23 @@ def test_destroyed_groups_can_be_made_again(group, world):
         assert x == world.size
     if world.rank < 2 < world.size:  # the communicator is used again
         assert len(made[(0, 1)]) == max(before, 1)
+    numbers = set()
+    for _ in range(30):  # also after messages, and more of them at once than are kept
+        groups = [group.new_group(list(range(world.size))) for _ in range(2)]
+        for each in groups:
+            if world.rank == 0:
+                group.send(x, 1, group=each)
+            elif world.rank == 1:
+                group.recv(x, 0, group=each)
+        numbers.add(next_handle(world))
+        for each in groups:
+            group.destroy_process_group(each)
+    assert len(numbers) < 10, sorted(numbers)
+    many = [group.new_group(list(range(world.size))) for _ in range(24)]
+    for each in many:
+        group.destroy_process_group(each)
+    group.new_group(list(range(world.size)))
+    assert len(place().left) <= 18 < 24 <= len([comm for comms in made.values() for comm in comms])
     kept = group.new_group([0, 1])  # rank 0 destroys a group that rank 1 keeps: they agree on another communicator
     if world.rank == 0:
         group.destroy_process_group(kept)

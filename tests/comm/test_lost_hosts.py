@@ -8,6 +8,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+from support import ROOT, job
+from support import launcher as start
+
 from mpitrain.comm import launcher
 from mpitrain.comm.connections import Connections
 
@@ -16,13 +20,15 @@ def _user_timeout(connection):
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
-def test_every_tcp_connection_is_limited_and_nothing_else_is_touched():
+def test_connections_that_end_at_a_port_of_mpi_are_limited_and_nothing_else_is_touched():
     listening = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(listening.getsockname())
     far, _ = listening.accept()
     pair = socket.socketpair()
     pipe = os.pipe()
-    connections = Connections()
+    other = socket.create_server(("127.0.0.1", 0))
+    others = [other, socket.create_connection(other.getsockname()), other.accept()[0]]
+    connections = Connections(frozenset([listening.getsockname()[1]]), frozenset([listening.getsockname()]))
     connections.limit(30)
     assert [_user_timeout(c) for c in (listening, near, far)] == [30_000] * 3
     assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -32,13 +38,60 @@ def test_every_tcp_connection_is_limited_and_nothing_else_is_touched():
     assert _user_timeout(later) == 30_000 and _user_timeout(late) == 0  # so soon nothing is looked for
     connections.limit(2, now=True)
     assert [_user_timeout(c) for c in (near, far, late, later)] == [2_000] * 4
+    assert [_user_timeout(c) for c in others] == [0] * 3
     near.sendall(b"as before")
     assert far.recv(20) == b"as before"
     assert near.getblocking() and pair[0].getblocking()
-    for opened in (listening, near, far, late, later, *pair):
+    for opened in (listening, near, far, late, later, *pair, *others):
         opened.close()
     for end in pipe:
         os.close(end)
+
+
+CONNECTED = """
+import os
+import socket
+
+def connected():
+    listening = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(listening.getsockname())
+    far = os.dup(listening.accept()[0].fileno())  # as if a library in C had opened it
+    return [listening.fileno(), near.fileno(), far], (listening, near)
+
+earlier, kept = connected()
+import torch
+import mpitrain as mt
+from mpitrain.comm import connections
+
+world = mt.init()
+later, kept_too = connected()
+x = torch.ones(100_000)
+world.all_reduce(x, algorithm="mpi")
+found = connections.find(world)
+found.limit(7, now=True)
+
+def timeout(descriptor):
+    with socket.socket(fileno=os.dup(descriptor)) as opened:
+        if opened.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+assert [timeout(d) for d in earlier + later] == [0] * 6
+sockets = [int(d) for d in os.listdir("/proc/self/fd") if connections._socket_at(d)]
+limited = [d for d in sockets if timeout(d) == 7000]
+led = [connections._far_end("", s) for s in (socket.socket(fileno=os.dup(d)) for d in limited)]
+print("limited", len([end for end in led if end]), flush=True)
+world.barrier()
+"""
+
+
+@pytest.mark.skipif(not start(1)[0].endswith("mpirun"), reason="Open MPI's settings and connections")
+def test_sockets_of_the_user_opened_before_and_after_mpi_started_are_not_touched(tmp_path):
+    (tmp_path / "connected.py").write_text(CONNECTED)
+    by_tcp = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    done = job(2, [sys.executable, str(tmp_path / "connected.py")], PYTHONPATH=str(ROOT), **by_tcp)
+    assert done.returncode == 0, done.stderr
+    assert [int(line.split()[1]) >= 1 for line in done.stdout.splitlines()] == [True] * 2, done.stdout
 
 
 def test_mpirun_is_ended_unless_a_rank_is_left(monkeypatch):

@@ -496,3 +496,26 @@ def test_waiting_for_too_long_raises_with_the_operations_name(world):
     world.send(torch.arange(6.0), (world.rank - 1) % world.size, tag=9)
     work.wait(timeout=20)  # it can still complete
     assert lone.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_where_mpi_allows_one_thread_alone_the_watchdog_calls_it_never_and_still_ends_the_job(tmp_path, level):
+    report = failed_job(
+        tmp_path,
+        3,
+        """
+        import threading
+        work = world.all_reduce(x, "max", async_op=True)
+        assert work.done() or work.wait(timeout=9) is None
+        assert not world.overlaps and not any(t.name == "mpitrain-comm" for t in threading.enumerate())
+        world.process.watchdog._comm = None  # nothing can be asked through it
+        if world.rank == 1:
+            time.sleep(60)  # never calls
+        world.barrier()
+        """,
+        MPI4PY_RC_THREAD_LEVEL=level,
+        MPITRAIN_SPARE_CORES="1",
+    )
+    assert "did not complete in 3 s (comm.timeout); this MPI lets no second thread ask the other ranks" in report
+    places = re.findall(r"^  rank (\d)  world: barrier .* (job.py:\d+) in", report, flags=re.MULTILINE)
+    assert sorted(places) == [(rank, line(tmp_path, "world.barrier()").split()[0]) for rank in ("0", "2")], report

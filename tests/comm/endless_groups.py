@@ -1,0 +1,44 @@
+"""Run by the campaign: endless_groups.py saves|split|subgroup TIMES FOLDER. Prints by how many KiB each rank grew."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import mpitrain as mt
+
+WARM = 500  # times after which caches have what they keep
+
+
+def resident() -> int:
+    """KiB of this process that are in memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+if __name__ == "__main__":
+    kind, times, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    world = mt.init(timeout=60)
+    model = torch.nn.Linear(4, 2)
+    engine = mt.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"train": {"batch": world.size}})
+    x = torch.ones(100)
+    begun = time.monotonic()
+    for number in range(times):
+        if kind == "saves":
+            engine.save(folder / "c")
+            if number % 10 == 0:
+                engine.load(folder / "c")
+        else:
+            group = world.split(0) if kind == "split" else world.subgroup(range(world.size))
+            group.all_reduce(x, "max")
+            group.all_reduce(x, "max", algorithm="ring")
+            group.free()
+        if number == WARM:
+            before = resident()
+    grown = [str(kib) for kib in world.all_gather_object(resident() - before)]
+    engine.close()
+    if world.rank == 0:
+        print("grown", *grown, f"in {time.monotonic() - begun:.0f} s")

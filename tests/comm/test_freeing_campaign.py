@@ -1,0 +1,30 @@
+"""Long: thousands of saves and of groups, under both MPIs; MPICH has 2,048 communicators, Open MPI memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT, job, launcher
+
+TIMES = 5000
+MOST = 6 << 10  # KiB that a rank may grow by; 5,000 communicators of Open MPI are 150 MiB
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mpi", ["own", "mpich"])
+@pytest.mark.parametrize("kind", ["saves", "split", "subgroup"])
+def test_saves_and_groups_without_end_take_no_more_memory(tmp_path, kind, mpi):
+    start = [*launcher(2), sys.executable]
+    if mpi == "mpich":
+        subprocess.run([ROOT / "tests/second_mpi.sh", mpi], check=True, timeout=300)
+        start = [str(ROOT / ".venv-mpich/bin" / name) for name in ("mpiexec", "python")]
+        start[1:1] = ["-n", "2"]
+    script = Path(__file__).with_name("endless_groups.py")
+    done = job(0, [*start, str(script), kind, str(TIMES), str(tmp_path)], timeout=800, PYTHONPATH=str(ROOT))
+    grown = done.stdout.partition("grown ")[2].partition(" in ")[0].split()
+    assert done.returncode == 0 and len(grown) == 2, done.stdout[-1000:] + done.stderr[-3000:]
+    assert all(int(kib) < MOST for kib in grown), done.stdout
