@@ -139,6 +139,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
             training.set_pace(0)
         ask()
         slurm.wait_for(number, lambda job, n=restarts: int(job.get("Restarts", 0)) == n, 150)
+        slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=10")
         slurm.wait_for_restart(number, restarts)
         saved.append(training.newest_step())
         assert saved[-2] + 10 <= saved[-1] < training.steps

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -190,13 +191,25 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory, text):
+    """How jobs with each kind of bad input ended; two at a time, since most of it is the start of Python."""
+
+    def end(name: str) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("bad")
+        (folder / "file.txt").write_text("not a folder")
+        base = ("--data.path", text, *SMALL, "--train.steps", 2, "--run.dir", "r")
+        arguments, _ = BAD[name]
+        arguments = [*base, *arguments] if not arguments[0].endswith(".toml") else [*arguments, *base]
+        return job(0, train_command(*arguments), cwd=folder)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(end, name) for name in BAD}
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_gets_one_clear_line_and_exit_code_2(tmp_path, text, name):
-    arguments, message = BAD[name]
-    (tmp_path / "file.txt").write_text("not a folder")
-    base = ("--data.path", text, *SMALL, "--train.steps", 2, "--run.dir", "r")
-    arguments = [*base, *arguments] if not arguments[0].endswith(".toml") else [*arguments, *base]
-    done = job(0, train_command(*arguments), cwd=tmp_path)
+def test_bad_input_gets_one_clear_line_and_exit_code_2(refused, name):
+    done, (_, message) = refused[name].result(), BAD[name]
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert done.stderr.startswith("mpitrain: ")
