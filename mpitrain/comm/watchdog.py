@@ -254,8 +254,8 @@ class Watchdog:
             return False
         rank, size = self._comm.rank, self._comm.size
         spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
-        if spoken and self._deaths is None:
-            time.sleep(2 * _PATIENCE)
+        if spoken:  # where the job goes on: before the silent are ended, with which the operation is not late any more
+            time.sleep(_PATIENCE if self._deaths is not None else 2 * _PATIENCE)
         lines = [f"{late}; the ranks are at:"]
         for other in range(size):
             if other in places:

@@ -19,6 +19,7 @@ from support import clean_environment, launcher, train_command
 
 from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics
+from mpitrain.report import summary
 
 OPEN_MPI = (Path(sys.prefix) / "bin/ompi_info").exists()
 pytestmark = [
@@ -142,6 +143,7 @@ def test_training_goes_on_without_a_rank_that_is_killed(tmp_path, arguments, und
     [(lost, step, left, seconds)] = job.recoveries()
     assert lost == [victim] and left == 3 and step >= 14 and seconds < 5
     assert job.recovered() == [pytest.approx(seconds, abs=0.06)] and measured - 1 < seconds < measured + 0.1
+    assert f"s from the loss of ranks to step {step + 1}" in summary(tmp_path / "r")
     same_run(tmp_path / "r", undisturbed)
 
 
@@ -182,7 +184,7 @@ def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("delay", [0.0, 0.2])
 def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path, arguments, undisturbed, delay):
     job = Job(tmp_path / "r", 8, (*arguments, "--parallel.zero", 2))
     try:
