@@ -27,9 +27,9 @@ from mpitrain.backend.versions import Base
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
-def install(name: str, address: str) -> None:
-    """name: our backend's. address: the init_method that asks MPI."""
-    _replace("init_process_group", functools.partial(_init_process_group, name, address))
+def install(name: str, address: str, library: object) -> None:
+    """name: our backend's. address: the init_method that asks MPI. library: operations, to be kept."""
+    _replace("init_process_group", functools.partial(_init_process_group, name, address, library))
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
@@ -41,7 +41,7 @@ def take_over(name: str, address: str) -> None:
     """Let every process group be one of ours, whichever backend and address the script names."""
     _take_helper(name, always=True)
     for scheme in ("env", "tcp", "file"):
-        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(address)
+        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(address, url))
 
 
 def _take_helper(name: str, always: bool) -> None:
@@ -63,6 +63,7 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
 def _init_process_group(
     name: str,
     address: str,
+    _: object,
     original: Callable[..., None],
     backend: str | None = None,
     init_method: str | None = None,
@@ -80,7 +81,13 @@ def _meet_by_environment(original: Callable[..., Any], address: str, url: str, *
     if os.environ.get("MASTER_ADDR"):
         yield from original(url, **kwargs)
     else:
-        yield from rendezvous(address)
+        yield from rendezvous(_asked(address, url))
+
+
+def _asked(address: str, url: str) -> str:
+    """The address, with the rank and size that the caller gave with another one."""
+    _, _, given = url.partition("?")
+    return f"{address}?{given}"
 
 
 def _ours(group: Any) -> bool:

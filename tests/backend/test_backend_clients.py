@@ -142,6 +142,11 @@ def test_functional_collectives_and_compiled_functions(group, world):
     assert swapped.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
     root = functional.broadcast(torch.tensor([float(rank)]), 1, world_group)
     assert root == 1
+    if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):  # of bucketed all-gathers in compiled code
+        out = torch.empty(2 * size)
+        own = torch.full((2,), float(rank))
+        torch.ops._c10d_functional.all_gather_into_tensor_out(own, size, world_group.group_name, out=out)
+        assert torch.ops._c10d_functional.wait_tensor(out).tolist() == [r for r in range(size) for _ in range(2)]
 
     @torch.compile(backend="eager")
     def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -149,6 +154,20 @@ def test_functional_collectives_and_compiled_functions(group, world):
         return x + 1
 
     assert in_place(torch.ones(2)).tolist() == [size + 1.0] * 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
+    import torch.distributed as dist
+
+    import mpitrain.backend  # noqa: F401
+
+    other = (world.rank + 1) % world.size
+    for given in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
+        with pytest.raises(ValueError, match="but MPI says"):
+            dist.init_process_group("mpitrain", **given)
+    dist.init_process_group("mpitrain", rank=world.rank, world_size=world.size)
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2, 3)
