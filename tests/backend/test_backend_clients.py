@@ -157,6 +157,48 @@ def test_functional_collectives_and_compiled_functions(group, world):
 
 
 @pytest.mark.ranks(2, 3)
+def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.profiler import ProfilerActivity, profile
+
+    size, rank = world.size, world.rank
+
+    def operations() -> torch.Tensor:
+        x = torch.arange(4.0) + rank
+        group.all_reduce(x, op=group.ReduceOp.MAX)
+        group.all_reduce(x, async_op=True).wait()
+        group.broadcast(x, 1)
+        everyone = torch.empty(4 * size)
+        group.all_gather_into_tensor(everyone, x)
+        group.reduce_scatter_tensor(x, everyone)
+        rows = [torch.empty(4) for _ in range(size)]
+        group.all_gather(rows, x)
+        group.scatter(x, rows if rank == 0 else None, 0)
+        group.gather(x, rows if rank == 0 else None, 0)
+        swapped = [torch.empty(4) for _ in range(size)]
+        group.all_to_all(swapped, rows)
+        group.reduce(x, 0)
+        if rank == 0:
+            group.send(x, 1)
+        elif rank == 1:
+            group.recv(x, 0)
+        group.barrier()
+        return torch.cat([x, *swapped])
+
+    expected = operations()
+    with CommDebugMode() as seen:
+        assert torch.equal(operations(), expected)
+    counts = {str(operation).rpartition(".")[2]: count for operation, count in seen.get_comm_counts().items()}
+    once = ("broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "scatter_", "gather_", "reduce_")
+    assert counts == {"allreduce_": 2, "alltoall_": 1} | dict.fromkeys(once, 1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        assert torch.equal(operations(), expected)
+    events = {event.key for event in profiled.key_averages()}
+    wanted = {"allreduce_", "barrier", *once} | ({"send"} if rank == 0 else {"recv_"} if rank == 1 else set())
+    assert {f"c10d::{name}" for name in wanted} <= events
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
     import torch.distributed as dist
 
