@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpitrain.backend.queues import Waiting
+from mpitrain.backend.store import NoStore
 from mpitrain.comm import Communicator, init
 from mpitrain.errors import InputError
 
@@ -29,10 +30,12 @@ _TAGS = 1 << 14
 class Place:
     """What the process groups of a process share.
 
-    control: a communicator over all ranks, for agreements between the members of groups.
+    control: a communicator over all ranks, for agreements between the members of groups. store: what torch is given
+    as the store; it does not keep the Python part of it itself.
     """
 
     control: Communicator
+    store: NoStore = field(default_factory=NoStore)
     waiting: Waiting = field(default_factory=Waiting)
     made: dict[tuple[int, ...], list[Communicator]] = field(default_factory=dict)
     free: dict[tuple[int, ...], set[int]] = field(default_factory=dict)

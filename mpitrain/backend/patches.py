@@ -5,9 +5,9 @@
 | init_process_group | needs no address even where MASTER_ADDR is set |
 | monitored_barrier | is not refused |
 | split_group | needs no accelerator |
-| _store_based_barrier | does nothing: making a group is collective, and its store is local to the process |
-| _new_process_group_helper | sub-groups of ours are ours, whatever name they are asked for by: the store, local to |
-| | the process, could not connect others; under `python -m mpitrain.backend` every group is |
+| _store_based_barrier | does nothing: making a group is collective, and it has no store |
+| _new_process_group_helper | sub-groups of ours are ours, whatever name they are asked for by: others would need |
+| | the store; under `python -m mpitrain.backend` every group is |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 
+from mpitrain.backend.store import NoStore
 from mpitrain.backend.versions import Base
 
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
@@ -129,7 +130,7 @@ def _new_group(
     wanted = str(backend)
     if wanted not in _SIMULATED and (always or _ours(None)):
         backend = dist.Backend(name)
-    elif name not in wanted and group_size > 1 and isinstance(getattr(store, "underlying_store", None), dist.HashStore):
+    elif name not in wanted and group_size > 1 and isinstance(getattr(store, "underlying_store", None), NoStore):
         raise ValueError(
             f'the ranks have no address for backend "{wanted}"; say init_process_group("{name}"), set MASTER_ADDR and '
             "MASTER_PORT, or start the script with python -m mpitrain.backend"

@@ -1,6 +1,6 @@
 """The name "mpitrain" in torch.distributed: how its groups are made, and how ranks find each other (they know).
 
-Ranks need no address: MPI has connected them. The store that torch wants is local to the process.
+Ranks need no address: MPI has connected them. The store that torch wants refuses all use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
                 "to MPI, or start the script with as many ranks"
             )
     environment.publish(control)
-    yield dist.HashStore(), control.rank, control.size
+    yield place().store, control.rank, control.size
 
 
 def create(options: Any, _: Any = None) -> MPIProcessGroup:

@@ -198,6 +198,27 @@ def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
     assert {f"c10d::{name}" for name in wanted} <= events
 
 
+@pytest.mark.ranks(2)
+def test_the_store_that_ranks_do_not_share_refuses_every_use_at_once(group, world):
+    store = group.distributed_c10d._get_default_store()
+    uses = (
+        lambda: store.set("key", "value"),
+        lambda: store.get("key"),
+        lambda: store.wait(["key"]),
+        lambda: store.add("key", 1),
+        lambda: store.check(["key"]),
+        lambda: store.num_keys(),
+        lambda: store.delete_key("key"),
+        lambda: store.compare_set("key", "a", "b"),
+        lambda: group.ProcessGroupGloo(store, world.rank, world.size, timedelta(minutes=10)),  # what rpc begins with
+    )
+    for use in uses:
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="have no store that ranks share"):
+            use()
+        assert time.monotonic() - begun < 5
+
+
 @pytest.mark.ranks(2, 3)
 def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
     import torch.distributed as dist
