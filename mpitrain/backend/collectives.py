@@ -24,7 +24,12 @@ class Collectives(Issuing):
     # -- reductions --------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        tensors, opts = listed(tensors), options(opts, dist.AllreduceOptions)
+        return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_")
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_coalesced_")
+
+    def _all_reduce(self, tensors: list[torch.Tensor], opts: Any, shown: str) -> dist.Work:
         reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in tensors]
 
         def call() -> None:
@@ -34,9 +39,8 @@ class Collectives(Issuing):
                 else:
                     reducing.all_reduce(tensor)
 
-        return self._run("all_reduce", call, tensors, opts, tensors, opts.reduceOp.op)
-
-    allreduce_coalesced = allreduce
+        alike = tensors, opts.reduceOp.op
+        return self._run("all_reduce", call, tensors, opts, *alike, shown=(shown, tensors))
 
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
         tensors = listed(tensors)
@@ -48,7 +52,9 @@ class Collectives(Issuing):
             for tensor, reducing in zip(tensors, reducings, strict=True):
                 reducing.reduce(tensor, opts.rootRank)
 
-        return self._run("reduce", call, tensors, opts, tensors, opts.reduceOp.op, "to", opts.rootRank)
+        alike = tensors, opts.reduceOp.op, "to", opts.rootRank
+        shown = "reduce_", tensors, opts.rootRank, 0
+        return self._run("reduce", call, tensors, opts, *alike, shown=shown)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each output becomes this rank's block of the reduction of a list of blocks, one for each rank."""
@@ -63,12 +69,17 @@ class Collectives(Issuing):
                 joined.collect()
                 reducing.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
 
-        return self._run("reduce_scatter", call, outputs, opts, lists[0], opts.reduceOp.op)
+        shown = "reduce_scatter_", outputs, lists
+        return self._run("reduce_scatter", call, outputs, opts, lists[0], opts.reduceOp.op, shown=shown)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self._reduce_scatter_singles([output], [input], opts, "_reduce_scatter_base_", output, input)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        shown = "reduce_scatter_tensor_coalesced_", list(outputs), list(inputs)
+        return self._reduce_scatter_singles(outputs, inputs, opts, *shown)
+
+    def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
         opts = options(opts, dist.ReduceScatterOptions)
         outputs, inputs = list(outputs), list(inputs)
         reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
@@ -77,7 +88,8 @@ class Collectives(Issuing):
             for out, x, reducing in zip(outputs, inputs, reducings, strict=True):
                 reducing.reduce_scatter(out, x)
 
-        return self._run("reduce_scatter", call, outputs, opts, outputs, inputs, opts.reduceOp.op)
+        alike = outputs, inputs, opts.reduceOp.op
+        return self._run("reduce_scatter", call, outputs, opts, *alike, shown=shown)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -99,7 +111,9 @@ class Collectives(Issuing):
                     self.comm.broadcast(into.buffer, root)
                     into.land()
 
-        return self._run("broadcast", call, tensors, opts, tensors, "from", root)
+        return self._run(
+            "broadcast", call, tensors, opts, tensors, "from", root, shown=("broadcast_", tensors, root, 0)
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each list of outputs becomes every rank's input; the sizes may differ between ranks."""
@@ -113,16 +127,20 @@ class Collectives(Issuing):
                 self.comm.all_gather(blocks.buffer, to_read(x), counts=None if blocks.even else blocks.sizes)
                 blocks.spread()
 
-        return self._run("all_gather", call, joined(lists), opts, lists[0])
+        return self._run("all_gather", call, joined(lists), opts, lists[0], shown=("allgather_", lists, inputs))
 
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
         """output_lists[r][i] becomes rank r's input i."""
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._all_gather_singles([output], [input], opts, "_allgather_base_", output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        shown = "allgather_into_tensor_coalesced_", list(outputs), list(inputs)
+        return self._all_gather_singles(outputs, inputs, opts, *shown)
+
+    def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
         opts = options(opts, c10d.AllgatherOptions)
         outputs, inputs = list(outputs), list(inputs)
 
@@ -132,7 +150,7 @@ class Collectives(Issuing):
                 self.comm.all_gather(into.buffer, to_read(x))
                 into.land()
 
-        return self._run("all_gather", call, outputs, opts, outputs, inputs)
+        return self._run("all_gather", call, outputs, opts, outputs, inputs, shown=shown)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -154,7 +172,8 @@ class Collectives(Issuing):
             self.comm.gather(blocks.buffer, to_read(x), root)
             blocks.spread()
 
-        return self._run("gather", call, outs, opts, [x], "to", root)
+        shown = "gather_", [outs] if outs else [], [x], root
+        return self._run("gather", call, outs, opts, [x], "to", root, shown=shown)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The output becomes this rank's entry of the root's list of inputs."""
@@ -175,7 +194,8 @@ class Collectives(Issuing):
                 self.comm.scatter(into.buffer, None, root)
             into.land()
 
-        return self._run("scatter", call, [out], opts, [out], "from", root)
+        shown = "scatter_", [out], [blocks] if blocks else [], root
+        return self._run("scatter", call, [out], opts, [out], "from", root, shown=shown)
 
     def all_to_all_single(
         self,
@@ -201,7 +221,8 @@ class Collectives(Issuing):
             )
             into.land()
 
-        return self._run("all_to_all", call, [output], opts, input.dtype)
+        shown = "alltoall_base_", output, input, list(into_rows), list(from_rows)
+        return self._run("all_to_all", call, [output], opts, input.dtype, shown=shown)
 
     alltoall_base = all_to_all_single
 
@@ -217,4 +238,4 @@ class Collectives(Issuing):
             self.comm.all_to_all(into.buffer, of.buffer, out_counts=into.sizes, in_counts=of.sizes)
             into.spread()
 
-        return self._run("all_to_all", call, outputs, opts, inputs[0].dtype)
+        return self._run("all_to_all", call, outputs, opts, inputs[0].dtype, shown=("alltoall_", outputs, inputs))

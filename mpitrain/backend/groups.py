@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.backend.queues import Waiting
+from mpitrain.backend.store import NoStore
 from mpitrain.comm import Communicator, init
 from mpitrain.errors import InputError
 
@@ -59,11 +60,13 @@ def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
 class Place:
     """What the process groups of a process share.
 
-    control: a communicator over all ranks, for agreements between the members of groups. made: of the same ranks, in
-    order; None: freed. left: communicators of destroyed groups, and their messages sent more than received.
+    control: a communicator over all ranks, for agreements between the members of groups. store: what torch is given
+    as the store; it does not keep the Python part of it itself. made: of the same ranks, in order; None: freed.
+    left: communicators of destroyed groups, and their messages sent more than received.
     """
 
     control: Communicator
+    store: NoStore = field(default_factory=NoStore)
     waiting: Waiting = field(default_factory=Waiting)
     made: dict[Key, list[Communicator | None]] = field(default_factory=dict)
     left: dict[Name, int] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from mpitrain.backend import versions
 from mpitrain.backend.arguments import Tensors
 from mpitrain.backend.debug import Comparison
+from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import on_stream
 from mpitrain.backend.work import Finished, Operation, Several
@@ -23,8 +25,27 @@ class Issuing(versions.Base):
     _comparison: Comparison | None  # in debug mode
     _coalesced: list[dist.Work] | None  # operations that are being issued as one
 
-    def _run(self, name: str, call: Callable[[], None], outputs: Tensors, options: Any, *alike: object) -> dist.Work:
-        """Carry an operation out now, or put it into the queue. alike: what must be the same on all ranks."""
+    def _run(
+        self,
+        name: str,
+        call: Callable[[], None],
+        outputs: Tensors,
+        options: Any,
+        *alike: object,
+        shown: tuple[Any, ...],
+    ) -> dist.Work:
+        """Carry an operation out now, or put it into the queue. alike: what must be the same on all ranks.
+
+        shown: as what torch's dispatcher is to see it: the name, and the arguments.
+        """
+        if watched():
+            issue = partial(self._issue, name, call, outputs, options, alike)
+            return dispatch(shown[0], shown[1:], self, issue) or Finished(outputs)
+        return self._issue(name, call, outputs, options, alike)
+
+    def _issue(
+        self, name: str, call: Callable[[], None], outputs: Tensors, options: Any, alike: Sequence[object]
+    ) -> dist.Work:
         self._compare(name, alike)
         at_once = not versions.asynchronous(options) and self._coalesced is None
         if at_once and self._queue.limit is None:

@@ -5,9 +5,9 @@
 | init_process_group | needs no address even where MASTER_ADDR is set |
 | monitored_barrier | is not refused |
 | split_group | needs no accelerator |
-| _store_based_barrier | does nothing: making a group is collective, and its store is local to the process |
-| _new_process_group_helper | sub-groups of ours are ours, whatever name they are asked for by: the store, local to |
-| | the process, could not connect others; under `python -m mpitrain.backend` every group is |
+| _store_based_barrier | does nothing: making a group is collective, and it has no store |
+| _new_process_group_helper | sub-groups of ours are ours, whatever name they are asked for by: others would need |
+| | the store; under `python -m mpitrain.backend` every group is |
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 
+from mpitrain.backend.store import NoStore
 from mpitrain.backend.versions import Base
 
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
-def install(name: str, address: str) -> None:
-    """name: our backend's. address: the init_method that asks MPI."""
-    _replace("init_process_group", functools.partial(_init_process_group, name, address))
+def install(name: str, address: str, library: object) -> None:
+    """name: our backend's. address: the init_method that asks MPI. library: operations, to be kept."""
+    _replace("init_process_group", functools.partial(_init_process_group, name, address, library))
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
@@ -41,7 +42,7 @@ def take_over(name: str, address: str) -> None:
     """Let every process group be one of ours, whichever backend and address the script names."""
     _take_helper(name, always=True)
     for scheme in ("env", "tcp", "file"):
-        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(address)
+        _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(address, url))
 
 
 def _take_helper(name: str, always: bool) -> None:
@@ -63,6 +64,7 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
 def _init_process_group(
     name: str,
     address: str,
+    _: object,
     original: Callable[..., None],
     backend: str | None = None,
     init_method: str | None = None,
@@ -80,7 +82,13 @@ def _meet_by_environment(original: Callable[..., Any], address: str, url: str, *
     if os.environ.get("MASTER_ADDR"):
         yield from original(url, **kwargs)
     else:
-        yield from rendezvous(address)
+        yield from rendezvous(_asked(address, url))
+
+
+def _asked(address: str, url: str) -> str:
+    """The address, with the rank and size that the caller gave with another one."""
+    _, _, given = url.partition("?")
+    return f"{address}?{given}"
 
 
 def _ours(group: Any) -> bool:
@@ -122,7 +130,7 @@ def _new_group(
     wanted = str(backend)
     if wanted not in _SIMULATED and (always or _ours(None)):
         backend = dist.Backend(name)
-    elif name not in wanted and group_size > 1 and isinstance(getattr(store, "underlying_store", None), dist.HashStore):
+    elif name not in wanted and group_size > 1 and isinstance(getattr(store, "underlying_store", None), NoStore):
         raise ValueError(
             f'the ranks have no address for backend "{wanted}"; say init_process_group("{name}"), set MASTER_ADDR and '
             "MASTER_PORT, or start the script with python -m mpitrain.backend"

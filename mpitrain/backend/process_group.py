@@ -19,6 +19,7 @@ from mpitrain.backend.arguments import listed
 from mpitrain.backend.barrier import Barriers
 from mpitrain.backend.collectives import Collectives
 from mpitrain.backend.debug import Comparison
+from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
 from mpitrain.backend.memory import Memory
@@ -57,22 +58,33 @@ class MPIProcessGroup(Collectives):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         [tensor] = listed(tensors)
-        return self._message(f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
+        name, begin = f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag)
+        return self._message(name, begin, tensor, None, ("send", [tensor], dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         [tensor] = listed(tensors)
         into = Written(tensor)
         source = "any rank" if src == ANY_SOURCE else f"rank {src}"
-        return self._message(
-            f"receive from {source}", lambda: self.comm.irecv(into.buffer, src, tag), tensor, into.land
-        )
+        shown = ("recv_any_source_", [tensor], tag) if src == ANY_SOURCE else ("recv_", [tensor], src, tag)
+        name, begin = f"receive from {source}", lambda: self.comm.irecv(into.buffer, src, tag)
+        return self._message(name, begin, tensor, into.land, shown)
 
     def _message(
         self,
         name: str,
         begin: Callable[[], Messages],
         tensor: torch.Tensor,
-        land: Callable[[], None] | None = None,
+        land: Callable[[], None] | None,
+        shown: tuple[Any, ...],
+    ) -> dist.Work:
+        """shown: as `_run` has it."""
+        if watched():
+            begun = dispatch(shown[0], shown[1:], self, lambda: self._begun(name, begin, tensor, land))
+            return begun or Finished([tensor])
+        return self._begun(name, begin, tensor, land)
+
+    def _begun(
+        self, name: str, begin: Callable[[], Messages], tensor: torch.Tensor, land: Callable[[], None] | None
     ) -> dist.Work:
         try:
             work = begin()
@@ -91,8 +103,9 @@ class MPIProcessGroup(Collectives):
         """Raises CommunicationError when not every rank has come in time: the call's limit, or the group's."""
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
         seconds = limit.total_seconds() if limit is not None and limit > timedelta(0) else self.timeout
-        if versions.asynchronous(opts) or self._coalesced is not None:
-            return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts)
+        if versions.asynchronous(opts) or self._coalesced is not None or watched():
+            shown: Any = ("barrier", torch.empty(0), [])
+            return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
         self._compare("barrier", [])
         self._queue.perform(lambda: self._barriers.wait(seconds))  # which can be left after its own limit
         return Finished([])

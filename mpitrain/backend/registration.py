@@ -1,18 +1,19 @@
 """The name "mpitrain" in torch.distributed: how its groups are made, and how ranks find each other (they know).
 
-Ranks need no address: MPI has connected them. The store that torch wants is local to the process.
+Ranks need no address: MPI has connected them. The store that torch wants refuses all use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from mpitrain.backend import environment, patches
+from mpitrain.backend import environment, functional, patches
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,17 +30,26 @@ def register() -> None:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(NAME, meet)
-    patches.install(NAME, ADDRESS)
+    patches.install(NAME, ADDRESS, functional.install())
     environment.announce()
 
 
 def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Rendezvous: rank and size are MPI's."""
+    """Rendezvous: rank and size are MPI's. Raises ArgumentError where the caller gives others."""
+    from mpitrain.backend.failures import ArgumentError
     from mpitrain.backend.groups import place
 
     control = place().control
+    given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
+    for name, number in (("rank", control.rank), ("world_size", control.size)):
+        if given.get(name, -1) not in (-1, number):
+            control.process.faults.install()  # this rank may be the only one
+            raise ArgumentError(
+                f"init_process_group was given {name} {given[name]}, but MPI says {number}; leave rank and world_size "
+                "to MPI, or start the script with as many ranks"
+            )
     environment.publish(control)
-    yield dist.HashStore(), control.rank, control.size
+    yield place().store, control.rank, control.size
 
 
 def create(options: Any, _: Any = None) -> MPIProcessGroup:

@@ -170,12 +170,19 @@ class Message(dist.Work):
 
     def _done(self) -> bool:
         with self._change:
-            if not self._complete and self._work.done():
+            if not self._complete and self._arrived():
                 if self._land is not None:
                     self._land()
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete
+
+    def _arrived(self) -> bool:
+        try:
+            return self._work.done()
+        except MpitrainError as error:
+            self._in_flight.discard(self)
+            raise translation(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done():

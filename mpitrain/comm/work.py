@@ -79,36 +79,38 @@ class Messages(Work):
         name: str,
         tensor: torch.Tensor,
         requests: Sequence[MPI.Request],
-        complete: Callable[[list[MPI.Status]], None],
+        proceed: Callable[[list[MPI.Status]], Sequence[MPI.Request]],
         record: Record,
         awaited: Sequence[int],
     ) -> None:
-        """tensor: what is sent or received; complete: called once with the statuses, raises if what arrived is not
-        what was expected; record: where a wait is to be seen; awaited: the ranks of the world that the other end may
-        be.
+        """tensor: what is sent or received; proceed: called with the statuses when the requests are complete, gives
+        those that are to be completed next, and raises if what arrived is not what was expected; record: where a wait
+        is to be seen; awaited: the ranks of the world that the other end may be.
         """
         self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
-        self.source: int | None = None  # the rank that sent what arrived, once it has
+        self.source: int | None = None  # the rank that sends, once that is known
         self._requests = list(requests)
-        self._complete: Callable[[list[MPI.Status]], None] | None = complete
+        self._proceed = proceed
+        self._complete = False
 
-    def _finish(self, statuses: list[MPI.Status]) -> None:
-        complete, self._complete = self._complete, None
-        if complete is not None:
-            self.source = statuses[0].source
-            complete(statuses)
+    def _go_on(self, statuses: list[MPI.Status]) -> None:
+        requests, self._requests, self._complete = self._requests, [], True
+        if requests:
+            if self.source is None:
+                self.source = statuses[0].source
+            self._requests = list(self._proceed(statuses))
+            self._complete = not self._requests
 
     def wait(self, timeout: float | None = None) -> None:
-        if self._complete is None:
-            return
         if timeout is None:
-            statuses = [MPI.Status() for _ in self._requests]
-            self._record.awaited = self._awaited
-            seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
-            self._finish(statuses)
-            return
-        with self.limited_wait():
-            poll(self, f"{self._record.label}: {self._name}", timeout)
+            while not self._complete:
+                statuses = [MPI.Status() for _ in self._requests]
+                self._record.awaited = self._awaited
+                seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
+                self._go_on(statuses)
+        elif not self._complete:
+            with self.limited_wait():
+                poll(self, f"{self._record.label}: {self._name}", timeout)
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
@@ -123,12 +125,15 @@ class Messages(Work):
             record.limited = False
 
     def done(self) -> bool:
-        if self._complete is None:
-            return True
-        statuses = [MPI.Status() for _ in self._requests]
-        if not MPI.Request.Testall(self._requests, statuses):
-            return False
-        self._finish(statuses)
+        while not self._complete:
+            statuses = [MPI.Status() for _ in self._requests]
+            try:
+                complete = MPI.Request.Testall(self._requests, statuses)
+            except MPI.Exception as error:
+                raise CommunicationError(f"{self._record.label}: {self._name} failed in MPI: {error}") from error
+            if not complete:
+                return False
+            self._go_on(statuses)
         return True
 
 

@@ -159,6 +159,11 @@ def test_functional_collectives_and_compiled_functions(group, world):
     assert swapped.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
     root = functional.broadcast(torch.tensor([float(rank)]), 1, world_group)
     assert root == 1
+    if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):  # of bucketed all-gathers in compiled code
+        out = torch.empty(2 * size)
+        own = torch.full((2,), float(rank))
+        torch.ops._c10d_functional.all_gather_into_tensor_out(own, size, world_group.group_name, out=out)
+        assert torch.ops._c10d_functional.wait_tensor(out).tolist() == [r for r in range(size) for _ in range(2)]
 
     @torch.compile(backend="eager")
     def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -166,6 +171,83 @@ def test_functional_collectives_and_compiled_functions(group, world):
         return x + 1
 
     assert in_place(torch.ones(2)).tolist() == [size + 1.0] * 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_collectives_are_seen_by_those_who_watch_the_dispatcher(group, world):
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.profiler import ProfilerActivity, profile
+
+    size, rank = world.size, world.rank
+
+    def operations() -> torch.Tensor:
+        x = torch.arange(4.0) + rank
+        group.all_reduce(x, op=group.ReduceOp.MAX)
+        group.all_reduce(x, async_op=True).wait()
+        group.broadcast(x, 1)
+        everyone = torch.empty(4 * size)
+        group.all_gather_into_tensor(everyone, x)
+        group.reduce_scatter_tensor(x, everyone)
+        rows = [torch.empty(4) for _ in range(size)]
+        group.all_gather(rows, x)
+        group.scatter(x, rows if rank == 0 else None, 0)
+        group.gather(x, rows if rank == 0 else None, 0)
+        swapped = [torch.empty(4) for _ in range(size)]
+        group.all_to_all(swapped, rows)
+        group.reduce(x, 0)
+        if rank == 0:
+            group.send(x, 1)
+        elif rank == 1:
+            group.recv(x, 0)
+        group.barrier()
+        return torch.cat([x, *swapped])
+
+    expected = operations()
+    with CommDebugMode() as seen:
+        assert torch.equal(operations(), expected)
+    counts = {str(operation).rpartition(".")[2]: count for operation, count in seen.get_comm_counts().items()}
+    once = ("broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "scatter_", "gather_", "reduce_")
+    assert counts == {"allreduce_": 2, "alltoall_": 1} | dict.fromkeys(once, 1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        assert torch.equal(operations(), expected)
+    events = {event.key for event in profiled.key_averages()}
+    wanted = {"allreduce_", "barrier", *once} | ({"send"} if rank == 0 else {"recv_"} if rank == 1 else set())
+    assert {f"c10d::{name}" for name in wanted} <= events
+
+
+@pytest.mark.ranks(2)
+def test_the_store_that_ranks_do_not_share_refuses_every_use_at_once(group, world):
+    store = group.distributed_c10d._get_default_store()
+    uses = (
+        lambda: store.set("key", "value"),
+        lambda: store.get("key"),
+        lambda: store.wait(["key"]),
+        lambda: store.add("key", 1),
+        lambda: store.check(["key"]),
+        lambda: store.num_keys(),
+        lambda: store.delete_key("key"),
+        lambda: store.compare_set("key", "a", "b"),
+        lambda: group.ProcessGroupGloo(store, world.rank, world.size, timedelta(minutes=10)),  # what rpc begins with
+    )
+    for use in uses:
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="have no store that ranks share"):
+            use()
+        assert time.monotonic() - begun < 5
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_and_a_size_that_contradict_mpi_are_refused(world):
+    import torch.distributed as dist
+
+    import mpitrain.backend  # noqa: F401
+
+    other = (world.rank + 1) % world.size
+    for given in ({"rank": world.rank, "world_size": world.size + 1}, {"rank": other, "world_size": world.size}):
+        with pytest.raises(ValueError, match="but MPI says"):
+            dist.init_process_group("mpitrain", **given)
+    dist.init_process_group("mpitrain", rank=world.rank, world_size=world.size)
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2, 3)

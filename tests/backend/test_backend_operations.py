@@ -232,6 +232,24 @@ def test_messages_in_both_directions_and_from_any_rank(group, world):
 
 
 @RANKS
+def test_a_message_of_another_size_is_an_error_with_both_sizes_and_touches_nothing_else(group, world):
+    around = torch.zeros(300_200)
+    for sent, expected in ((3, 5), (5, 3), (1000, 300_000), (300_000, 1000), (0, 4), (4, 4)):
+        if world.rank == 0:
+            group.send(torch.ones(sent), 1)
+        elif world.rank == 1:
+            around.zero_()
+            into = around[100 : 100 + expected]
+            if sent == expected:
+                group.recv(into, 0)  # the ranks are still together
+                assert into.eq(1).all()
+            else:
+                with pytest.raises(RuntimeError, match=f"of {4 * sent} bytes .* where rank 1 expects {4 * expected};"):
+                    group.recv(into, 0)
+            assert around[:100].eq(0).all() and around[100 + expected :].eq(0).all()
+
+
+@RANKS
 def test_an_asynchronous_operation_and_messages_may_cross(group, world):
     x = torch.full((1 << 20,), 1.0)  # too large to be sent before it is received
     work = group.all_reduce(torch.ones(4), async_op=True)
