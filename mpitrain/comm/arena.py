@@ -114,10 +114,13 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     index: ArenaIndex,
+    *,
+    for_tensors: bool = True,
 ) -> Arena:
     """An arena over the ranks of `comm`; collective over them, and of the same kind on all of them.
 
     node: the communicator of this node's ranks in it; world_ranks: the world rank of each of those.
+    for_tensors: whether collectives find it in the index by the address of what they are given.
     Falls back to private memory, with one warning a node, when /dev/shm has no room on some node.
     """
     if dtype not in DTYPES:
@@ -130,12 +133,13 @@ def allocate(
         return Arena("private", torch.zeros(numel, dtype=dtype))
     segments = {world: _address(window, local) for local, world in enumerate(world_ranks)}
     mine = segments[world_ranks[node.rank]]
-    arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
+    arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index if for_tensors else None)
     arena.start, arena.nbytes = mine, numel * dtype.itemsize
     number = np.array([next(index.numbers)])
     node.Bcast(number)
     arena.name = f"{world_ranks[0]}.{number[0]}"
-    index.add(arena)
+    if for_tensors:
+        index.add(arena)
     return arena
 
 

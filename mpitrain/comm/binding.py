@@ -183,7 +183,8 @@ class Binder:
     def board(self) -> Board:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
-            self._board = self._shared_memory(self.node.size * ROW + register.NBYTES, torch.uint8)
+            nbytes = self.node.size * ROW + register.NBYTES
+            self._board = self._shared_memory(nbytes, for_tensors=False)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
@@ -217,12 +218,12 @@ class Binder:
         Collective the first time, which is in the same operation on all ranks.
         """
         if self._staging is None:
-            self._staging = self._shared_memory(WINDOW, torch.uint8)
+            self._staging = self._shared_memory(WINDOW, for_tensors=True)
         return self._staging if self._staging.kind == "shared" else None
 
-    def _shared_memory(self, numel: int, dtype: torch.dtype) -> Arena:
-        world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
-        return allocate(self.comm, self.node, world, numel, dtype, torch.device("cpu"), self.arenas)
+    def _shared_memory(self, nbytes: int, *, for_tensors: bool) -> Arena:
+        world, cpu = [self.topology.world_ranks[r] for r in self.topology.neighbours], torch.device("cpu")
+        return allocate(self.comm, self.node, world, nbytes, torch.uint8, cpu, self.arenas, for_tensors=for_tensors)
 
     # -- binding
 

@@ -5,7 +5,10 @@ ranks of the communicator call the same operations in the same order with the sa
 collective takes `async_op=True` and then returns a `Work`; otherwise it returns None when it is complete.
 
 All operations raise InputError for arguments that cannot be communicated, and CommunicationError when MPI
-fails underneath.
+fails underneath, and where ranks of one node call different operations, or one with different sizes, types,
+reductions or roots: on all of them before they touch each other's memory, on those that come later where MPI
+carries the data. Between nodes, and of messages (`send`, `recv`), only the debug mode and the library find that
+out; Open MPI then writes a message that is too long behind the memory it was for.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def allocate_node_copy(
 ) -> NodeCopy | None:
     """numel zeros per node; None on all ranks when some node has no room for it. Collective over `comm`."""
     mine = numel if node.rank == 0 else 0
-    arena = allocate(comm, node, world_ranks, mine, dtype, torch.device("cpu"), index)
+    # collectives on parts of it: to the first rank alone it would look like an arena
+    arena = allocate(comm, node, world_ranks, mine, dtype, torch.device("cpu"), index, for_tensors=False)
     if arena.kind != "shared":
         return None
-    index.forget(arena)  # collectives on parts of it: to the first rank alone it would look like an arena
     return NodeCopy(arena, node, world_ranks[0], numel)

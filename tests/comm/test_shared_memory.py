@@ -49,17 +49,32 @@ import torch
 import mpitrain as mt
 from checks import every_sum
 
-wanted, count, left = map(int, sys.argv[1:])
+wanted, count, left, late = map(int, sys.argv[1:])
 world = mt.init()
-if left and world.rank == 0:  # somebody else's file takes nearly all
-    free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
-    with open("/dev/shm/filler", "wb") as file:
-        file.write(bytes(free - left))
-world.barrier()
+
+def fill():
+    if left and world.rank == 0:  # somebody else's file takes nearly all
+        free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
+        with open("/dev/shm/filler", "wb") as file:
+            file.write(bytes(free - left))
+    world.barrier()
+
+if not late:
+    fill()
 arenas = [world.arena(wanted // 4) for _ in range(count)]
 for arena in arenas:
     arena.tensor.fill_(float(world.rank))  # touches every page: a bus error where there is none
+if late:
+    fill()
 every_sum(world, arenas)
+if arenas[0].kind == "shared":
+    try:
+        world.all_reduce(arenas[0].tensor[: 50_000 + world.rank], algorithm="shared")
+    except mt.errors.CommunicationError as error:
+        assert "rank 1: all_reduce of 50001 float32" in str(error), error
+    else:
+        raise AssertionError("unequal lengths went through")
+    world.all_reduce(arenas[0].tensor, algorithm="shared")
 if world.rank == 0:
     print("kinds", *(arena.kind for arena in arenas))
 """
@@ -91,18 +106,20 @@ def small_shared_memory() -> Callable[[str], list[str]]:
 
 
 MIB = 1 << 20
-# size of /dev/shm, bytes of an arena a rank, arenas, bytes free when they are made (0: all), kinds
+# size of /dev/shm, bytes of an arena a rank, arenas, bytes that are left free (0: all) and whether afterwards,
+# kinds
 SMALL = {
-    "too small for one": ("40m", 64 * MIB, 1, 0, ["private"]),
-    "too small for a second": ("60m", 20 * MIB, 2, 0, ["shared", "private"]),
-    "too small for anything": ("40m", 4096, 1, 1 * MIB, ["private"]),
+    "too small for one": ("40m", 64 * MIB, 1, 0, False, ["private"]),
+    "too small for a second": ("60m", 20 * MIB, 2, 0, False, ["shared", "private"]),
+    "too small for anything": ("40m", 4096, 1, 1 * MIB, False, ["private"]),
+    "too small for more than one": ("60m", 8 * MIB, 1, 1 * MIB, True, ["shared"]),
 }
 
 
 @pytest.mark.parametrize("case", SMALL)
 def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, small_shared_memory, case):
-    size, wanted, count, left, kinds = SMALL[case]
-    done = two_ranks(tmp_path, SCARCE, wanted, count, left, before=small_shared_memory(size))
+    size, wanted, count, left, late, kinds = SMALL[case]
+    done = two_ranks(tmp_path, SCARCE, wanted, count, left, int(late), before=small_shared_memory(size))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["kinds", *kinds]
     assert done.stderr.count("UserWarning") == 1
