@@ -56,7 +56,6 @@ print(torch.get_num_threads(), world.process.spare_cores, flush=True)
     [
         (("0", "0"), {"1 -1"}),  # the job has one of the machine's cores: nobody has it alone
         (("0", "1"), {"1 0"}),
-        (("0,1", "0,1"), {"1 0"}),
         (("0,1",), {"2 1"}),
     ],
 )

@@ -55,7 +55,7 @@ import socket
 def connected():
     listening = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(listening.getsockname())
-    far = os.dup(listening.accept()[0].fileno())  # as if a library in C had opened it
+    far = listening.accept()[0].detach()  # as if a library in C had opened it
     return [listening.fileno(), near.fileno(), far], (listening, near)
 
 earlier, kept = connected()

@@ -16,6 +16,7 @@ import mpitrain as mt
 from mpitrain.checkpoint import Store
 from mpitrain.config import Config
 from mpitrain.errors import InputError
+from mpitrain.mesh import Mesh
 from mpitrain.shard.deepspeed import from_deepspeed
 from mpitrain.shard.precision import LossScale
 from mpitrain.shard.settings import from_config
@@ -165,6 +166,7 @@ def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, paral
         with Store(folder / "nodes", world, 2, files="node") as store:
             store.prepare(set_aside=False)
             store.save(1, [], {})
+        Mesh.make(world).free()
         numbers.add(next_handle(world))
     assert len(numbers) < 10, sorted(numbers)
 
