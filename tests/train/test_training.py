@@ -11,6 +11,7 @@ import torch
 from train.jobs import run
 
 from mpitrain.data.prepare import prepare
+from mpitrain.disk import begin_folder
 
 MANY = pytest.mark.ranks(2, 3, 4, 8)
 
@@ -113,7 +114,7 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, folder, text
         shutil.copytree(folder / "whole", folder / "resumed")
         shutil.rmtree(folder / "resumed/checkpoints/step-00000009")
         shutil.rmtree(folder / "resumed/checkpoints/step-00000008")
-        (folder / "resumed/checkpoints/step-00000008.tmp-dead").mkdir()  # as a killed save leaves it
+        begin_folder(folder / "resumed/checkpoints/step-00000008.tmp-0123dead")  # as a killed save leaves it
     world.barrier()
     resumed = run(world, folder / "resumed", **sections)
     drop = ("step_s", "tokens_per_s", "memory_bytes", "memory")
