@@ -189,19 +189,16 @@ def test_compressed_gradients_train(world, name):
 
 @pytest.mark.ranks(2)
 def test_several_communicators_take_turns(world):
-    def wide() -> nn.Sequential:
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(6, 512), *(nn.Linear(512, 512) for _ in range(5)), nn.Linear(512, 1))
-
     comms = [world, world.split(0), world.split(0)]
     mine, everybody = samples(world)
-    model, whole = mt.DistributedDataParallel(wide(), comms, bucket_mb=1e-5), wide()
-    before = [operations_of(comm) for comm in comms]
+    # with compression buckets are reduced one by one even where no core is spare, and all of them at once otherwise
+    model = mt.DistributedDataParallel(net(), comms, bucket_mb=1e-5, compression="fp16")
+    whole, before = net(), [operations_of(comm) for comm in comms]
     for module, x in ((model, mine), (whole, everybody)):
         module(x).square().mean().backward()
-    same_gradients(model, whole)
+    same_gradients(model, whole, rtol=2e-2)
     turns = [operations_of(comm) - n for comm, n in zip(comms, before, strict=True)]
-    assert min(turns) > 1 and max(turns) - min(turns) <= 1  # the first bucket is 1 MiB, all others one parameter
+    assert min(turns) > 0 and max(turns) - min(turns) <= 1, turns
 
 
 def operations_of(comm) -> int:
