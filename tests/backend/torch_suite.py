@@ -1,10 +1,10 @@
 """PyTorch's own tests of torch.distributed, as they ship in its wheel, over this backend.
 
-    python tests/backend/torch_suite.py [--sizes 2 3 4] [--as mpitrain gloo mpi] [--only WORD]
+    python tests/backend/torch_suite.py [--sizes 2 3 4] [--as mpitrain gloo mpi peer] [--only WORD]
 
-`--as mpitrain` registers the name with the tests as one that can do what theirs can; `--as gloo` and `--as mpi` let
+`--as mpitrain` registers the name with the tests as one that can do what gloo can; `--as gloo` and `--as mpi` let
 the tests that are written for those alone believe in them while every group is ours, as under `python -m
-mpitrain.backend`. The ranks
+mpitrain.backend`; `--as peer` is gloo itself, for comparison. The ranks
 of one mpirun do all tests one after the other, and agree on each outcome; when one is left alone in a test, the job
 ends and a new one goes on after it. Prints how many ran, passed, failed, and were skipped for what reason.
 
@@ -14,6 +14,7 @@ Needs `expecttest` and `torch` with its tests, nothing else.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -22,10 +23,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2])]
@@ -48,6 +51,9 @@ class Outcome:
     seconds: float
 
 
+PEER = "peer"  # gloo itself
+
+
 def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), limit: float = 300) -> list[Outcome]:
     """Run the tests on this many ranks, believing that the backend is called `name`. without: tests to leave out."""
     from support import clean_environment, launcher
@@ -62,7 +68,10 @@ def suite(ranks: int, name: str, only: str = "", without: Sequence[str] = (), li
             done = [*without, *(outcome.name for outcome in outcomes)]
             (Path(folder) / "done").write_text("\n".join(done))
             environment = clean_environment(
-                BACKEND=name, WORLD_SIZE=str(ranks), TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/init"
+                BACKEND="gloo" if name == PEER else name,
+                WORLD_SIZE=str(ranks),
+                TEMP_DIR=folder,
+                INIT_METHOD=f"file://{folder}/init",
             )
             process = subprocess.run(
                 command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
@@ -131,10 +140,14 @@ def one_rank(name: str, folder: str, only: str) -> None:
     os.environ["MASTER_ADDR"] = "localhost"
     common_distributed.skip_if_small_worldsize = _enough  # it asks for 8 ranks; what it guards needs 3
     for names in common_distributed.DistTestCases.backend_feature.values():
-        names.add(name)
-    if name != NAME:
+        names.add(os.environ["BACKEND"])
+    if name not in (NAME, PEER):
         patches.take_over(NAME, ADDRESS)
-    from torch.testing._internal.distributed import distributed_test as tests
+    if name == NAME:
+        with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _LikeGloo(NAME)}):
+            from torch.testing._internal.distributed import distributed_test as tests
+    else:
+        from torch.testing._internal.distributed import distributed_test as tests
 
     class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
         """The tests, each in this process as one of the ranks."""
@@ -157,10 +170,18 @@ def one_rank(name: str, folder: str, only: str) -> None:
             continue
         tell("begun", test)
         begun = time.monotonic()
-        if test in NOT_OURS and name != NAME:
+        if test in NOT_OURS and name not in (NAME, PEER):
             kind, reason = "skipped", NOT_OURS[test]
         else:
-            kind, reason = _run(Suite, test, world.rank, str(shared / f"file-{test}"), dist, tests, common_distributed)
+            address = {"init_method": f"file://{shared}/init-{test}", "rank": world.rank, "world_size": world.size}
+            begin = functools.partial(
+                dist.init_process_group,
+                os.environ["BACKEND"],
+                timeout=timedelta(seconds=LIMIT),
+                **(address if name == PEER else {}),
+            )
+            file = str(shared / f"file-{test}")
+            kind, reason = _run(begin, Suite, test, world.rank, file, dist, tests, common_distributed)
         try:
             meeting.wait(PATIENCE)
         except CommunicationError:
@@ -175,17 +196,31 @@ def one_rank(name: str, folder: str, only: str) -> None:
         tell("ended", test, kind, reason, time.monotonic() - begun)
 
 
+class _LikeGloo(str):
+    """A name that the tests take for "gloo" where they ask for that by name."""
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other or other == "gloo"
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("gloo")
+
+
 def _enough(function: Any) -> Any:
     import unittest
 
     return unittest.skipIf(int(os.environ["WORLD_SIZE"]) < 3, "Needs 3 ranks")(function)
 
 
-def _run(suite: Any, test: str, rank: int, file: str, dist: Any, tests: Any, common: Any) -> tuple[str, str]:
-    """One test on this rank: passed, skipped or failed, and why."""
+def _run(
+    begin: Callable[[], None], suite: Any, test: str, rank: int, file: str, dist: Any, tests: Any, common: Any
+) -> tuple[str, str]:
+    """One test on this rank: passed, skipped or failed, and why. begin: makes the default process group."""
     import traceback
     import unittest
-    from datetime import timedelta
 
     from torch.testing._internal.common_utils import set_rng_seed
 
@@ -193,7 +228,7 @@ def _run(suite: Any, test: str, rank: int, file: str, dist: Any, tests: Any, com
     if getattr(method, "__unittest_skip__", False):
         return "skipped", method.__unittest_skip_why__
     try:
-        dist.init_process_group(os.environ["BACKEND"], timeout=timedelta(seconds=LIMIT))
+        begin()
         case = suite(test)
         case.rank, case.file_name = rank, file
         tests.Barrier.barrier_id = 0
