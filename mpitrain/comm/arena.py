@@ -76,27 +76,42 @@ class Arena:
             self._index = None
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
         if self.window is not None:
-            self.window.Unlock_all()
-            self.window.Free()
+            _free(self.window)
             self.window = None
 
 
 class ArenaIndex:
-    """The shared arenas of a process, found by address."""
+    """The shared arenas of a process, found by address, and their windows."""
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
+        self._windows: dict[str, MPI.Win] = {}  # by the arena's name
         self.numbers = count(1)  # of those that this process is the first rank of
         self.warned = False  # that there is no room in shared memory
         self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
 
-    def add(self, arena: Arena) -> None:
-        self._arenas.append(arena)
-        self.generation += 1
+    def add(self, arena: Arena, *, for_tensors: bool) -> None:
+        """for_tensors: whether `find` finds it."""
+        if arena.window is not None:
+            self._windows[arena.name] = arena.window
+        if for_tensors:
+            self._arenas.append(arena)
+            self.generation += 1
 
     def forget(self, arena: Arena) -> None:
-        self._arenas = [a for a in self._arenas if a is not arena]
-        self.generation += 1
+        self._windows.pop(arena.name, None)
+        if arena in self._arenas:
+            self._arenas.remove(arena)
+            self.generation += 1
+
+    def free_windows(self) -> None:
+        """Release all memory, at the end of the program. Collective over all ranks, each of which has come there.
+
+        MPI_Finalize would free the windows in the order in which this process made them. Where several threads make
+        some, that differs from rank to rank, and Open MPI meets at each of them: it would wait for ever.
+        """
+        for name in sorted(self._windows, key=lambda name: [int(number) for number in name.split(".")]):
+            _free(self._windows.pop(name))
 
     def find(self, address: int, nbytes: int) -> Arena | None:
         """The arena that holds [address, address + nbytes), if one does."""
@@ -133,14 +148,18 @@ def allocate(
         return Arena("private", torch.zeros(numel, dtype=dtype))
     segments = {world: _address(window, local) for local, world in enumerate(world_ranks)}
     mine = segments[world_ranks[node.rank]]
-    arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index if for_tensors else None)
+    arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
     arena.start, arena.nbytes = mine, numel * dtype.itemsize
     number = np.array([next(index.numbers)])
     node.Bcast(number)
     arena.name = f"{world_ranks[0]}.{number[0]}"
-    if for_tensors:
-        index.add(arena)
+    index.add(arena, for_tensors=for_tensors)
     return arena
+
+
+def _free(window: MPI.Win) -> None:
+    window.Unlock_all()
+    window.Free()
 
 
 def _address(window: MPI.Win, local_rank: int) -> int:
@@ -169,8 +188,7 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
         _warn(node, wanted, free, index)
     if _agree(comm, filled):
         return window
-    window.Unlock_all()
-    window.Free()
+    _free(window)
     return None
 
 

@@ -41,7 +41,7 @@ class Faults:
         self._end, self._leave = end, leave or finalize
         self._token = np.zeros(1, dtype=np.uint8)
         self._previous = sys.excepthook
-        self.before_leaving: Callable[[int], None] = lambda code: None
+        self.before_leaving: Callable[[int], object] = lambda code: None
 
     def install(self) -> None:
         """Route exceptions that nobody catches through `fail`."""

@@ -159,14 +159,16 @@ class Watchdog:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def stop_with_all(self, code: int | None = None) -> None:
+    def stop_with_all(self, code: int | None = None) -> bool:
         """Likewise, once every rank is at its end: those that still need this one learn that it has left.
 
-        code: the exit code, where it is known.
+        code: the exit code, where it is known. Returns whether all ranks have come here.
         """
-        if self._thread.is_alive() and self._deaths is None and not MPI.Is_finalized():
+        waits = self._thread.is_alive() and self._deaths is None and not MPI.Is_finalized()
+        if waits:
             self._departures.wait_for_all(code)
         self.stop()
+        return waits
 
     def record(self, label: str, members: Sequence[int] = ()) -> Record:
         """members: the ranks of the world that all carry out what it records."""

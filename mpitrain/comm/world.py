@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -94,18 +95,25 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
         debug = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0")
     topology = discover(comm)
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
-    faults.before_leaving = watchdog.stop_with_all
+    arenas = ArenaIndex()
+    faults.before_leaving = partial(_end_together, watchdog, arenas)
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
-    process = Process(ArenaIndex(), table, watchdog, faults, cores, spare, cuda_aware(), debug)
+    process = Process(arenas, table, watchdog, faults, cores, spare, cuda_aware(), debug)
     return Communicator(comm.Dup(), topology, process, "world")
 
 
 def _leave(process: int) -> None:
     """The interpreter ends. process: which was made part of the world; not its forks."""
     if _world is not None and os.getpid() == process:
-        _world.process.watchdog.stop_with_all()
+        _end_together(_world.process.watchdog, _world.process.arenas)
+
+
+def _end_together(watchdog: Watchdog, arenas: ArenaIndex, code: int | None = None) -> None:
+    """What all ranks do at their end, before MPI is finalized. code: the exit code, where it is known."""
+    if watchdog.stop_with_all(code):
+        arenas.free_windows()
 
 
 def replace(world: Communicator) -> None:
