@@ -296,7 +296,7 @@ def main(seed: int, first: int, last: int, folder: Path) -> None:
             renewed = world.split(0)  # something may lie about in the old one
             assert renewed is not None
             cases.comm = renewed
-    os._exit(0)  # what lies about would keep MPI from ending in order
+    os._exit(LEFT)  # what lies about would keep MPI from ending in order
 
 
 if __name__ == "__main__":
