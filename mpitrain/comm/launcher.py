@@ -23,9 +23,9 @@ def find() -> int:
     named = re.fullmatch(r"prterun-.*-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     wanted, process = int(named[1]) if named else 0, os.getppid()
     while process > 1 and process != wanted:
-        if _name(process) == _DAEMON:
+        if command_of(process) == _DAEMON:
             return 0
-        process = _parent(process)
+        process = parent_of(process)
     return process if process == wanted else 0
 
 
@@ -43,7 +43,7 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
 
     unless: processes of which one that is still there then prevents that.
     """
-    name = _name(process)
+    name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
     end = f'[ "$(cat /proc/{process}/comm 2>/dev/null)" = "{name}" ] && kill -%s {process}; '
     nowhere = subprocess.DEVNULL  # mpirun would wait for the end of what it forwards
@@ -53,14 +53,14 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     )  # fmt: skip
 
 
-def _name(process: int) -> str:
+def command_of(process: int) -> str:
     try:
         return Path(f"/proc/{process}/comm").read_text().strip()
     except OSError:
         return ""
 
 
-def _parent(process: int) -> int:
+def parent_of(process: int) -> int:
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpitrain.comm.launcher import command_of, parent_of
 from mpitrain.early import LEAST, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
@@ -138,7 +139,8 @@ class Place:
 
     def text(self) -> str:
         doing = _STATES.get(self.state, "has not come so far")
-        return f"rank {self.rank} ({_command(self.process)}, process {self.process} on {os.uname().nodename}) {doing}"
+        command = command_of(self.process) or "gone"
+        return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
 
 
 def neighbours(process: int) -> list[Place]:
@@ -159,7 +161,7 @@ def neighbours(process: int) -> list[Place]:
 def _daemon(process: int) -> int:
     """What started the rank on this host: the first process above it that has no rank."""
     while process > 1 and _number(_environment(process), RANK_NAMES) >= 0:
-        process = _parent(process)
+        process = parent_of(process)
     return process
 
 
@@ -177,27 +179,12 @@ def _environment(process: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _stat(process: int) -> list[str]:
-    """State, parent and so on; see proc(5)."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["Z", "0"]
-
-
 def _state(process: int) -> str:
-    return _stat(process)[0]
-
-
-def _parent(process: int) -> int:
-    return int(_stat(process)[1])
-
-
-def _command(process: int) -> str:
+    """See proc(5)."""
     try:
-        return Path(f"/proc/{process}/comm").read_text().strip()
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "gone"
+        return "Z"
 
 
 def _arrived(process: int) -> bool:
