@@ -269,7 +269,8 @@ def test_damaged_data_get_one_clear_line(tmp_path, text, kind):
 
 def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, text):
     """Folders under the names of files, and a checkpoint whose manifest has the right hash and lacks what is needed."""
-    (tmp_path / "r/checkpoints/latest").mkdir(parents=True)
+    latest = tmp_path / "r/checkpoints/latest"
+    latest.mkdir(parents=True)
 
     def go(steps):
         done = job(
@@ -278,13 +279,15 @@ def test_odd_things_in_a_run_folder_get_one_clear_line(tmp_path, text):
         assert "Traceback" not in done.stderr
         return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
 
+    code, [line] = go(1)  # a save would have to replace what it did not make: refused before the first step
+    assert code == 2 and "checkpoints/latest is in the way of a checkpoint" in line and latest.is_dir()
+    latest.rmdir()
     assert go(1) == (0, [])
     config = tmp_path / "r/config.toml"
     config.unlink()
     config.mkdir()
-    code, [line] = go(2)
-    assert code == 2 and "config.toml cannot be written" in line
-    config.rmdir()
+    assert go(1) == (0, [])  # what is not ours is kept under another name
+    assert config.is_file() and any(path.is_dir() for path in config.parent.glob("config.toml?*"))
     folder = tmp_path / "r/checkpoints/step-00000001"
     payload = json.loads((folder / "manifest.json").read_text())["payload"]
     for name in ("optimizer", "position"):
