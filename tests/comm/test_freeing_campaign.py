@@ -14,7 +14,7 @@ SAVES = 800  # without --full: more than MPICH has communicators for, were some 
 MOST = 6 << 10  # KiB that a rank may grow by; 5,000 communicators of Open MPI are 150 MiB
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mpi", ["own", "mpich"])
 @pytest.mark.parametrize("kind", ["saves", "split", "subgroup"])

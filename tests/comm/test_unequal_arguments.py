@@ -183,7 +183,7 @@ def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, ar
     assert all(text in done.stderr for text in named), done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 40), (3, 20)])
 def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
