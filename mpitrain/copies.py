@@ -20,7 +20,7 @@ from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, encode_e
 from mpitrain.checkpoint.reading import Block, plan
 from mpitrain.checkpoint.snapshot import Snapshot, needed
 from mpitrain.comm import Communicator
-from mpitrain.comm.elastic import partners
+from mpitrain.comm.faults.ulfm import partners
 from mpitrain.crc import crc32
 from mpitrain.errors import CheckpointError
 

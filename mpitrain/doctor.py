@@ -1,5 +1,5 @@
 """`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
-`python -m mpitrain.doctor --clean [--dry-run]`: remove what the MPI library left here of dead jobs (comm/leftovers.py).
+`python -m mpitrain.doctor --clean [--dry-run]`: remove what the MPI library left here of dead jobs (`comm/process/cleanup.py`).
 
 Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
 """
@@ -19,13 +19,14 @@ import torch
 if "--clean" in sys.argv:  # works where MPI would not start: outside a job, with a full /dev/shm
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
-from mpitrain.comm import Communicator, fault_tolerance, init
-from mpitrain.comm.arena import SHARED_MEMORY
-from mpitrain.comm.cores import sharing
-from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
-from mpitrain.comm.leftovers import clean
-from mpitrain.comm.selection import Setting
-from mpitrain.comm.tuning import describe
+from mpitrain.comm import Communicator, init
+from mpitrain.comm.collectives.selection import Setting
+from mpitrain.comm.collectives.tuning import describe
+from mpitrain.comm.faults import fault_tolerance
+from mpitrain.comm.memory.arena import SHARED_MEMORY
+from mpitrain.comm.process.cleanup import clean
+from mpitrain.comm.process.cores import sharing
+from mpitrain.comm.process.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 from mpitrain.monitor.text import counted
 

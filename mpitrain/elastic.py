@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.elastic import noticed, ranks_died, seconds_since, shrink
-from mpitrain.comm.faults import exit_code, say
+from mpitrain.comm.faults.abort import exit_code, say
+from mpitrain.comm.faults.ulfm import noticed, ranks_died, seconds_since, shrink
 from mpitrain.config import Config
 from mpitrain.copies import Copies, Key
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError

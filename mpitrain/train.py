@@ -20,7 +20,8 @@ import torch
 
 from mpitrain.assemble import assemble
 from mpitrain.checkpoint import FRUITLESS, Store
-from mpitrain.comm import Communicator, elastic, init, set_timeout
+from mpitrain.comm import Communicator, init, set_timeout
+from mpitrain.comm.faults import ulfm
 from mpitrain.config import Config, help_text
 from mpitrain.data import Batch, Dataset, Loader, SampleOrder, evaluation_batches
 from mpitrain.elastic import Survivors, keep_training
@@ -49,7 +50,7 @@ def main() -> int:
     if config.elastic.mode == "off":
         with Run(config, world) as run:
             return train(config, world, run)
-    world = elastic.begin(world)
+    world = ulfm.begin(world)
     with Run(config, world) as run:
         code = keep_training(
             config,
@@ -58,7 +59,7 @@ def main() -> int:
             lambda left: train(left.config, left.world, run, left),
             lambda comm: make_store(config, comm, run),
         )
-    elastic.leave(init(), code)
+    ulfm.leave(init(), code)
     return code
 
 

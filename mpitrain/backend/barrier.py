@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.backend.failures import GroupError
 from mpitrain.backend.queues import Waiting
 from mpitrain.comm import Communicator
-from mpitrain.comm.work import Messages
+from mpitrain.comm.runtime.work import Messages
 
 _TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
 _MONITORED_TAGS = range(32000, 32700)

@@ -27,7 +27,7 @@ from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import Written, to_read
 from mpitrain.backend.work import Finished, Message
 from mpitrain.comm import ANY_SOURCE, Communicator
-from mpitrain.comm.work import Messages
+from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
 _SHORT = 300.0  # seconds: groups with at most this timeout raise after it, the watchdog ends the job after others'

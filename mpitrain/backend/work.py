@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.queues import Queue, Waiting
-from mpitrain.comm.work import Messages
+from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
 _POLLS = 200  # before sleeping between them

@@ -42,9 +42,9 @@ from mpitrain.bench.jobs import Benchmark, parser, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.timing import Contender, Times, interleaved
-from mpitrain.comm import tuning
-from mpitrain.comm.bare import Bare
-from mpitrain.comm.selection import ALGORITHMS, Setting
+from mpitrain.comm.collectives import tuning
+from mpitrain.comm.collectives.selection import ALGORITHMS, Setting
+from mpitrain.comm.plain_mpi import Bare
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.timing import geometric_mean, rank_correlation
-from mpitrain.comm.tuning import describe
+from mpitrain.comm.collectives.tuning import describe
 
 KIB, MIB = 1 << 10, 1 << 20
 _LARGE = 256 * KIB  # the sizes that geometric means are over begin here

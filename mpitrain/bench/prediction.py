@@ -28,13 +28,13 @@ import torch
 from mpitrain.bench.timing import Contender, Times
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
-from mpitrain.comm.program import Program
-from mpitrain.comm.selection import ALGORITHMS, RING_SEGMENT, Setting, all_reduce_program
-from mpitrain.comm.simulate import Machine, simulate
+from mpitrain.comm.collectives.selection import ALGORITHMS, RING_SEGMENT, Setting, all_reduce_program
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.programs.simulate import Machine, simulate
 
 if TYPE_CHECKING:
     from mpitrain.comm import Arena, Communicator
-    from mpitrain.comm.bare import Bare
+    from mpitrain.comm.plain_mpi import Bare
 
 _FASTEST = 1e11  # bytes per second: what a difference too small to be measured is taken for
 _LEAST = 1e-8  # seconds

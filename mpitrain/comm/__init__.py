@@ -3,11 +3,11 @@
 The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Work`, `compression`.
 """
 
-import mpitrain.comm.start  # noqa: F401
+import mpitrain.comm.process.start  # noqa: F401
 from mpitrain.comm import compression
-from mpitrain.comm.arena import Arena
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator
-from mpitrain.comm.work import Work
-from mpitrain.comm.world import init, set_timeout
+from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.process.world import init, set_timeout
+from mpitrain.comm.runtime.work import Work
 
 __all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "compression", "init", "set_timeout"]

@@ -20,29 +20,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm import board
-from mpitrain.comm.arena import Arena, allocate
-from mpitrain.comm.arguments import block_sizes, check_rank
-from mpitrain.comm.binding import syncs
-from mpitrain.comm.buffers import LARGEST_COUNT, as_tensor
-from mpitrain.comm.checks import Checks, place_of
+from mpitrain.comm.checks import board
+from mpitrain.comm.checks.debug import Checks, place_of
+from mpitrain.comm.collectives.arguments import block_sizes, check_rank
+from mpitrain.comm.collectives.binding import syncs
+from mpitrain.comm.collectives.operations import Operations
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
-from mpitrain.comm.device import synchronize, through_host
-from mpitrain.comm.held import Held
-from mpitrain.comm.lagging import Lagging, Meeting
-from mpitrain.comm.messages import ANY_SOURCE, PointToPoint
-from mpitrain.comm.node_copy import NodeCopy, allocate_node_copy
-from mpitrain.comm.operations import Operations
-from mpitrain.comm.schedule import Call
-from mpitrain.comm.topology import Topology, ranks_in
+from mpitrain.comm.memory.arena import Arena, allocate
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
+from mpitrain.comm.memory.device import synchronize, through_host
+from mpitrain.comm.memory.node_copy import NodeCopy, allocate_node_copy
+from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
+from mpitrain.comm.process.held import Held
+from mpitrain.comm.process.topology import Topology, ranks_in
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.split_phase import Lagging, Meeting
+from mpitrain.comm.runtime.watchdog import Record
+from mpitrain.comm.runtime.work import Work, Worker
 from mpitrain.comm.values import Values
-from mpitrain.comm.watchdog import Record
-from mpitrain.comm.work import Work, Worker
 from mpitrain.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
-    from mpitrain.comm.world import Process
+    from mpitrain.comm.process.world import Process
 
 __all__ = ["ANY_SOURCE", "Communicator"]
 
@@ -116,8 +116,8 @@ class Communicator(PointToPoint, Values):
         """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
 
         Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.held`). Ranks that died: there is nothing to be done together,
-        and only what is this process's own is released.
+        nobody refers to it any more (see `mpitrain.comm.process.held`). Where ranks died there is nothing to be done
+        together, and only what is this process's own is released.
         """
         if self._freed:
             return
@@ -137,7 +137,7 @@ class Communicator(PointToPoint, Values):
     def arena(self, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Arena:
         """Flat storage of numel elements per rank, shared inside each node where possible. Collective.
 
-        Collectives on tensors inside it copy nothing. See `mpitrain.comm.arena`.
+        Collectives on tensors inside it copy nothing. See `mpitrain.comm.memory.arena`.
         """
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
@@ -151,7 +151,7 @@ class Communicator(PointToPoint, Values):
     def node_copy(self, numel: int, dtype: torch.dtype = torch.float32) -> NodeCopy | None:
         """Flat storage of numel elements that all ranks of a node see, host memory. Collective.
 
-        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.node_copy`.
+        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.memory.node_copy`.
         """
         board.compare(self._comm, board.described("node_copy", numel, dtype))
         neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
@@ -251,7 +251,9 @@ class Communicator(PointToPoint, Values):
         return self._run("reduce_scatter", bind, async_op, (of, into), (False, True), alike, placed=placed)
 
     def lagging_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum") -> Lagging | None:
-        """Begin a reduce_scatter of size blocks of out's length that needs no thread, see `mpitrain.comm.lagging`.
+        """Begin a reduce_scatter of size blocks of out's length that needs no thread.
+
+        See `mpitrain.comm.runtime.split_phase`.
 
         x stays as it is until the `release` of what is returned. None, on all ranks, where they do not share x's
         memory: it has to be in an arena, and all of them on one node. Collective; so is `wait`, in the same order.

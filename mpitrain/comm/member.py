@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpitrain.comm.topology import Topology, library_name
+from mpitrain.comm.process.topology import Topology, library_name
 
 if TYPE_CHECKING:
-    from mpitrain.comm.operations import Operations
-    from mpitrain.comm.world import Process
+    from mpitrain.comm.collectives.operations import Operations
+    from mpitrain.comm.process.world import Process
 
 
 class Member:

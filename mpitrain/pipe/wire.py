@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpitrain.comm import Communicator, Work
-from mpitrain.comm.buffers import DTYPES
+from mpitrain.comm.memory.buffers import DTYPES
 from mpitrain.errors import InputError
 
 _DTYPES = tuple(sorted(DTYPES, key=str))  # a header says which by its number

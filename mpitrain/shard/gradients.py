@@ -61,7 +61,7 @@ class Reduction:
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
 
     def lags(self, arena: Arena) -> bool:
-        """Whether buckets in such an arena can be reduced one behind the other, see `mpitrain.comm.lagging`."""
+        """Whether buckets in such an arena can be reduced one behind the other (see `runtime.split_phase`)."""
         plain = self.compression is None and not self.reproducible and not self.overlaps
         return plain and arena.kind == "shared" and self.comm.num_nodes == 1
 

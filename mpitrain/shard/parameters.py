@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.node_copy import NodeCopy
+from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.shard.flat import FlatGroup
 
 

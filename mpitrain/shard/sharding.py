@@ -20,7 +20,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.compression import Compression
-from mpitrain.comm.node_copy import NodeCopy
+from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.gradients import Reduction, ShardedGradients, WholeGradients

@@ -23,9 +23,9 @@ from mpitrain.bench.report import Report, Table, Target, markdown
 from mpitrain.bench.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
-from mpitrain.comm.bare import Bare
-from mpitrain.comm.simulate import Machine, simulate
-from mpitrain.comm.tuning import Tuning, describe, keep, load, rules_from, table_path
+from mpitrain.comm.collectives.tuning import Tuning, describe, keep, load, rules_from, table_path
+from mpitrain.comm.plain_mpi import Bare
+from mpitrain.comm.programs.simulate import Machine, simulate
 
 KIB, MIB = 1 << 10, 1 << 20
 

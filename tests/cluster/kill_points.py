@@ -98,7 +98,7 @@ TRAINING = (
     Moment("batch", STEP, STEP),
     Moment("forward", "mpitrain.shard.engine:Engine.forward", STEP),
     Moment("backward", "torch:Tensor.backward", STEP),
-    Moment("all-reduce", "mpitrain.comm.executor:Compiled.__call__", STEP, ranks=2),
+    Moment("all-reduce", "mpitrain.comm.runtime.executor:Compiled.__call__", STEP, ranks=2),
     Moment("optimizer step", "mpitrain.shard.update:update", STEP),
     Moment("update", "mpitrain.shard.update:Updater.apply", STEP),
     Moment("agreement to stop", "mpitrain.train:any_rank", STEP),
@@ -191,7 +191,7 @@ def _wrap(target: str, around: Around) -> None:
 
 def _halve_programs(inside: Callable[[], None]) -> None:
     """Have every program of a collective stop by in its midst."""
-    holder, _ = _find("mpitrain.comm.executor:Compiled.__call__")
+    holder, _ = _find("mpitrain.comm.runtime.executor:Compiled.__call__")
     original = holder.__init__
 
     def init(self: Any, calls: Sequence[Any], *args: Any, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from mpitrain.comm import compression
 from mpitrain.comm.compression import BF16, FP16, PowerSGD, TopK, from_name
 from mpitrain.comm.compression.powersgd import plan
-from mpitrain.comm.program import tree_order
+from mpitrain.comm.programs.program import tree_order
 from mpitrain.errors import InputError
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)

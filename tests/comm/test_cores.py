@@ -8,7 +8,7 @@ import sys
 import pytest
 from support import ROOT, job
 
-from mpitrain.comm.cores import Share, share_of
+from mpitrain.comm.process.cores import Share, share_of
 
 BINDINGS = {  # cores of each rank, what each has: cores, ranks
     "alone on a machine": ([range(64)], [(64, 1)]),

@@ -12,8 +12,8 @@ import pytest
 from support import ROOT, job
 from support import launcher as start
 
-from mpitrain.comm import launcher
-from mpitrain.comm.connections import Connections
+from mpitrain.comm.process import launcher
+from mpitrain.comm.process.connections import Connections
 
 
 def _user_timeout(connection):

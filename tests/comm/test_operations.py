@@ -10,8 +10,8 @@ import torch
 from reference import DTYPES, assert_equal, meaningful, reduced, values
 
 import mpitrain
-from mpitrain.comm import library
-from mpitrain.comm.kernels import OPERATIONS
+from mpitrain.comm.collectives import library
+from mpitrain.comm.runtime.kernels import OPERATIONS
 from mpitrain.errors import InputError
 
 ALL = pytest.mark.ranks(1, 2, 3, 4, 8)

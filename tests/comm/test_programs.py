@@ -28,9 +28,18 @@ from mpitrain.comm.algorithms.shared import (
 )
 from mpitrain.comm.algorithms.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
-from mpitrain.comm.program import Combine, Exchange, Fence, Program, chunk_bounds, count, even_bounds, tree_order
-from mpitrain.comm.simulate import Machine, simulate
-from mpitrain.comm.verify import ProgramError, verify
+from mpitrain.comm.programs.program import (
+    Combine,
+    Exchange,
+    Fence,
+    Program,
+    chunk_bounds,
+    count,
+    even_bounds,
+    tree_order,
+)
+from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.programs.verify import ProgramError, verify
 
 SIZES = range(1, 34)
 

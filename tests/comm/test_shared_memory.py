@@ -131,7 +131,7 @@ def test_memory_without_pages_is_found_out_without_a_bus_error(small_shared_memo
     script = """
 import mmap
 import torch
-from mpitrain.comm.arena import _fill_with_zeros
+from mpitrain.comm.memory.arena import _fill_with_zeros
 with open("/dev/shm/sparse", "w+b") as file:
     file.truncate(256 << 20)
     memory = mmap.mmap(file.fileno(), 256 << 20)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import clean_environment, job, launcher
 
-from mpitrain.comm.leftovers import candidates, held_by_processes, unused
+from mpitrain.comm.process.cleanup import candidates, held_by_processes, unused
 
 SHM = Path("/dev/shm")
 CLEAN = [sys.executable, "-m", "mpitrain.doctor", "--clean"]

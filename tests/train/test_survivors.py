@@ -11,7 +11,7 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.verify import damages
-from mpitrain.comm.elastic import Loss, partners
+from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config import Config
 from mpitrain.copies import Copies, Key, newest_whole
 from mpitrain.elastic import data_ranks

@@ -1,1 +1,1 @@
-"""Collective algorithms: each a function that returns a Program (see mpitrain.comm.program)."""
+"""Collective algorithms: each a function that returns a Program (see mpitrain.comm.programs.program)."""

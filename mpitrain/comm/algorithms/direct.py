@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpitrain.comm.program import (
+from mpitrain.comm.programs.program import (
     INBOX,
     NONE,
     Copy,

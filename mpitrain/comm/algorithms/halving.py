@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpitrain.comm.program import (
+from mpitrain.comm.programs.program import (
     NONE,
     Exchange,
     Finish,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpitrain.comm.program import (
+from mpitrain.comm.programs.program import (
     INBOX,
     Combine,
     Copy,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpitrain.comm.program import (
+from mpitrain.comm.programs.program import (
     Exchange,
     Finish,
     Ints,

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpitrain.comm.algorithms import ring
-from mpitrain.comm.program import (
+from mpitrain.comm.programs.program import (
     NONE,
     Combine,
     Copy,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from mpitrain.comm.buffers import HALVES, as_tensor
+from mpitrain.comm.memory.buffers import HALVES, as_tensor
 from mpitrain.errors import InputError
 
 Shapes = Sequence[tuple[int, Sequence[int]]]  # (offset in elements, shape) of the parameters in a flat bucket

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpitrain.comm.schedule import Call
+from mpitrain.comm.runtime.ordering import Call
 
 if TYPE_CHECKING:
-    from mpitrain.comm.operations import Operations
+    from mpitrain.comm.collectives.operations import Operations
 
 # (bind, tensors, which of them it writes): as in `Communicator._run`, but at once
 CarryOut = Callable[["Callable[..., Call]", Sequence[torch.Tensor], Sequence[bool]], None]

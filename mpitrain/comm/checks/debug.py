@@ -1,0 +1,88 @@
+"""The debug mode: before each collective the ranks compare what they are about to do.
+
+On by default in tests; MPITRAIN_DEBUG=1 or `mpitrain.init(debug=True)` elsewhere. It costs one small
+all-gather per operation, and turns a mismatch, which MPI answers with a hang or wrong data, into an error
+that shows every rank's operation and line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.runtime.watchdog import line_of
+from mpitrain.errors import CommunicationError
+
+_BYTES = 200  # of a text on the wire
+_DIGEST = 8  # bytes: long texts, such as the block sizes of many ranks, may differ where they were cut off
+
+
+class Checks:
+    """Comparisons on one communicator. `comm`: a duplicate of it for them alone; nodes: of its ranks."""
+
+    def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
+        self._comm, self._nodes = comm, nodes
+
+    def compare(
+        self,
+        name: str,
+        typed: torch.Tensor | None,
+        alike: object,
+        sized: torch.Tensor | None,
+        sequence: int,
+        place: str = "",
+    ) -> None:
+        """Raise CommunicationError on every rank unless all are about to do the same. Collective.
+
+        typed, sized: tensors whose type and whose size must be the same on all ranks; alike: what else must.
+        sequence: the number of the operation on this rank. place: what must be the same on the ranks of a node.
+        """
+        what = name if typed is None else f"{name} of {sized.numel() if sized is not None else '?'} {_name(typed)}"
+        if alike is not None:
+            what = f"{what} {alike}"
+        digests = self._exchange(_digest(what) + _digest(place), 2 * _DIGEST)
+        calls = {digest[:_DIGEST] for digest in digests}
+        places = {(node, digest[_DIGEST:]) for node, digest in zip(self._nodes, digests, strict=True)}
+        if len(calls) == 1 and len(places) == len(set(self._nodes)):
+            return
+        shown = f"#{sequence} {what[: _BYTES // 2]}{place}".encode()
+        texts, lines = self._exchange(shown, _BYTES), self._exchange(line_of(sys._getframe(2)).encode(), _BYTES)
+        table = "".join(f"\n  rank {r}  {_text(texts[r])}  at {_text(lines[r])}" for r in range(self._comm.size))
+        wrong = (
+            "ranks call different operations; every rank must make the same call with the same sizes"
+            if len(calls) > 1
+            else "ranks pass different parts of an arena; on a node they must lie at the same offset"
+        )
+        raise CommunicationError(f"{wrong}:{table}", agreed=True)
+
+    def _exchange(self, mine: bytes, nbytes: int) -> list[bytes]:
+        """The first nbytes of every rank's bytes, filled up with zeros."""
+        row = np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8)
+        everyone = np.empty((self._comm.size, nbytes), dtype=np.uint8)
+        self._comm.Allgather(row, everyone)
+        return [theirs.tobytes() for theirs in everyone]
+
+
+def place_of(x: torch.Tensor | None, arena: Arena | None) -> str:
+    """Where x lies in an arena; nothing for memory outside, or of no elements."""
+    if x is None or arena is None or x.numel() == 0:
+        return ""
+    return f" at byte {x.data_ptr() - arena.start} of an arena of {arena.nbytes}"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
+
+
+def _text(row: bytes) -> str:
+    return row.rstrip(b"\0").decode(errors="replace")
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,337 @@
+"""What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and the kept results.
+
+One instance works on one MPI communicator from one thread. Bound programs are found again by the address,
+length and type of the caller's tensors, so a training loop binds each of its operations once; plans by length and
+type alone, so that tensors at new addresses only have to be bound.
+
+What was bound goes with the tensors' memory. If it stayed, its small objects would keep the C library from giving
+the place between them out again (glibc's aligned allocations ask for more than they leave): a loop that allocates
+its tensors anew each time would grow by one tensor at each operation.
+"""
+
+from __future__ import annotations
+
+import platform
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.checks import register
+from mpitrain.comm.checks.board import ROW, Board, is_whole_job
+from mpitrain.comm.checks.register import Register
+from mpitrain.comm.collectives.selection import Setting
+from mpitrain.comm.collectives.tuning import Tuning
+from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
+from mpitrain.comm.memory.buffers import tensor_at
+from mpitrain.comm.memory.remote import Neighbours, probe
+from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.runtime import kernels
+from mpitrain.comm.runtime.compiling import Plan
+from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.ordering import Call
+
+T = TypeVar("T")
+
+_KEPT = 512  # bound programs, and plans
+_ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
+WINDOW = 8 << 20  # bytes of staging memory per rank
+
+
+class Binder:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        node: MPI.Intracomm,
+        topology: Topology,
+        arenas: ArenaIndex,
+        tuning: Tuning,
+        crowded: bool,
+    ) -> None:
+        """node: the communicator of this node's ranks of comm. crowded: some node has more ranks than cores."""
+        self.crowded = crowded
+        self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
+        self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
+        self._ends: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of _bound
+        self._ended: list[Compiled] = []  # whose memory is gone, to be released by this instance's thread
+        self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
+        self._staging: Arena | None = None
+        self._board: Arena | None = None  # the memory of `_rows`
+        self._rows: Board | None = None
+        self._register: Register | None = None
+        self._signings: OrderedDict[Hashable, Call] = OrderedDict()
+        self._neighbours: Neighbours | None = None
+
+    def free(self) -> None:
+        """Release what was bound, and the staging memory. Collective over the communicator."""
+        self._drop_bound()
+        for arena in (self._staging, self._board):
+            if arena is not None:
+                arena.free()
+        self._staging = self._board = self._rows = self._register = None
+        self._signings.clear()
+
+    def bound(
+        self,
+        key: Hashable,
+        bind: Callable[[], Compiled],
+        *tensors: torch.Tensor,
+        said: Callable[[], str] | None = None,
+        together: bool = True,
+    ) -> Compiled:
+        """What was bound under the key, or else is now; kept as long as the tensors' memory, the newest _KEPT.
+
+        said: the arguments of an operation that is to be signed for (`signed`), unless it is part of another.
+        together: whether its ranks wait for each other, where there are any elements.
+        """
+        if self._generation != self.arenas.generation:  # an address may mean other memory than before
+            self._drop_bound()
+        while self._ended:
+            self._ended.pop().free()
+        compiled = self._bound.get(key)
+        if compiled is None:
+            compiled = bind()
+            if said is not None and self.node.size > 1:
+                elements = any(tensor.numel() for tensor in tensors)
+                compiled = self.signed(said(), compiled, together=together and elements)
+            self._bound[key] = compiled
+            self._generation = self.arenas.generation  # binding may have made the staging arena
+            self._watch(key, tensors)
+            if len(self._bound) > _KEPT:
+                oldest, dropped = self._bound.popitem(last=False)
+                self._ends.pop(oldest, None)
+                dropped.free()
+        return compiled
+
+    def _watch(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
+        """Drop what was bound when memory that torch has allocated ends."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
+        if ends:
+            self._ends[key] = ends
+
+    def _end(self, key: Hashable, _: object) -> None:
+        """Called in whichever thread lets go of the memory; its operation is over, or it would hold on to it."""
+        self._ends.pop(key, None)
+        compiled = self._bound.pop(key, None)
+        if compiled is not None and compiled.has_requests:
+            self._ended.append(compiled)
+
+    def _drop_bound(self) -> None:
+        bound, self._bound = self._bound, OrderedDict()
+        self._ends.clear()
+        for compiled in (*bound.values(), *self._ended):
+            compiled.free()
+        self._ended.clear()
+        self._plans.clear()
+        self._generation = self.arenas.generation
+
+    def program(self, make: Callable[..., Program], *args: Any, **options: Any) -> Program:
+        """What `make` gives for these arguments; the same object for the same ones."""
+        key = make, args, *options.items()
+        program = self._programs.get(key)
+        if program is None:
+            program = _kept(self._programs, key, make(*args, **options))
+        return program
+
+    # -- where the data are
+
+    def arena_of(self, x: torch.Tensor) -> Arena | None:
+        """The shared arena x lies in, if all ranks of this node that take part can reach it."""
+        arena = self.arenas.find(x.data_ptr(), x.numel() * x.element_size())
+        reachable = arena is not None and all(
+            self.topology.world_ranks[r] in arena.segments for r in self.topology.neighbours
+        )
+        return arena if reachable else None
+
+    def setting(self, x: torch.Tensor, reproducible: bool = False) -> Setting:
+        memory = "arena" if self.arena_of(x) is not None else "private"
+        nbytes = x.numel() * x.element_size()
+        return Setting(nbytes, x.numel(), self.topology.nodes, memory, self.crowded, reproducible)
+
+    def reach(self, x: torch.Tensor) -> tuple[Arena | None, Neighbours | None]:
+        """How neighbours get at each other's x: in an arena, else by the system, else (None, None) not at all."""
+        arena = self.arena_of(x)
+        return arena, None if arena is not None else self.neighbours()
+
+    def place(self, x: torch.Tensor) -> str:
+        """Where x lies as far as it must lie there on all ranks of the node."""
+        arena = self.arena_of(x)
+        return f"byte {x.data_ptr() - arena.start} of arena {arena.name}" if arena is not None else ""
+
+    def peers(self, x: torch.Tensor, arena: Arena) -> Callable[[int], int]:
+        """Where a neighbour's tensor lies that has x's place in the arena."""
+        offset, world = x.data_ptr() - arena.start, self.topology.world_ranks
+        return lambda rank: arena.segments[world[rank]] + offset
+
+    def neighbours(self) -> Neighbours | None:
+        """The processes of the node whose private memory can be reached; None where the system forbids it.
+
+        Collective the first time, which is in the same operation on all ranks.
+        """
+        self.board()
+        return self._neighbours
+
+    def board(self) -> Board:
+        """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
+        if self._rows is None:
+            nbytes = self.node.size * ROW + register.NBYTES
+            self._board = self._shared_memory(nbytes, for_tensors=False)
+            agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
+            self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
+            if self._rows.shared:
+                self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
+                segments, world, start = self._board.segments, self.topology.world_ranks, self.node.size * ROW
+                self._register = Register(
+                    self.topology.neighbours,
+                    self.topology.rank,
+                    lambda rank: segments[world[rank]] + start,
+                    syncs(self._board),
+                )
+        return self._rows
+
+    def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:
+        """The operation, for which this rank signs first, see `register`. Collective the first time."""
+        if self.node.size == 1:
+            return compiled
+        self.board()
+        if self._register is None:
+            return compiled
+        key = said, compiled.meets, together
+        signing = self._signings.get(key)
+        if signing is None:
+            signing = self._register.signing(said, meets=compiled.meets, together=together)
+            _kept(self._signings, key, signing)
+        return compiled.after(signing)
+
+    def staging(self) -> Arena | None:
+        """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
+
+        Collective the first time, which is in the same operation on all ranks.
+        """
+        if self._staging is None:
+            self._staging = self._shared_memory(WINDOW, for_tensors=True)
+        return self._staging if self._staging.kind == "shared" else None
+
+    def _shared_memory(self, nbytes: int, *, for_tensors: bool) -> Arena:
+        world, cpu = [self.topology.world_ranks[r] for r in self.topology.neighbours], torch.device("cpu")
+        return allocate(self.comm, self.node, world, nbytes, torch.uint8, cpu, self.arenas, for_tensors=for_tensors)
+
+    # -- binding
+
+    def in_place(self, x: torch.Tensor, bounds: Sequence[int], neighbours: Neighbours | None = None) -> Layout:
+        arena, staging = self.arena_of(x), self._staging
+        world = self.topology.world_ranks
+        return Layout(
+            x.dtype,
+            bounds,
+            x.data_ptr(),
+            x.data_ptr(),
+            peers=self.peers(x, arena) if arena is not None else None,
+            neighbours=neighbours,
+            seen=x.data_ptr(),
+            slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
+        )
+
+    def compile(
+        self,
+        program: Program,
+        layout: Layout,
+        reduction: Reduction | None = None,
+        arena: Arena | None = None,
+        keeps: Sequence[object] = (),
+        *,
+        said: str = "",
+        fenced: bool = True,
+    ) -> Compiled:
+        """arena: the one whose memory neighbours touch, where it is not memory of this instance.
+
+        said: the operation and its arguments, which must be the same on the ranks that touch each other's memory.
+        fenced: False leaves the fences out, in whose place the caller meets the other ranks.
+        """
+        if program.fenced and fenced and self.node.size > 1:
+            told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
+            layout = replace(layout, board=self.board(), said=told)
+        owner = arena or self._board or self._staging
+        sync = syncs(owner)  # MPI-4.1 section 12.7: sync, meet, sync
+        fence: list[Call] = [*sync, self.node.Barrier, *sync] if fenced else []
+        reduces = (reduction.op, reduction.dtype) if reduction is not None else None
+        key = id(program), layout.shape, reduces, id(owner), fenced
+        known = self._plans.get(key)
+        if known is None:
+            plan = Plan(program, self.comm, layout, reduction, fence)
+            known = _kept(self._plans, key, (program, plan))  # with the program, whose id stays its own
+        compiled = known[1].bind(layout)
+        return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
+
+    def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
+        """A 16-bit operation in place as one on an fp32 copy, rounded once at the end.
+
+        back: whether this rank gets a result.
+        """
+        narrow = tensor_at(x.data_ptr(), x.numel(), x.dtype)
+        wide = torch.empty(x.numel(), dtype=torch.float32)
+        inner = bind(wide)
+        calls: list[Call] = [copying(wide, narrow), inner]
+        if back:
+            calls.append(copying(narrow, wide))
+        return Compiled(calls, [inner, wide])
+
+    def through_staging(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled]) -> Compiled:
+        """An operation in place on a vector outside an arena, a window of it at a time in the staging memory."""
+        stage = self.staging()
+        assert stage is not None
+        whole, numel = tensor_at(x.data_ptr(), x.numel(), x.dtype), WINDOW // x.element_size()
+        calls: list[Call] = []
+        inners: list[Compiled] = []
+        for lo in range(0, x.numel(), numel):
+            piece = whole[lo : lo + numel]
+            staged = stage.tensor[: piece.numel() * x.element_size()].view(x.dtype)
+            inner = bind(staged)
+            calls += [copying(staged, piece), inner, copying(piece, staged)]
+            inners.append(inner)
+        return Compiled(calls, inners)
+
+
+def _kept(among: OrderedDict[Hashable, T], key: Hashable, made: T) -> T:
+    """Keep what was made under the key; the oldest is dropped when there are too many."""
+    among[key] = made
+    if len(among) > _KEPT:
+        among.popitem(last=False)
+    return made
+
+
+def syncs(arena: Arena | None) -> list[Call]:
+    """What a rank calls before and after it meets others, for what was written in the arena to be seen."""
+    return [] if _ORDERED or arena is None or arena.window is None else [arena.window.Sync]
+
+
+def at_address(x: torch.Tensor) -> torch.Tensor:
+    """The flat tensor over x's memory, which it does not keep alive: bound programs outlive their arguments."""
+    return tensor_at(x.data_ptr(), x.numel(), x.dtype, x.device)
+
+
+def copying(into: torch.Tensor, of: torch.Tensor) -> Call:
+    """A call that copies, converting the type where they differ, by address."""
+    return kernels.copying(at_address(into), at_address(of))
+
+
+def scaling(x: torch.Tensor, reduction: Reduction) -> list[Call]:
+    """The division of an average, after the library has summed, by address."""
+    return kernels.scaling(at_address(x), reduction.scale)
+
+
+def offsets(counts: Sequence[int]) -> list[int]:
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return bounds

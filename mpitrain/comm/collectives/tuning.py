@@ -1,0 +1,144 @@
+"""Which algorithm is fastest at which size: built-in defaults, or a table measured on this machine.
+
+`python -m mpitrain.bench collectives --tune` measures and writes the table, one file per kind of machine and
+MPI library, under $XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it; all ranks use the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpi4py import MPI
+
+from mpitrain.comm.collectives.selection import ALGORITHMS
+from mpitrain.comm.process.topology import machine_key
+from mpitrain.disk import read_plain
+
+KIB, MIB = 1 << 10, 1 << 20
+Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
+_NO_LIMIT = 1 << 62
+_CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
+
+# where the ranks and the data are -> rules in order of size; crowded: more ranks than cores
+_DEFAULTS: dict[str, tuple[Rule, ...]] = {
+    "node arena": ((12 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node arena crowded": ((32 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node": ((96 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node crowded": ((512 * KIB, "mpi"), (_NO_LIMIT, "shared")),
+    "node private crowded": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+    "node private": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+    "nodes arena crowded": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+    "nodes crowded": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+    "nodes single crowded": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+    "nodes arena": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+    "nodes": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+    "nodes single": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Rules for all_reduce by place; `measured` overrides the defaults, keyed "place/ranks"."""
+
+    measured: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+    origin: str = "built-in"
+
+    def algorithm(self, place: str, ranks: int, nbytes: int) -> str:
+        """The algorithm for a vector of nbytes on `ranks` ranks at a place of `PLACES`."""
+        return next(name for limit, name in self.rules(place, ranks) if nbytes < limit)
+
+    def rules(self, place: str, ranks: int) -> Sequence[Rule]:
+        return self.measured.get(f"{place}/{ranks}") or _DEFAULTS[place]
+
+    def is_measured(self, place: str, ranks: int) -> bool:
+        return f"{place}/{ranks}" in self.measured
+
+    def to_json(self) -> str:
+        return json.dumps({"origin": self.origin, "measured": {k: list(v) for k, v in self.measured.items()}})
+
+    @staticmethod
+    def from_json(text: str) -> Tuning:
+        """Raises ValueError for a text that is not a table."""
+        try:
+            values = json.loads(text)
+            measured = {
+                key: tuple((int(limit), str(name)) for limit, name in rules)
+                for key, rules in values["measured"].items()
+            }
+            if any(not rules or rules[-1][0] < _NO_LIMIT for rules in measured.values()):
+                raise ValueError("rules without an end")
+            if any(name not in ALGORITHMS for rules in measured.values() for _, name in rules):
+                raise ValueError("an algorithm that does not exist")
+            return Tuning(measured, str(values["origin"]))
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a tuning table: {error}") from None
+
+
+PLACES = tuple(_DEFAULTS)
+
+
+def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
+    """Rules by measured seconds of each algorithm at each size in bytes.
+
+    A change of algorithm lies half-way (geometrically) between two sizes, and is made only for a clear gain, so
+    that noise does not make rules.
+    """
+    rules: list[Rule] = []
+    chosen, last = "", 0
+    for size in sorted(times):
+        fastest = min(times[size], key=times[size].__getitem__)
+        if not chosen:
+            chosen = fastest
+        elif times[size][fastest] < times[size].get(chosen, float("inf")) * _CLEARLY:
+            rules.append((round((last * size) ** 0.5), chosen))
+            chosen = fastest
+        last = size
+    return (*rules, (_NO_LIMIT, chosen))
+
+
+def describe(rules: Sequence[Rule]) -> str:
+    """mpi below 12 KiB, then shared."""
+    *changes, (_, last) = rules
+    parts = [f"{name} below {_in_units(limit)}" for limit, name in changes]
+    return ", then ".join([*parts, last])
+
+
+def this_machine() -> str:
+    """The name under which this machine's table is kept."""
+    return machine_key(MPI.Get_library_version())
+
+
+def table_path(machine: str) -> Path:
+    """Where the table of a machine (see `topology.machine_key`) is kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "mpitrain" / f"tuning-{machine}.json"
+
+
+def load(machine: str) -> Tuning:
+    """The measured table of the machine, or the built-in defaults where there is none that can be read."""
+    try:
+        return Tuning.from_json(read_plain(table_path(machine)).decode())
+    except (OSError, ValueError):
+        return Tuning()
+
+
+def keep(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> Path:
+    """Write the machine's table, with the rules for other places and rank counts that it had; its path."""
+    path = table_path(machine)
+    table = Tuning({**load(machine).measured, **measured}, origin)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(table.to_json(), encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def _in_units(nbytes: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"

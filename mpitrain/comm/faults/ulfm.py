@@ -1,0 +1,399 @@
+"""Going on without ranks that died, by MPI's User-Level Failure Mitigation (ULFM; MPI-5.0 calls it fault tolerance).
+
+    a rank dies          MPI knows it on some ranks; operations with it fail there
+    revoke               every communicator of this process: whoever waits in one of them is woken by an error
+    shrink               a communicator of those that are left, and from it a world like the first
+    agree                that all of them have it; else once more
+
+Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI communication capability", IJHPCA 27
+(2013). What belonged to the old world is left as it is: a window shared with a dead rank cannot be freed together.
+
+MPI learns from its own daemon that a process ended, but of a host that is switched off or cut off only by a connection
+that fails, to which end the connections' patience is limited (`connections`). The daemon of such a host never answers
+mpirun again, which therefore is ended by the ranks (`launcher`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from mpi4py import MPI
+
+from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.faults import fault_tolerance
+from mpitrain.comm.faults.abort import Faults, say
+from mpitrain.comm.faults.witness import Witness
+from mpitrain.comm.memory.arena import ArenaIndex
+from mpitrain.comm.process import connections, launcher
+from mpitrain.comm.process import world as of_process
+from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.runtime.watchdog import Watchdog
+from mpitrain.errors import CommunicationError, InputError
+
+_NOTICE = 2.0  # seconds in which a death that made an operation fail becomes known
+_MOMENT = 0.3  # likewise for one that made an operation give nonsense
+_SILENCE = 30.0  # seconds at most in which a host acknowledges what it is sent, else it is lost; see `begin`
+_RECOVERING = 1.5  # likewise while the ranks that are left come together
+_COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
+
+
+def require() -> None:
+    """Raise InputError where ranks that die would take the job with them."""
+    if missing := fault_tolerance.missing():
+        raise InputError(f"elastic.mode shrink needs {missing}; or use elastic.mode off, and checkpoints", agreed=True)
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise InputError("elastic.mode shrink needs an MPI with THREAD_MULTIPLE; use another MPI", agreed=True)
+
+
+class Deaths:
+    """Which ranks of the world died, and all communicators of this process, to be given up at once."""
+
+    def __init__(
+        self,
+        nodes: Sequence[int],
+        neighbours: dict[int, tuple[int, int]],
+        mpirun: int,
+        silence: float,
+        connected: connections.Connections,
+    ) -> None:
+        """nodes: of the processes of MPI_COMM_WORLD. neighbours: process there, on this node -> (pid, pidfd).
+
+        mpirun: its pid, 0 where it is not on this node. silence: seconds after which a host that does not answer is
+        lost. connected: MPI's connections.
+        """
+        self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
+        self.host_lost = False  # whether a node was lost with all of its ranks
+        self.nodes, self._neighbours = tuple(nodes), neighbours
+        self._mpirun, self._silence = mpirun, silence
+        self.witness = Witness({process: fd for process, (_, fd) in neighbours.items()})
+        self._connections = connected
+        self._lock = threading.Lock()
+        self._comms: list[MPI.Intracomm] = []
+        self._given_up = False
+
+    def begin(self, comm: MPI.Intracomm, processes: Sequence[int]) -> None:
+        """Watch the ranks of `comm` from now on, and forget the communicators known before."""
+        with self._lock:
+            self.processes, self._comms, self._given_up = tuple(processes), [comm], False
+
+    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Have a new communicator given up with the others."""
+        with self._lock:
+            self._comms.append(comm)
+            if self._given_up and comm != MPI.COMM_NULL:
+                comm.Revoke()
+        return comm
+
+    def tracks(self, comm: MPI.Intracomm) -> bool:
+        """Whether a communicator is of the present world, and nobody of it is known to have died."""
+        with self._lock:
+            return not self._given_up and comm in self._comms
+
+    def forget(self, comm: MPI.Intracomm) -> bool:
+        """Have a communicator not given up any more: it is about to be freed. The one watched is not to be.
+
+        Returns whether it may be freed: what belonged to a world that was given up is left as it is.
+        """
+        with self._lock:
+            if self._given_up or comm == self._comms[0] or comm not in self._comms:
+                return False
+            self._comms = [other for other in self._comms if other != comm]
+        return True
+
+    def give_up(self) -> None:
+        """Wake all ranks that wait for any other: no operation of the world succeeds any more."""
+        with self._lock:
+            self._given_up = True
+            for comm in self._comms:
+                if comm != MPI.COMM_NULL:
+                    comm.Revoke()
+
+    def look(self) -> None:
+        """Give up the world if a rank of it died or gave it up. Called again and again, from a thread."""
+        if len(set(self.nodes)) > 1:
+            self._connections.limit(_RECOVERING if self._given_up else self._silence, now=self._given_up)
+        if not self._given_up and self.noticed():
+            self.give_up()
+
+    def noticed(self) -> bool:
+        """Whether a rank is known to have died, or some rank gave the world up."""
+        with self._lock:
+            watched = self._comms[0]
+            if self._given_up or watched.Is_revoked():
+                return True
+            failed = watched.Get_failed()
+            count = failed.size
+            failed.Free()
+        return bool(count)
+
+    def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
+        """Kill the silent ranks of the world that run on this node.
+
+        Returns whether the others run on nodes where a rank that answers will do so.
+        """
+        self.witness.silent.update(self.processes[rank] for rank in silent)
+        self.kill([self.processes[rank] for rank in silent])
+        alive = {self.nodes[self.processes[rank]] for rank in answering}
+        if all(self.nodes[self.processes[rank]] in alive for rank in silent):
+            return True
+        self.host_lost = True
+        return False
+
+    def kill(self, processes: Sequence[int]) -> None:
+        """Kill those of the processes that run on this node."""
+        for process in processes:
+            if process in self._neighbours:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._neighbours[process][1], signal.SIGKILL)
+
+    def free_mpirun(self, rank: int | None = None) -> None:
+        """Have mpirun end where it would wait for the ranks of a lost host for ever. This process ends next.
+
+        rank: its number in the world, if all end together; else mpirun ends only if no other rank of its node is left.
+        """
+        if not self.host_lost or not self._mpirun:
+            return
+        if rank is None:
+            launcher.end_soon(self._mpirun, unless=[pid for pid, _ in self._neighbours.values()])
+            return
+        process = self.processes[rank]
+        if process == min(other for other in self.processes if self.nodes[other] == self.nodes[process]):
+            say("mpitrain: mpirun is ended, with exit code 137, if it still waits for the lost host in 5 s")
+            launcher.end_soon(self._mpirun)
+
+    def may_exit(self, code: int) -> bool:
+        """Whether this process may end with an exit code.
+
+        A host that comes back would tell mpirun of it, which ends all others for any but 0.
+        """
+        return code == 0 or bool(self._mpirun) or not self.host_lost
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What became of a world. lost, left: numbers of ranks in MPI_COMM_WORLD.
+
+    parted: those of the lost that may be alive, cut off together with their nodes.
+    """
+
+    lost: tuple[int, ...]
+    left: tuple[int, ...]
+    parted: tuple[int, ...]
+
+    @property
+    def is_main_part(self) -> bool:
+        """Whether no other part of the world that is alive may take itself for what is left of the job."""
+        if len(self.left) != len(self.parted):
+            return len(self.left) > len(self.parted)
+        return min(self.left) < min(self.parted)
+
+
+def begin(world: Communicator) -> Communicator:
+    """A world of the same ranks, some of which may die: then `shrink` it. Collective.
+
+    Across nodes a host that acknowledges nothing for half of comm.timeout, at most 30 s, is lost with its ranks.
+    Raises InputError where the MPI does not allow that.
+    """
+    require()
+    if world.num_nodes > 1:
+        _require_across_nodes()
+    told = np.empty((world.size, 2), dtype=np.int64)
+    world.all_gather(told.reshape(-1), np.array([os.getpid(), launcher.find()]))
+    pids, mpiruns = told[:, 0].tolist(), told[:, 1].tolist()
+    neighbours: dict[int, tuple[int, int]] = {}
+    for rank in range(world.size):
+        if world.nodes[rank] == world.node and rank != world.rank:
+            with suppress(OSError):  # ranks of one node may be in containers of their own
+                neighbours[rank] = (pids[rank], os.pidfd_open(pids[rank]))
+    mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
+    if world.num_nodes > 1 and mpirun and world.rank == mpiruns.index(mpirun):
+        _warn_of(mpirun)
+    deaths = Deaths(world.nodes, neighbours, mpirun, silence, connections.find(world))
+    comm = MPI.Intracomm(world._comm.Dup())
+    deaths.begin(comm, range(world.size))
+    made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, deaths)
+    _replace(world, made)
+    return made
+
+
+def ranks_died(world: Communicator, error: BaseException) -> bool:
+    """Whether this error is to be laid to the death of ranks. May take a moment.
+
+    Any error counts: what an operation gave that was under way when a rank died may be anything.
+    """
+    deaths = _deaths_of(world)
+    deadline = time.monotonic() + (_NOTICE if _of_communication(error) else _MOMENT)
+    while not deaths.noticed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def noticed(world: Communicator) -> bool:
+    """Whether a rank is known to have died. Not collective, and takes no time."""
+    return _deaths_of(world).noticed()
+
+
+def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
+    """See `Witness`. lost: numbers in MPI_COMM_WORLD. Collective."""
+    return _deaths_of(world).witness.seconds_since(world, lost, otherwise)
+
+
+def shrink(
+    world: Communicator, order: Callable[[Sequence[int]], Sequence[int]] | None = None
+) -> tuple[Communicator, Loss]:
+    """The world of the ranks that are left, and who is not. Collective over those; call it when `ranks_died`.
+
+    order: puts the ranks that are left, given by their nodes, into the order that they shall have; the same on all.
+    Ranks that die meanwhile are left out as well. Nothing that was made from the old world is of use afterwards.
+    """
+    deaths = _deaths_of(world)
+    before = deaths.processes
+    record = world.process.watchdog.record("elastic")
+    record.begin("shrink", (), None)
+    comm, made = MPI.Intracomm(world._comm), None
+    while made is None:
+        deaths.give_up()
+        try:
+            comm = MPI.Intracomm(comm.Shrink())
+        except MPI.Exception:
+            time.sleep(0.01)
+            continue
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        ranks = [int(r) for r in MPI.Group.Translate_ranks(comm.group, range(comm.size), world._comm.group)]
+        if order is not None:
+            ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
+        deaths.begin(comm, [before[rank] for rank in ranks])
+        made = _agreed(comm, _try_to_make(comm, ranks, world, deaths))
+    record.end()
+    left = deaths.processes
+    lost = tuple(process for process in before if process not in left)
+    alive = {deaths.nodes[process] for process in left}
+    parted = tuple(process for process in lost if deaths.nodes[process] not in alive)
+    deaths.host_lost = deaths.host_lost or bool(parted)
+    deaths.kill(lost)  # one that was only stopped must not come back
+    _replace(world, made)
+    return made, Loss(lost, left, parted)
+
+
+def leave(world: Communicator, code: int) -> None:
+    """End this process; all ranks do. Without MPI_Finalize, which may wait for the dead."""
+    world.process.watchdog.stop()
+    _leave(world._comm, _deaths_of(world), code)
+
+
+def partners(nodes: Sequence[int]) -> list[int]:
+    """For each rank the one that keeps a copy for it: another one, on another node as far as there are ranks for it.
+
+    nodes: of each rank. Ranks are put in order of their nodes, and each is given the one as many places on as the
+    largest node has ranks.
+    """
+    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
+    step = max(nodes.count(node) for node in nodes) % len(nodes) or 1
+    found = [0] * len(nodes)
+    for place, rank in enumerate(order):
+        found[rank] = order[(place + step) % len(nodes)]
+    return found
+
+
+def _require_across_nodes() -> None:
+    """Raise InputError where Open MPI's coll/han is in use: it waits in communicators that nobody can revoke."""
+    chosen = os.environ.get(_COLLECTIVES, "")
+    if not chosen or ("han" in chosen.lstrip("^").split(",")) != chosen.startswith("^"):
+        raise InputError(
+            "elastic.mode shrink across nodes must do without Open MPI's coll/han: start the job with "
+            "mpirun --with-ft ulfm --mca coll ^han",
+            agreed=True,
+        )
+
+
+def _warn_of(mpirun: int) -> None:
+    if launcher.notices_silent_hosts(mpirun):
+        say(
+            "mpitrain: mpirun itself ends a job 8 minutes after a host fell silent, whatever the other ranks do; to go "
+            "on for longer add --prtemca oob_tcp_keepalive_time 0 to its options"
+        )
+
+
+def _deaths_of(world: Communicator) -> Deaths:
+    deaths = world.process.deaths
+    assert isinstance(deaths, Deaths), "begin() comes first"
+    return deaths
+
+
+def _of_communication(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, (MPI.Exception, CommunicationError)):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _try_to_make(comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, deaths: Deaths) -> Communicator | None:
+    """A world of the ranks of `comm`; None when a rank died meanwhile. ranks: their numbers in the world before, in
+    the order that they get."""
+    numbers: dict[int, int] = {}
+    nodes = tuple(numbers.setdefault(world.nodes[rank], len(numbers)) for rank in ranks)
+    try:
+        if list(ranks) != sorted(ranks):
+            comm = deaths.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
+        return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, deaths)
+    except MPI.Exception:
+        deaths.give_up()  # others may be waiting for this rank
+        return None
+
+
+def _agreed(comm: MPI.Intracomm, made: Communicator | None) -> Communicator | None:
+    """The world, if all ranks have made it."""
+    try:
+        return made if comm.Agree(int(made is not None)) else None
+    except MPI.Exception:  # a rank died meanwhile: raised on all alike
+        return None
+
+
+def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, deaths: Deaths) -> Communicator:
+    faults = Faults(deaths.track(MPI.Intracomm(comm.Dup())), partial(_end, deaths), partial(_leave, comm, deaths))
+    asking = deaths.track(MPI.Intracomm(comm.Dup()))
+    watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, deaths)
+    faults.before_leaving = watchdog.stop_with_all
+    process = replace(before.process, arenas=ArenaIndex(), watchdog=watchdog, faults=faults, deaths=deaths)
+    return Communicator(comm, topology, process, "world")
+
+
+def _replace(old: Communicator, new: Communicator) -> None:
+    """Let the new world's watchdog and faults do what the old one's did."""
+    old.process.watchdog.stop()
+    old.process.faults.uninstall()
+    new.process.faults.install()
+    new.process.watchdog.start()
+    of_process.replace(new)
+
+
+def _end(deaths: Deaths, code: int) -> None:
+    """End this process so that the others notice: they would wait for one that ends with an exit code."""
+    sys.stdout.flush()
+    deaths.free_mpirun()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave(comm: MPI.Intracomm, deaths: Deaths, code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(MPI.Exception):
+        comm.Barrier()
+    deaths.free_mpirun(comm.rank)
+    if not deaths.may_exit(code):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(code)

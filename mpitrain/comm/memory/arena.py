@@ -1,0 +1,239 @@
+"""Flat storage that collectives work on in place: shared by the ranks of a node, private, or on a device.
+
+A shared arena is one MPI window per node, a segment per rank, all mapped by all ranks of the node:
+
+    node A   | rank 0: numel | rank 1: numel | ...      each rank reads and writes its neighbours' segments
+    node B   | rank 4: numel | ...
+
+The kernel frees a window's memory when the last of its processes ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from itertools import count
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.memory.buffers import DTYPES, LARGEST_COUNT, memory_at, tensor_at
+from mpitrain.errors import InputError
+
+_ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
+SHARED_MEMORY = "/dev/shm"
+_LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
+
+
+class Arena:
+    """Flat storage of `numel` elements per rank.
+
+    kind: "shared" (a window of the node), "private" (this process alone) or "device".
+    tensor: this rank's elements, a flat torch tensor. name: of a shared one, the same on all of its ranks.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        segments: dict[int, int] | None = None,
+        window: MPI.Win | None = None,
+        index: ArenaIndex | None = None,
+    ) -> None:
+        self.kind = kind
+        self.tensor = tensor
+        self.start = tensor.data_ptr()
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.segments = segments or {}  # world rank on this node -> address of its segment here
+        self.window = window
+        self.name = ""
+        self._index = index
+
+    def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        """This rank's elements from `offset` on, as a tensor of `shape`. Raises InputError outside the arena."""
+        numel = prod(shape)
+        if offset < 0 or offset + numel > self.tensor.numel():
+            raise InputError(
+                f"view of {numel} elements at offset {offset} lies outside the arena of {self.tensor.numel()}; "
+                "make the arena larger"
+            )
+        return self.tensor[offset : offset + numel].view(*shape)
+
+    def peer(self, world_rank: int) -> torch.Tensor:
+        """The flat tensor of another rank of this node (its number in the world). Shared arenas only."""
+        if world_rank not in self.segments:
+            raise InputError(f"rank {world_rank} shares no memory with this rank; peers are {sorted(self.segments)}")
+        return tensor_at(self.segments[world_rank], self.tensor.numel(), self.tensor.dtype)
+
+    def free(self) -> None:
+        """Release the memory. Collective over the arena's ranks; tensors over it must not be used afterwards."""
+        if self._index is not None:
+            self._index.forget(self)
+            self._index = None
+        self.tensor = torch.empty(0, dtype=self.tensor.dtype)
+        if self.window is not None:
+            _free(self.window)
+            self.window = None
+
+
+class ArenaIndex:
+    """The shared arenas of a process, found by address, and their windows."""
+
+    def __init__(self) -> None:
+        self._arenas: list[Arena] = []
+        self._windows: dict[str, MPI.Win] = {}  # by the arena's name
+        self.numbers = count(1)  # of those that this process is the first rank of
+        self.warned = False  # that there is no room in shared memory
+        self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
+
+    def add(self, arena: Arena, *, for_tensors: bool) -> None:
+        """for_tensors: whether `find` finds it."""
+        if arena.window is not None:
+            self._windows[arena.name] = arena.window
+        if for_tensors:
+            self._arenas.append(arena)
+            self.generation += 1
+
+    def forget(self, arena: Arena) -> None:
+        self._windows.pop(arena.name, None)
+        if arena in self._arenas:
+            self._arenas.remove(arena)
+            self.generation += 1
+
+    def free_windows(self) -> None:
+        """Release all memory, at the end of the program. Collective over all ranks, each of which has come there.
+
+        MPI_Finalize would free the windows in the order in which this process made them. Where several threads make
+        some, that differs from rank to rank, and Open MPI meets at each of them: it would wait for ever.
+        """
+        for name in sorted(self._windows, key=lambda name: [int(number) for number in name.split(".")]):
+            _free(self._windows.pop(name))
+
+    def find(self, address: int, nbytes: int) -> Arena | None:
+        """The arena that holds [address, address + nbytes), if one does."""
+        for arena in self._arenas:
+            if arena.start <= address and address + nbytes <= arena.start + arena.nbytes:
+                return arena
+        return None
+
+
+def allocate(
+    comm: MPI.Intracomm,
+    node: MPI.Intracomm,
+    world_ranks: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    index: ArenaIndex,
+    *,
+    for_tensors: bool = True,
+) -> Arena:
+    """An arena over the ranks of `comm`; collective over them, and of the same kind on all of them.
+
+    node: the communicator of this node's ranks in it; world_ranks: the world rank of each of those.
+    for_tensors: whether collectives find it in the index by the address of what they are given.
+    Falls back to private memory, with one warning a node, when /dev/shm has no room on some node.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"an arena of {dtype} is not possible; use one of {sorted(map(str, DTYPES))}")
+    if device.type == "cuda":
+        return Arena("device", torch.zeros(numel, dtype=dtype, device=device))
+    nbytes = -(-max(numel * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
+    window = _shared_window(comm, node, nbytes, index) if comm.size > 1 else None
+    if window is None:
+        return Arena("private", torch.zeros(numel, dtype=dtype))
+    segments = {world: _address(window, local) for local, world in enumerate(world_ranks)}
+    mine = segments[world_ranks[node.rank]]
+    arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
+    arena.start, arena.nbytes = mine, numel * dtype.itemsize
+    number = np.array([next(index.numbers)])
+    node.Bcast(number)
+    arena.name = f"{world_ranks[0]}.{number[0]}"
+    index.add(arena, for_tensors=for_tensors)
+    return arena
+
+
+def _free(window: MPI.Win) -> None:
+    window.Unlock_all()
+    window.Free()
+
+
+def _address(window: MPI.Win, local_rank: int) -> int:
+    memory, _ = window.Shared_query(local_rank)
+    return memory.address if hasattr(memory, "address") else MPI.memory.frombuffer(memory).address
+
+
+def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index: ArenaIndex) -> MPI.Win | None:
+    """A window of zeros, nbytes a rank; None on all ranks of `comm` when some node has no room. Collective.
+
+    Memory in /dev/shm is given out page by page on first touch, and a process that touches one for which there is
+    no room dies of a bus error. So what seems to have room is filled at once, by the kernel, which only reports it.
+    """
+    wanted, free = _wanted_and_free(node, nbytes)
+    if free < wanted:
+        _warn(node, wanted, free, index)
+    if not _agree(comm, free >= wanted):
+        return None
+    info = MPI.Info.Create()
+    info.Set("alloc_shared_noncontig", "true")
+    window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+    info.Free()
+    window.Lock_all(MPI.MODE_NOCHECK)
+    filled = _agree(node, _fill_with_zeros(_address(window, node.rank), nbytes))
+    if not filled:  # somebody else took it
+        _warn(node, wanted, free, index)
+    if _agree(comm, filled):
+        return window
+    _free(window)
+    return None
+
+
+def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
+    """Bytes that this node's ranks need together, and those that are free in its /dev/shm. Collective."""
+    wanted = np.array([nbytes + _LIBRARY], dtype=np.int64)
+    node.Allreduce(MPI.IN_PLACE, wanted)
+    free = np.zeros(1, dtype=np.int64)
+    if node.rank == 0:
+        try:
+            status = os.statvfs(SHARED_MEMORY)
+            free[0] = status.f_bavail * status.f_frsize
+        except OSError:
+            pass
+    node.Bcast(free)
+    return int(wanted[0]), int(free[0])
+
+
+def _agree(comm: MPI.Intracomm, yes: bool) -> bool:
+    answer = np.array([yes], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
+    return bool(answer[0])
+
+
+def _fill_with_zeros(address: int, nbytes: int) -> bool:
+    """Whether there are pages behind all of it; there are afterwards."""
+    done = 0
+    with open("/dev/zero", "rb", buffering=0) as zeros:
+        while done < nbytes:
+            try:
+                memory: Any = memory_at(address + done, min(LARGEST_COUNT, nbytes - done))
+                got = zeros.readinto(memory)
+            except OSError:  # EFAULT: no page
+                return False
+            done += got or 0
+    return True
+
+
+def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> None:
+    """Say once a node, from its first rank, that shared memory is too small there."""
+    if node.rank == 0 and not index.warned:
+        index.warned = True
+        warnings.warn(
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} MiB are wanted on this node: using "
+            "private memory and messages instead, which is slower; enlarge it "
+            "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
+            stacklevel=5,
+        )

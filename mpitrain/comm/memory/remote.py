@@ -1,0 +1,139 @@
+"""Reading and writing the private memory of the other processes of a node (Linux process_vm_readv(2)).
+
+For tensors that lie in no arena: a rank sums its slice of its neighbours' vectors where they are, with one copy
+into the cache, and writes the result back into them. Programs see no difference to memory that is mapped; only
+the neighbours' addresses are looked up at each run, on the board (`board.py`). What is written there is the same on
+all ranks but for the address, so a transfer never leaves the tensor that its rank has passed.
+
+The kernel allows it between processes of one user, unless a container or ptrace_scope forbids it; `probe` asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from mpitrain.comm.checks.board import Board, Notice, addresses, row_of
+from mpitrain.errors import CommunicationError
+
+_PAIR = 16  # bytes of an address and a length
+
+
+class Neighbours:
+    """The processes of this rank's node whose memory it may touch. pids: by rank of the communicator."""
+
+    def __init__(self, pids: dict[int, int], places: dict[int, int]) -> None:
+        """places: of their rows on the board."""
+        self.pids, self.places = pids, places
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.readv, self.writev = libc.process_vm_readv, libc.process_vm_writev
+        for function in (self.readv, self.writev):
+            pointer, count = ctypes.c_void_p, ctypes.c_ulong
+            function.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+            function.restype = ctypes.c_ssize_t
+
+
+def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], board: Board) -> Neighbours | None:
+    """Neighbours, if every rank of `comm` can read and write those of its node; else None. Collective.
+
+    neighbours: the ranks of this node. board: theirs, in shared memory.
+    """
+    places = {rank: index for index, rank in enumerate(neighbours)}
+    pids = np.empty(node.size, dtype=np.int64)
+    node.Allgather(np.array([os.getpid()], dtype=np.int64), pids)
+    made = Neighbours({rank: int(pids[index]) for rank, index in places.items()}, places)
+    secret, found = np.array([node.rank + 1], dtype=np.int64), np.zeros(node.size, dtype=np.int64)
+    transfers = Transfers(made)
+    for rank in places:
+        transfers.add(rank, 0, found.itemsize, write=False)
+    table = Table(transfers, [found[index:].ctypes.data for index in range(node.size)])
+    notice = Notice(board, row_of(secret.ctypes.data, "probe"), table.fill)
+    notice.publish()
+    node.Barrier()
+    notice.compare()
+    works = np.array([1], dtype=np.int64)
+    try:
+        for transfer in table.transfers:
+            transfer()
+        works[0] = np.array_equal(found, 1 + np.arange(node.size))
+    except CommunicationError:
+        works[0] = 0
+    node.Barrier()
+    notice.withdraw()
+    comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)
+    return made if works[0] else None
+
+
+class Transfers:
+    """The transfers of a program, without addresses."""
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        self.neighbours = neighbours
+        self.rows: list[tuple[int, int, int, bool]] = []
+
+    def add(self, rank: int, offset: int, nbytes: int, *, write: bool) -> None:
+        """A copy between a place here and `offset` bytes after the address in the rank's row."""
+        self.rows.append((rank, offset, nbytes, write))
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """The place of the row of each one's rank."""
+        return np.array([self.neighbours.places[rank] for rank, *_ in self.rows], dtype=np.intp)
+
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        return np.array([offset for _, offset, _, _ in self.rows], dtype=np.int64)
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        return np.array([nbytes for _, _, nbytes, _ in self.rows], dtype=np.int64)
+
+
+class Table:
+    """The transfers of a program with addresses: local and remote (address, length) pairs, as the system takes them.
+
+    The remote ones are filled in at each run.
+    """
+
+    def __init__(self, transfers: Transfers, local: Sequence[int]) -> None:
+        """local: the address here of each transfer."""
+        self._transfers = transfers
+        count = len(local)
+        pairs = np.empty((2, count, 2), dtype=np.int64)
+        pairs[0, :, 0] = local
+        pairs[:, :, 1] = transfers.sizes if count else 0
+        self._pairs, self._starts = pairs, pairs[1, :, 0]
+        here, there = pairs.ctypes.data, pairs.ctypes.data + _PAIR * count
+        self.transfers = [
+            Transfer(transfers.neighbours, rank, (here + _PAIR * i, there + _PAIR * i), nbytes, write)
+            for i, (rank, _, nbytes, write) in enumerate(transfers.rows)
+        ]
+
+    def fill(self, rows: bytes) -> None:
+        """Look the neighbours' addresses up in the rows of the board."""
+        np.add(addresses(rows)[self._transfers.places], self._transfers.offsets, out=self._starts)
+
+
+class Transfer:
+    """One copy between this process and another; call it to do it."""
+
+    __slots__ = ("_function", "_nbytes", "_pid", "_pointers", "_rank")
+
+    def __init__(self, neighbours: Neighbours, rank: int, pointers: tuple[int, int], nbytes: int, write: bool) -> None:
+        """pointers: to the (address, length) pairs here and there."""
+        self._function = neighbours.writev if write else neighbours.readv
+        self._pid, self._rank, self._pointers, self._nbytes = neighbours.pids[rank], rank, pointers, nbytes
+
+    def __call__(self) -> None:
+        local, remote = self._pointers
+        done = self._function(self._pid, local, 1, remote, 1, 0)
+        if done != self._nbytes:
+            reason = os.strerror(ctypes.get_errno()) if done < 0 else f"only {done} of {self._nbytes} bytes were there"
+            raise CommunicationError(
+                f"the memory of rank {self._rank} cannot be reached ({reason}): it has died, or passed a smaller tensor"
+            )

@@ -1,0 +1,125 @@
+"""Messages between two ranks of a communicator.
+
+A message goes in two: a header under the caller's tag, which tells the length and under which tag the data come, then
+the data. So a receiver never lends MPI memory for more than it expects: Open MPI copies a message that is too long out
+of the sender's memory over whatever lies behind the receiver's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.collectives.arguments import check_rank
+from mpitrain.comm.member import Member
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.memory.device import synchronize
+from mpitrain.comm.runtime.watchdog import Record
+from mpitrain.comm.runtime.work import Messages
+from mpitrain.errors import CommunicationError, InputError
+
+ANY_SOURCE = MPI.ANY_SOURCE
+_TAGS = 1 << 13  # more than there are messages under way between two ranks
+
+
+class PointToPoint(Member):
+    """Sends and receives, on an MPI communicator of their own: the caller's tags must not meet those of programs."""
+
+    _messages: MPI.Intracomm
+    _message_record: Record
+    _sent = 0  # messages
+
+    def send(self, x: Any, dest: int, tag: int = 0) -> None:
+        """Send x to rank dest; may return before it is received."""
+        self.isend(x, dest, tag).wait()
+
+    def recv(self, x: Any, source: int, tag: int = 0) -> None:
+        """Receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
+        self.irecv(x, source, tag).wait()
+
+    def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
+        """Begin to send x, which must not change until the work is done."""
+        check_rank(self, dest)
+        tensor = self._near(as_tensor(x, written=False))
+        self._sent += 1
+        data_tag = _data_tags()[self._sent % _TAGS]
+        header = np.array([_nbytes(tensor), data_tag])
+        requests = [self._messages.Isend(header, dest, _checked(tag))]
+        requests += [self._messages.Isend(spec, dest, data_tag) for spec in _specs(tensor)]
+        awaited = (self.world_ranks[dest],)
+        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], self._message_record, awaited)
+
+    def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
+        """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
+        if source != ANY_SOURCE:
+            check_rank(self, source)
+        tensor = as_tensor(x)
+        near = self._near(tensor, filled=False)
+        name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
+        header = np.empty(2, dtype=np.int64)
+        opened = False
+
+        def proceed(statuses: list[MPI.Status]) -> list[MPI.Request]:
+            nonlocal opened
+            if not opened:
+                opened = True
+                nbytes, data_tag = header.tolist()
+                rank = statuses[0].source
+                if nbytes != _nbytes(near):
+                    self._discard(nbytes, rank, data_tag)
+                    raise CommunicationError(
+                        f"{self.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
+                        f"{self.rank} expects {_nbytes(near)}; send and receive tensors of one size and type"
+                    )
+                if specs := _specs(near):
+                    return [self._messages.Irecv(spec, rank, data_tag) for spec in specs]
+            if near is not tensor:
+                tensor.copy_(near)
+            return []
+
+        requests = [self._messages.Irecv(header, source, _checked(tag))]
+        ranks = self.world_ranks
+        awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
+        return Messages(name, tensor, requests, proceed, self._message_record, awaited)
+
+    def _discard(self, nbytes: int, source: int, tag: int) -> None:
+        """Receive data that nobody can use: their sender may wait for that."""
+        place = torch.empty(nbytes, dtype=torch.uint8)
+        MPI.Request.Waitall([self._messages.Irecv(spec, source, tag) for spec in _specs(place)])
+
+    def _near(self, tensor: torch.Tensor, *, filled: bool = True) -> torch.Tensor:
+        """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""
+        if not tensor.is_cuda:
+            return tensor
+        synchronize(tensor)
+        if self.process.cuda_aware:
+            return tensor
+        return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _specs(tensor: torch.Tensor) -> list[list[Any]]:
+    """The tensor's bytes as messages; none for an empty tensor."""
+    address, nbytes = tensor.data_ptr(), _nbytes(tensor)
+    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+
+
+@functools.cache
+def _data_tags() -> range:
+    """The tags of data: the highest that MPI allows."""
+    highest = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # MPI promises 32767
+    return range(highest - _TAGS + 1, highest + 1)
+
+
+def _checked(tag: int) -> int:
+    """The caller's tag. Raises InputError unless it is one of a header's."""
+    if not 0 <= tag < _data_tags().start:
+        raise InputError(f"tag {tag} is not possible; give one from 0 to {_data_tags().start - 1}")
+    return tag

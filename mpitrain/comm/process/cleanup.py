@@ -1,0 +1,261 @@
+"""`python -m mpitrain.doctor --clean [--dry-run]`: what the MPI library left on this node of the user's dead jobs.
+
+mpitrain's own shared memory has no name by the time it is used, so the kernel frees it with its last process.
+The MPI libraries keep some files under a name; mpirun removes them at the end, and they stay when mpirun itself
+is killed:
+
+    /dev/shm,       sm_segment.*, vader_segment.*, osc_sm.*   Open MPI, up to 16 MiB a rank
+                    mpich_shm_*, mpich_shar_tmp*              MPICH, 2 to 4 MiB a rank
+                    ucx_shm_posix_*                           UCX, beneath either
+    /tmp, $TMPDIR   ompi.PID/, ompi.HOST.UID/pid.PID/         session folders of Open MPI 5 and 4
+
+A segment goes only if it is this user's and no process has it open or mapped: the process that made it has, from
+its creation on. The kernel tells that of all processes, also of those in other containers that share a /dev/shm.
+
+A session folder goes only if it is this user's, no process has anything in it open or mapped, and its PID is no
+live process. That can be told only of processes that are seen from here. Those outside of this container are not,
+nor those of other hosts that share a /tmp: such folders stay, and a line says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.comm.memory.arena import SHARED_MEMORY
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+
+_SEGMENT = re.compile(r"(sm_segment|vader_segment|osc_sm)\..+|(mpich_shm|ucx_shm_posix)_.+|mpich_shar_tmp.+")
+_SESSION = re.compile(r"ompi\.\d+")
+_PART = re.compile(r"pid\.\d+")
+_MIB = 1 << 20
+_WHOLE_MACHINE = 0xEFFFFFFC  # PID_NS_INIT_INO of linux/nsfs.h: the namespace that sees every process
+_OF_ONE_HOST = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A segment or session folder. files: what it consists of; nbytes: what they occupy.
+
+    unseen: why it cannot be told from here whether it is in use; empty if it can.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    nbytes: int
+    unseen: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What live processes have open or mapped."""
+
+    paths: frozenset[str]
+    inodes: frozenset[tuple[int, int]]  # device, inode
+
+    def holds(self, path: Path) -> bool:
+        try:
+            status = path.lstat()
+        except OSError:
+            return False
+        return str(path) in self.paths or (status.st_dev, status.st_ino) in self.inodes
+
+
+def clean(arguments: Sequence[str]) -> int:
+    """The command. Raises InputError for arguments it does not have."""
+    unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
+    if unknown:
+        raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --clean [--dry-run]")
+    dry = "--dry-run" in arguments
+    folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
+    found = list(candidates(folders))
+    dead = unused(found)
+    failed, freed = 0, 0
+    for leftover in dead:
+        reason = "" if dry else _remove(leftover)
+        failed, freed = failed + bool(reason), freed + (0 if reason else leftover.nbytes)
+        print(f"{leftover.nbytes / _MIB:10.2f} MiB  {leftover.path}{reason}", flush=True)
+    verb = "would remove" if dry else "removed"
+    where = ", ".join(map(str, folders))
+    unseen = Counter(leftover.unseen for leftover in found if leftover.unseen)
+    print(f"{verb} {len(dead) - failed} of dead jobs, {freed / _MIB:.2f} MiB, in {where}")
+    print(f"left {len(found) - len(dead) - unseen.total()} that live processes use")
+    for reason, number in unseen.items():
+        print(f"left session folders that may be in use ({number}): {reason}")
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def candidates(folders: Iterable[Path]) -> Iterator[Leftover]:
+    """What this user's MPI jobs, dead or alive, have under a name of the MPI library's in these folders."""
+    for folder in folders:
+        for path in _named(folder, _SEGMENT, stat.S_ISREG):
+            yield Leftover(path, (path,), _occupied(path))
+        unseen = _out_of_sight(folder)
+        sessions = [(path, unseen) for path in _named(folder, _SESSION, stat.S_ISDIR)]
+        for parent in _named(folder, re.compile(rf"ompi\..+\.{os.getuid()}"), stat.S_ISDIR):
+            host = parent.name.removeprefix("ompi.").rpartition(".")[0]
+            own = host.partition(".")[0] == os.uname().nodename.partition(".")[0]
+            reason = unseen or ("" if own else f"they are of the host {host}; run it there")
+            sessions += [(path, reason) for path in _named(parent, _PART, stat.S_ISDIR)]
+        for path, reason in sessions:
+            files = tuple(_tree(path))
+            yield Leftover(path, files, sum(map(_occupied, files)), reason)
+
+
+def _out_of_sight(folder: Path) -> str:
+    """Why processes that use what lies in this folder may not be seen from here; empty if all are."""
+    try:
+        whole = os.stat("/proc/self/ns/pid").st_ino == _WHOLE_MACHINE and os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        whole = False
+    if not whole:
+        return "processes outside of this container are not seen here; run it on the node itself"
+    kind = _file_system(folder)
+    if kind not in _OF_ONE_HOST:
+        return f"{folder} ({kind or 'of unknown kind'}) may be shared by other hosts; remove what is dead by hand"
+    return ""
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system a folder is on, as "ext4"; empty if that cannot be told."""
+    place, longest, kind = folder.resolve(), 0, ""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in mounts:  # number parent device root POINT options tags... - KIND source options
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])
+        if len(point) >= longest and place.is_relative_to(point):
+            longest, kind = len(point), line.partition(" - ")[2].split()[0]
+    return kind
+
+
+def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) -> Iterator[Path]:
+    """This user's entries of a folder that have such a name and are of that kind."""
+    for path in sorted(_entries(folder)):
+        if pattern.fullmatch(path.name):
+            try:
+                status = path.lstat()
+            except OSError:  # a job ended meanwhile
+                continue
+            if status.st_uid == os.getuid() and kind(status.st_mode):
+                yield path
+
+
+def unused(found: Sequence[Leftover]) -> list[Leftover]:
+    """Those that certainly no process holds; `found` was made before."""
+    held = held_by_processes()
+
+    def dead(one: Leftover) -> bool:
+        if any(map(held.holds, one.files)):
+            return False
+        if _SEGMENT.fullmatch(one.path.name):
+            return not _is_open(one.path)
+        return not (one.unseen or _launcher_lives(one.path))
+
+    return [one for one in found if dead(one)]
+
+
+def _is_open(path: Path) -> bool:
+    """Whether any process of this kernel, in whatever container, may have a file open or mapped.
+
+    A lease for writing (fcntl(2), F_SETLEASE) is given only to whoever alone has the file open.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, if somebody opens it now, would end us
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def held_by_processes() -> Held:
+    """Looks through /proc; processes of other users cannot be read, nor could they open these files."""
+    paths: set[str] = set()
+    inodes: set[tuple[int, int]] = set()
+    for process in _entries(Path("/proc")):
+        if not process.name.isdigit():
+            continue
+        # open files first: a file is mapped before it is closed, so it is seen in one of the two
+        for descriptor in _entries(process / "fd"):
+            try:
+                target = os.readlink(descriptor)
+                if target.startswith("/"):
+                    status = os.stat(descriptor)
+                    paths.add(target)
+                    inodes.add((status.st_dev, status.st_ino))
+            except OSError:
+                continue
+        try:
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:  # address permissions offset device inode path
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                major, minor = fields[3].split(":")
+                paths.add(fields[5])
+                inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+    return Held(frozenset(paths), frozenset(inodes))
+
+
+def _launcher_lives(path: Path) -> bool:
+    """Whether there is a process of the number that a session folder's name tells, hidden in /proc or not."""
+    try:
+        os.kill(int(path.name.rpartition(".")[2]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _tree(folder: Path) -> Iterator[Path]:
+    """The folder and everything in it; links are not followed."""
+    yield folder
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent) / name for name in (*folders, *files))
+
+
+def _occupied(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _remove(leftover: Leftover) -> str:
+    """Why it could not be removed, or nothing."""
+    try:
+        if leftover.path.is_dir():
+            shutil.rmtree(leftover.path)
+        else:
+            leftover.path.unlink()
+    except FileNotFoundError:  # another one of us, on this node
+        return ""
+    except OSError as error:
+        return f": cannot be removed: {error.strerror}"
+    return ""

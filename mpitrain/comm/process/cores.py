@@ -1,0 +1,85 @@
+"""How many cores a rank has for itself: one answer for threads that compute and for those that communicate.
+
+The system lets a rank run on a set of cores: all of the node, those of the job, those it is bound to. Where the sets of
+two ranks have cores in common the ranks share both sets; a set that no other rank's meets is its rank's own:
+
+    0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to what the job has: one core each
+    0 1     | 0 1     | 2 3     | 2 3          bound to sockets: two ranks share two cores, one each
+    0 1     | 2 3                              bound to their own: two cores each
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from mpitrain.comm.process.topology import Topology
+
+_OVERRIDE = "MPITRAIN_SPARE_CORES"
+
+
+@dataclass(frozen=True)
+class Share:
+    """cores: that a rank may run on. ranks: that have those between them, this one included."""
+
+    cores: int
+    ranks: int
+
+    @property
+    def each(self) -> int:
+        """Cores of one rank; at least 1, also where ranks take turns."""
+        return max(1, self.cores // self.ranks)
+
+    @property
+    def spare(self) -> int:
+        """Cores beyond one a rank, for communication threads; negative: ranks that have none."""
+        return self.cores - self.ranks
+
+
+def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
+    """Ranks of a node that have cores between them, and these. allowed: the cores that each may run on."""
+    left = list(range(len(allowed)))
+    while left:
+        ranks, cores = [left.pop(0)], set[int]()
+        for rank in ranks:  # grows meanwhile
+            cores |= set(allowed[rank])
+            met = [other for other in left if not cores.isdisjoint(allowed[other])]
+            left = [other for other in left if other not in met]
+            ranks += met
+        yield ranks, cores
+
+
+def share_of(rank: int, allowed: Sequence[Collection[int]]) -> Share:
+    """What one of the ranks of a node has. allowed: the cores that each of them may run on."""
+    ranks, cores = next((ranks, cores) for ranks, cores in sharing(allowed) if rank in ranks)
+    return Share(len(cores), len(ranks))
+
+
+def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
+    """What this rank has. Collective over the world."""
+    mine = os.sched_getaffinity(0)
+    width = np.array([max(mine) + 1])
+    comm.Allreduce(MPI.IN_PLACE, width, MPI.MAX)
+    row = np.zeros(int(width[0]), dtype=np.uint8)
+    row[list(mine)] = 1
+    packed = np.packbits(row)
+    everyone = np.empty((comm.size, packed.size), dtype=np.uint8)
+    comm.Allgather(packed, everyone)
+    allowed = [np.flatnonzero(np.unpackbits(everyone[rank])).tolist() for rank in topology.neighbours]
+    return share_of(topology.neighbours.index(topology.rank), allowed)
+
+
+def spare_cores(comm: MPI.Intracomm, share: Share) -> int:
+    """`Share.spare` of the rank that has least; MPITRAIN_SPARE_CORES overrides it on ranks that have that. Collective.
+
+    Never more than 0 where MPI lets one thread alone call it.
+    """
+    spare = np.array([int(os.environ.get(_OVERRIDE) or share.spare)])
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        spare[0] = min(spare[0], 0)
+    comm.Allreduce(MPI.IN_PLACE, spare, MPI.MIN)
+    return int(spare[0])

@@ -1,0 +1,195 @@
+"""The start of MPI, which is collective: ranks that do not come to it are named, instead of being awaited for ever.
+
+Nothing can be asked of a rank before MPI runs, so the processes of this host are looked at: those that the launcher
+started for the same job tell their rank by their environment, in /proc. A rank that has come to the start has a thread
+of a certain name, which ends when the start is complete:
+
+    rank 0  S  mpitrain:start      waits in MPI_Init
+    rank 1  T  mpitrain:start      is stopped
+    rank 2  D                      has not come so far: its imports hang
+
+No files, no messages, and nothing at all to do unless the time is up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.comm.process.launcher import command_of, parent_of
+from mpitrain.early import LEAST, START_TIMEOUT
+from mpitrain.errors import EXIT_FAILED, InputError
+
+_DEFAULT = 600.0  # seconds
+_TURN = 1.0  # seconds by which ranks that know less speak later
+RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers call the rank
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_THREAD = "mpitrain:start"  # at most 15 characters
+_STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "Z": "has ended"}
+
+
+def is_due() -> bool:
+    """Whether MPI is still to be started, and there are other ranks that have to come to that."""
+    return "mpi4py.MPI" not in sys.modules and _number(os.environ, _SIZES) > 1
+
+
+def start_mpi() -> None:
+    """Import mpi4py.MPI and initialize MPI, as importing it does, but with the other ranks watched."""
+    with watched(limit(_DEFAULT)):
+        import mpi4py
+
+        rc = mpi4py.rc
+        if rc.initialize is not True:
+            return
+        rc.initialize, rc.finalize = False, True if rc.finalize is None else rc.finalize
+        try:
+            from mpi4py import MPI
+        finally:
+            rc.initialize = True
+        if not MPI.Is_initialized():
+            _initialize(MPI.THREAD_SINGLE if not rc.threads else getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
+            for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # as mpi4py does
+                comm.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def _initialize(level: int) -> None:
+    """MPI_Init_thread without Python's lock, which mpi4py holds meanwhile: no other thread could look at the time."""
+    from mpi4py import MPI
+
+    library = ctypes.CDLL(None)  # tools that measure put theirs before MPI's
+    if not hasattr(library, "MPI_Init_thread"):
+        library = ctypes.CDLL(MPI.__file__)
+    if not hasattr(library, "MPI_Init_thread"):
+        MPI.Init_thread(level)
+        return
+    code = library.MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
+    if code != MPI.SUCCESS:
+        raise InputError(f"MPI_Init_thread failed with code {code}; does mpirun belong to the MPI of mpi4py?")
+
+
+@contextmanager
+def watched(seconds: float) -> Iterator[None]:
+    """Inside, all ranks are to come together, in at most so many seconds; else this process ends, and says why."""
+    if _number(os.environ, _SIZES) < 2:
+        yield
+        return
+    complete = threading.Event()
+    thread = threading.Thread(target=_watch, args=(complete, seconds), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        complete.set()
+        thread.join()  # its name must be gone
+
+
+def limit(timeout: float) -> float:
+    """Seconds that ranks have to come. timeout: seconds that an operation may take."""
+    try:
+        return float(os.environ[START_TIMEOUT])
+    except (KeyError, ValueError):
+        return max(timeout, LEAST)
+
+
+def _watch(complete: threading.Event, seconds: float) -> None:
+    me = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    try:
+        me.write_text(_THREAD)
+    except OSError:
+        return
+    if complete.wait(seconds):
+        return
+    places = neighbours(os.getpid())
+    rank = _number(os.environ, RANK_NAMES)
+    missing = [place for place in places if not place.waits]
+    there = [place.rank for place in places if place.waits]
+    turn = (there.index(rank) if rank in there else 0) + (0 if missing else len(there))
+    if complete.wait(_TURN * min(turn, 5)):
+        return
+    size = _number(os.environ, _SIZES)
+    what = f"mpitrain: rank {rank}: not all {size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
+    if missing:
+        what += "; ".join(place.text() for place in missing)
+    else:
+        what += f"those of this host that can be seen did ({', '.join(map(str, there))}); look at the other hosts"
+    os.write(2, (what + "\n").encode())
+    time.sleep(0.2)
+    os._exit(EXIT_FAILED)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank on this host. state: of its process, the kernel's letter. waits: whether it is at the start and runs."""
+
+    rank: int
+    process: int
+    state: str
+    arrived: bool
+
+    @property
+    def waits(self) -> bool:
+        return self.arrived and self.state not in "TtZ"
+
+    def text(self) -> str:
+        doing = _STATES.get(self.state, "has not come so far")
+        command = command_of(self.process) or "gone"
+        return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
+
+
+def neighbours(process: int) -> list[Place]:
+    """The ranks on this host of the job that a process belongs to, in order."""
+    daemon = _daemon(process)
+    found: dict[int, Place] = {}
+    for entry in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+        rank = _number(_environment(entry), RANK_NAMES)
+        if rank < 0 or _daemon(entry) != daemon:
+            continue
+        place = Place(rank, entry, _state(entry), _arrived(entry))
+        known = found.get(rank)  # a rank may be a shell, its python, and what that started
+        if known is None or place.arrived or (not known.arrived and known.state not in "Tt"):
+            found[rank] = place
+    return [found[rank] for rank in sorted(found)]
+
+
+def _daemon(process: int) -> int:
+    """What started the rank on this host: the first process above it that has no rank."""
+    while process > 1 and _number(_environment(process), RANK_NAMES) >= 0:
+        process = parent_of(process)
+    return process
+
+
+def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
+    """The first of the variables that is a number; -1: none is."""
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), -1)
+
+
+def _environment(process: int) -> dict[str, str]:
+    """What the process was started with; empty where that is not to be seen."""
+    try:
+        entries = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def _state(process: int) -> str:
+    """See proc(5)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def _arrived(process: int) -> bool:
+    try:
+        names = [task.read_text().strip() for task in Path(f"/proc/{process}/task").glob("*/comm")]
+    except OSError:
+        return False
+    return _THREAD in names

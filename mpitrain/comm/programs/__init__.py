@@ -1,0 +1,1 @@
+"""Collective algorithms as data: what they are, proved, counted and simulated without MPI."""

@@ -1,0 +1,1 @@
+"""How programs run: compiled, bound, executed, waited for and watched."""

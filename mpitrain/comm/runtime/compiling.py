@@ -1,0 +1,297 @@
+"""Programs compiled for one rank: what is to be called, in which order, on memory whose addresses come later.
+
+A plan knows sizes and no addresses, so that a caller whose tensors lie elsewhere each time pays for binding alone:
+a view and a call for each chunk. A receive to be reduced lands in scratch memory; while it is added, the next
+messages are already posted, as far as they touch other chunks (`Schedule`).
+
+A chunk of WORK is read where it currently is: at first in the caller's input, and after it was written
+once, in the output. So nothing is copied before the first reduction, and inputs stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.memory.buffers import LARGEST_COUNT
+from mpitrain.comm.memory.remote import Transfers
+from mpitrain.comm.programs.program import (
+    INBOX,
+    NONE,
+    SLOT,
+    WORK,
+    Combine,
+    Copy,
+    Exchange,
+    Fence,
+    Finish,
+    Program,
+    Span,
+)
+from mpitrain.comm.runtime import executor
+from mpitrain.comm.runtime.executor import (
+    PEER,
+    SCRATCH,
+    SOURCE,
+    TARGET,
+    Binding,
+    Compiled,
+    Layout,
+    Maker,
+    Message,
+    Place,
+)
+from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, Region, Schedule
+
+_LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
+
+
+class Plan:
+    """A program compiled for this rank, for memory of one shape at any addresses."""
+
+    def __init__(
+        self,
+        program: Program,
+        comm: MPI.Comm,
+        layout: Layout,
+        reduction: Reduction | None,
+        fence: Sequence[Call] = (),
+    ) -> None:
+        """comm: its ranks are the program's. layout: one of the shape. fence: the calls of a `Fence`."""
+        compiled = _Compiler(program, comm.rank, layout, reduction, fence)
+        self._comm, self._makers = comm, compiled.schedule.entries()
+        self._scratch, self._transfers, self._locals = compiled.scratch, compiled.transfers, compiled.locals
+        self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
+
+    def bind(self, layout: Layout) -> Compiled:
+        """The program on the layout's addresses. Of all that were bound, one may run at a time."""
+        binding = Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
+        calls = [call for make in self._makers for call in make(binding)]
+        return Compiled(calls, [self], binding.made, self._computes, binding.notice is not None)
+
+
+class _Compiler:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        layout: Layout,
+        reduction: Reduction | None,
+        fence: Sequence[Call],
+    ) -> None:
+        self.program, self.layout, self.reduction, self.fence = program, layout, reduction, fence
+        self.rank = rank
+        self.item = layout.dtype.itemsize
+        in_place = layout.source == layout.target
+        self.moved = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
+        self.schedule = Schedule[Maker]()
+        self.scratch: list[torch.Tensor] = []
+        self.exchanges = 0
+        self.steps = list(program.steps(self.rank))
+        self.landings: list[int] = []  # numbers of scratch areas
+        self.fetches: list[int] = []
+        self.transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
+        self.locals: list[Place] = []  # this rank's side of each transfer
+        self.met, self.meetings = 0, sum(isinstance(step, Fence) for step in self.steps)
+        self.inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
+        own = 0 if layout.inbox else self.inbox_bounds[-1]
+        self.inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
+        self._compile()
+
+    def _compile(self) -> None:
+        finished = False  # whether the step was done with the one before it
+        for step, following in zip(self.steps, [*self.steps[1:], None], strict=True):
+            if finished:
+                finished = False
+            elif isinstance(step, Exchange):
+                self._exchange(step)
+            elif isinstance(step, Combine):  # a Finish of the same span is best done while it is in the cache
+                finished = isinstance(following, Finish) and _region(following.span) == _region(step.into)
+                self._combine(step, self._scale if finished else None)
+            elif isinstance(step, Copy):
+                self._copy(step)
+            elif isinstance(step, Finish):
+                self._finish(step)
+            elif isinstance(step, Fence):
+                self._fence()
+        self._bring_home()
+
+    @property
+    def _scale(self) -> float | None:
+        return self.reduction.scale if self.reduction else None
+
+    def _new_scratch(self, numel: int) -> int:
+        self.scratch.append(torch.empty(numel, dtype=self.layout.dtype, device=self.layout.device))
+        return len(self.scratch) - 1
+
+    def _elements(self, span: Span) -> tuple[int, int]:
+        """Offset and number of elements of a span in its memory."""
+        lo, hi = int(span.lo), int(span.hi)
+        if hi <= lo:
+            return 0, 0
+        if span.memory == SLOT:
+            return lo * self.layout.slot, (hi - lo) * self.layout.slot
+        bounds = self.layout.bounds if span.memory == WORK else self.inbox_bounds
+        return bounds[lo], bounds[hi] - bounds[lo]
+
+    def _place(self, owner: int, span: Span, numel: int, *, written: bool = False) -> Place:
+        """Where a span of a rank's memory is to be read (or written)."""
+        start = self._elements(span)[0]
+        if span.memory == INBOX and self.inbox != NONE:
+            return Place(SCRATCH, self.inbox, start, numel)
+        if span.memory != WORK:
+            return Place(span.memory, owner, start, numel)
+        if owner != self.rank:
+            return Place(PEER, owner, start, numel)
+        moved = self.moved[int(span.lo) : int(span.hi)]
+        if written or all(moved):
+            return Place(TARGET, owner, start, numel)
+        if any(moved):
+            raise AssertionError(f"{self.program.name}: a span lies half in the input and half in the output")
+        return Place(SOURCE, owner, start, numel)
+
+    def _mark(self, span: Span) -> None:
+        if span.memory == WORK:
+            lo, hi = int(span.lo), int(span.hi)
+            self.moved[lo:hi] = b"\1" * (hi - lo)
+
+    def _exchange(self, step: Exchange) -> None:
+        to, source = int(step.to), int(step.source)
+        leaving = self._elements(step.send)[1] if to != NONE else 0
+        arriving = self._elements(step.recv)[1] if source != NONE else 0
+        sends, receives = leaving > 0, arriving > 0
+        if not sends and not receives:
+            return
+        number = self.exchanges
+        slot = number % _LANDINGS
+        self.exchanges += 1
+        reads: list[Region] = []
+        writes: list[Region] = []
+        messages: list[Message] = []
+        landing = self._place(self.rank, step.recv, arriving, written=True)
+        if receives:
+            if step.reduce:
+                landing = Place(SCRATCH, self._landing(slot), 0, arriving)
+                writes.append((SCRATCH, slot, slot + 1))
+            else:
+                writes.append(_region(step.recv))
+            messages.append(Message(False, landing, source))
+        if sends:
+            reads.append(_region(step.send))
+            messages.append(Message(True, self._place(self.rank, step.send, leaving), to))
+        self.schedule.exchange(
+            partial(executor.start, number, messages), partial(executor.wait, number, messages), reads, writes
+        )
+        if not receives:
+            return
+        if step.reduce:
+            assert self.reduction is not None
+            current = self._place(self.rank, step.recv, arriving)
+            into = self._place(self.rank, step.recv, arriving, written=True)
+            region = _region(step.recv)
+            make = partial(executor.combine, self.reduction, [current, landing], into, False, None)
+            self.schedule.local(make, [(SCRATCH, slot, slot + 1), region], [region])
+        self._mark(step.recv)
+
+    def _landing(self, slot: int) -> int:
+        if not self.landings:
+            arriving = [s for s in self.steps if isinstance(s, Exchange) and s.reduce and int(s.source) != NONE]
+            largest = max(self._elements(step.recv)[1] for step in arriving)
+            self.landings = [self._new_scratch(largest) for _ in range(_LANDINGS)]
+        return self.landings[slot]
+
+    def _fence(self) -> None:
+        self.met += 1
+        if self.met == 1:
+            self.schedule.barrier(executor.publish)
+        self.schedule.barrier(lambda binding: self.fence)
+        if self.met == 1:
+            self.schedule.barrier(executor.compare)
+        if self.met == self.meetings:
+            self.schedule.barrier(executor.withdraw)
+
+    def _is_remote(self, owner: int, span: Span) -> bool:
+        return owner != self.rank and span.memory == WORK and self.transfers is not None
+
+    def _transfer(self, local: Place, owner: int, span: Span, *, write: bool) -> Maker:
+        """Copies between a place here and a span of another process's WORK."""
+        assert self.transfers is not None
+        start, first, most = self._elements(span)[0], len(self.locals), LARGEST_COUNT // self.item
+        for lo in range(0, local.numel, most):
+            numel = min(most, local.numel - lo)
+            self.locals.append(local._replace(start=local.start + lo, numel=numel))
+            self.transfers.add(owner, (start + lo) * self.item, numel * self.item, write=write)
+        return partial(executor.transfer, slice(first, len(self.locals)))
+
+    def _fetched(self, slot: int, numel: int) -> Place:
+        """Memory for what is read from another process before it is combined."""
+        while len(self.fetches) <= slot:
+            self.fetches.append(self._new_scratch(max(self.layout.slot, numel)))
+        return Place(SCRATCH, self.fetches[slot], 0, numel)
+
+    def _combine(self, step: Combine, scale: float | None) -> None:
+        assert self.reduction is not None
+        present = [(int(owner), span) for owner, span in step.parts if int(owner) != NONE]
+        numel = min(self._elements(span)[1] for span in (step.into, *(span for _, span in present)))
+        if numel == 0:
+            return
+        into = self._place(self.rank, step.into, numel, written=True)
+        one_by_one = self.reduction.pairwise and not step.tree  # then one landing place in the cache is enough
+        parts: list[Place] = []
+        makers: list[Maker] = []
+        for number, (owner, span) in enumerate(present):
+            if not self._is_remote(owner, span):
+                parts.append(self._place(owner, span, numel))
+                continue
+            landing = self._fetched(0 if one_by_one else number, numel)
+            makers.append(self._transfer(landing, owner, span, write=False))
+            parts.append(landing)
+            if one_by_one and len(parts) == 2:
+                last = scale if number == len(present) - 1 else None
+                makers.append(partial(executor.combine, self.reduction, parts, into, False, last))
+                parts = [into]
+        if len(parts) > 1 or len(present) == 1:
+            makers.append(partial(executor.combine, self.reduction, parts, into, step.tree, scale))
+        for make in makers:
+            self.schedule.local(make, [_region(span) for _, span in present], [_region(step.into)])
+        self._mark(step.into)
+
+    def _copy(self, step: Copy) -> None:
+        dest, source = int(step.dest), int(step.source)
+        if dest == NONE:
+            return
+        numel = min(self._elements(step.into)[1], self._elements(step.of)[1])  # a slot may be larger than a chunk
+        if numel == 0:
+            return
+        if self._is_remote(source, step.of):
+            make = self._transfer(self._place(self.rank, step.into, numel, written=True), source, step.of, write=False)
+        elif self._is_remote(dest, step.into):
+            make = self._transfer(self._place(self.rank, step.of, numel), dest, step.into, write=True)
+        else:
+            of = self._place(source, step.of, numel)
+            make = partial(executor.copy, self._place(dest, step.into, numel, written=True), of)
+        self.schedule.local(make, [_region(step.of)], [_region(step.into)])
+        if dest == self.rank:
+            self._mark(step.into)
+
+    def _finish(self, step: Finish) -> None:
+        _, numel = self._elements(step.span)
+        if numel and self._scale is not None:
+            make = partial(executor.scale, self._place(self.rank, step.span, numel), self._scale)
+            self.schedule.local(make, [_region(step.span)], [_region(step.span)])
+
+    def _bring_home(self) -> None:
+        """Blocks this rank must end with that were never written are still in the caller's input: copy them."""
+        segments = self.program.segments
+        for goal in self.program.collective.ends(self.rank):
+            if goal.memory == WORK and not any(self.moved[goal.cell * segments : (goal.cell + 1) * segments]):
+                block = Span(goal.cell * segments, (goal.cell + 1) * segments)
+                self._copy(Copy(self.rank, block, self.rank, block))
+
+
+def _region(span: Span) -> Region:
+    return span.memory, int(span.lo), int(span.hi)

@@ -1,0 +1,291 @@
+"""Runs programs: what a plan says, on given addresses, as a bare loop over calls.
+
+    program  --compile-->  Plan  --bind-->  Compiled  --call-->  one operation
+    steps                  makers           calls on
+                           of calls         addresses
+
+Messages are persistent requests of raw bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.checks.board import Board, Notice, row_of
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, bytes_at, tensor_at
+from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
+from mpitrain.comm.programs.program import INBOX
+from mpitrain.comm.runtime.kernels import Array, Reduction, copying, for_numpy, scaling
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.errors import CommunicationError
+
+SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memories besides INBOX and SLOT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a program's memories lie, for this rank and its neighbours. Addresses in bytes, bounds in elements.
+
+    bounds: offsets of the chunks in WORK, chunks + 1 of them.
+    source, target: WORK as the caller gave it and as the caller gets it (the same for operations in place).
+    peers(rank): WORK of another rank of this node, where it is mapped; else neighbours reach it by its address,
+    and `seen` is the one this rank shows them. slots(rank): its staging slots, a chunk's largest size each.
+    board: where the ranks of the node tell each other what they do, `said` (see `row_of`), before they touch each
+    other's memory.
+    inbox, inbox_bounds: address and cell offsets of INBOX; without an address the plan has its own.
+    """
+
+    dtype: torch.dtype
+    bounds: Sequence[int]
+    source: int
+    target: int
+    peers: Callable[[int], int] | None = None
+    neighbours: Neighbours | None = None
+    seen: int = 0
+    slots: Callable[[int], int] | None = None
+    board: Board | None = None
+    said: tuple[str, str] = ("", "")
+    inbox: int = 0
+    inbox_bounds: Sequence[int] = ()
+    device: torch.device | None = None
+
+    @property
+    def slot(self) -> int:
+        """Elements of a staging slot."""
+        return max((hi - lo for lo, hi in pairwise(self.bounds)), default=0)
+
+    @property
+    def shape(self) -> Hashable:
+        """All of it but the addresses: what a plan depends on."""
+        reached = (self.peers is not None, self.neighbours is not None, self.slots is not None)
+        cells = (bool(self.inbox), tuple(self.inbox_bounds))
+        return self.dtype, tuple(self.bounds), self.source == self.target, reached, cells, self.device
+
+
+class Compiled:
+    """A program bound to memory: call it to run it.
+
+    keeps: what must live as long (buffers), and the compiled programs this one is made of. computes: whether it
+    does floating-point arithmetic, of which NumPy would report overflows that torch and MPI pass on in silence.
+    meets: whether ranks meet at a fence in it, and compare what they do.
+    """
+
+    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_requests")
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        keeps: Sequence[object] = (),
+        requests: Sequence[MPI.Prequest] = (),
+        computes: bool = False,
+        meets: bool = False,
+    ) -> None:
+        self._calls = tuple(calls)
+        self._keeps = keeps
+        self._requests = requests
+        self._computes = computes
+        self._meets = meets
+
+    def __call__(self) -> None:
+        if self._computes:
+            with np.errstate(all="ignore"):
+                for call in self._calls:
+                    call()
+        else:
+            for call in self._calls:
+                call()
+
+    def after(self, call: Call) -> Compiled:
+        """The same, with a call before it. This one must not be used any more."""
+        return Compiled((call, *self._calls), self._keeps, self._requests, self._computes, self._meets)
+
+    @property
+    def meets(self) -> bool:
+        return self._meets or any(kept.meets for kept in self._keeps if isinstance(kept, Compiled))
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is something that only `free` releases."""
+        inner = (kept for kept in self._keeps if isinstance(kept, Compiled))
+        return bool(self._requests) or any(kept.has_requests for kept in inner)
+
+    def free(self) -> None:
+        """Release the requests. The program must not run again."""
+        for request in self._requests:
+            request.Free()
+        for kept in self._keeps:
+            if isinstance(kept, Compiled):
+                kept.free()
+        self._calls = ()
+
+
+class Place(NamedTuple):
+    """Elements of one of the memories that an address is given for when a plan is binding.
+
+    owner: the rank whose memory it is, or the number of the scratch area.
+    """
+
+    memory: str
+    owner: int
+    start: int
+    numel: int
+
+
+class Binding:
+    """A plan's addresses, and what is made for them. A `Maker` turns it into calls."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        layout: Layout,
+        scratch: Sequence[torch.Tensor],
+        transfers: Transfers | None,
+        locals: Sequence[Place],
+    ) -> None:
+        """scratch: the plan's own memory. locals: this rank's side of each transfer."""
+        self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
+        self._scratch = scratch
+        self.made: list[MPI.Prequest] = []
+        self._exchanges: dict[int, list[MPI.Prequest]] = {}
+        self._arrays: dict[tuple[str, int], np.ndarray] = {}
+        self.table: Table | None = None
+        if transfers is not None:
+            self.table = Table(transfers, [self.address(place) for place in locals])
+        self.notice: Notice | None = None
+        if layout.board is not None:
+            learn = self.table.fill if self.table is not None else None
+            self.notice = Notice(layout.board, row_of(layout.seen, *layout.said), learn)
+
+    def address(self, place: Place) -> int:
+        return self._base(place.memory, place.owner) + place.start * self.item
+
+    def view(self, place: Place) -> Array:
+        """The elements, in the form that is worked on."""
+        layout = self.layout
+        if not for_numpy(layout.dtype, layout.device, place.numel):
+            return tensor_at(self.address(place), place.numel, layout.dtype, layout.device)
+        end = place.start + place.numel
+        whole = self._arrays.get((place.memory, place.owner))
+        if whole is None or whole.size < end:
+            base = self._base(place.memory, place.owner)
+            whole = tensor_at(base, max(end, layout.bounds[-1]), layout.dtype).numpy()
+            self._arrays[place.memory, place.owner] = whole
+        return whole[place.start : end]
+
+    def _base(self, memory: str, owner: int) -> int:
+        layout = self.layout
+        if memory == SOURCE:
+            return layout.source
+        if memory == TARGET:
+            return layout.target
+        if memory == SCRATCH:
+            return self._scratch[owner].data_ptr()
+        if memory == INBOX:
+            return layout.inbox
+        where = layout.peers if memory == PEER else layout.slots
+        assert where is not None
+        return where(owner)
+
+    def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
+        """The requests of an exchange, made when they are first asked for."""
+        made = self._exchanges.get(number)
+        if made is None:
+            made = self._exchanges[number] = [request for message in messages for request in self._request(message)]
+            self.made += made
+        return made
+
+    def _request(self, message: Message) -> list[MPI.Prequest]:
+        init = self.comm.Send_init if message.sends else self.comm.Recv_init
+        address = self.address(message.place)
+        return [init(bytes_at(address + lo, length), message.peer) for lo, length in message.pieces(self.item)]
+
+
+Maker: TypeAlias = Callable[[Binding], Sequence[Call]]
+
+
+class Message(NamedTuple):
+    """One side of an exchange. sends: to `peer`, else from it."""
+
+    sends: bool
+    place: Place
+    peer: int
+
+    def pieces(self, item: int) -> list[tuple[int, int]]:
+        """Offset and length, in bytes, of what is sent at once."""
+        nbytes = self.place.numel * item
+        return [(lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
+
+
+# -- makers: calls on the addresses of a binding
+
+
+def start(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
+    requests = binding.requests(number, messages)
+    return [requests[0].Start if len(requests) == 1 else partial(MPI.Prequest.Startall, requests)]
+
+
+def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
+    """Completes an exchange. Raises CommunicationError where less has arrived than was expected."""
+    requests = binding.requests(number, messages)
+    pieces = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
+    if all(message.sends for message in messages):
+        return [requests[0].Wait if len(requests) == 1 else partial(MPI.Request.Waitall, requests)]
+    statuses = [MPI.Status() for _ in requests]
+    arriving = [
+        (status, message.peer, nbytes)
+        for status, (message, nbytes) in zip(statuses, pieces, strict=True)
+        if not message.sends
+    ]
+    return [partial(_receive, requests, statuses, arriving)]
+
+
+def _receive(
+    requests: list[MPI.Prequest], statuses: list[MPI.Status], arriving: Sequence[tuple[MPI.Status, int, int]]
+) -> None:
+    MPI.Request.Waitall(requests, statuses)
+    for status, peer, nbytes in arriving:
+        if status.Get_count(MPI.BYTE) != nbytes:
+            raise CommunicationError(
+                f"{status.Get_count(MPI.BYTE)} bytes arrived from rank {peer} where {nbytes} were expected; every rank "
+                "must make the same call with the same sizes and types"
+            )
+
+
+def combine(
+    reduction: Reduction, parts: Sequence[Place], into: Place, tree: bool, scale: float | None, binding: Binding
+) -> list[Call]:
+    return reduction.combine([binding.view(part) for part in parts], binding.view(into), tree=tree, scale=scale)
+
+
+def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
+    same = binding.address(into) == binding.address(of)
+    return [] if same else [copying(binding.view(into), binding.view(of))]
+
+
+def scale(place: Place, scale: float, binding: Binding) -> list[Call]:
+    return scaling(binding.view(place), scale)
+
+
+def publish(binding: Binding) -> list[Call]:
+    return [binding.notice.publish] if binding.notice is not None else []
+
+
+def compare(binding: Binding) -> list[Call]:
+    return [binding.notice.compare] if binding.notice is not None else []
+
+
+def withdraw(binding: Binding) -> list[Call]:
+    return [binding.notice.withdraw] if binding.notice is not None else []
+
+
+def transfer(which: slice, binding: Binding) -> Sequence[Call]:
+    assert binding.table is not None
+    return binding.table.transfers[which]

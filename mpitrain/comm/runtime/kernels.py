@@ -1,0 +1,159 @@
+"""The arithmetic of reductions on tensors, and what each (operation, dtype) pair means.
+
+fp16 and bf16 are accumulated in fp32 and rounded once. bool is logical: sum and max are OR, product and min
+are AND. Averages exist for floating and complex numbers only, minima and maxima not for complex ones.
+
+Host memory is worked on with NumPy, whose calls cost half as much as torch's and copy as fast as memcpy, unless
+torch may use several threads and there is enough for them to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.memory.buffers import HALVES
+from mpitrain.comm.programs.program import tree_order
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.errors import InputError
+
+Array: TypeAlias = "torch.Tensor | np.ndarray"
+
+_FOR_THREADS = 1 << 16  # elements from which torch divides an operation among threads usefully
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One reduction: by torch, by NumPy, by MPI."""
+
+    torch: Callable[..., Any]
+    numpy: Any
+    mpi: MPI.Op
+
+
+_SUM = _Operation(torch.add, np.add, MPI.SUM)
+_ARITHMETIC = {
+    "sum": _SUM,
+    "avg": _SUM,
+    "product": _Operation(torch.mul, np.multiply, MPI.PROD),
+    "min": _Operation(torch.minimum, np.minimum, MPI.MIN),
+    "max": _Operation(torch.maximum, np.maximum, MPI.MAX),
+}
+_OR = _Operation(torch.logical_or, np.logical_or, MPI.LOR)
+_AND = _Operation(torch.logical_and, np.logical_and, MPI.LAND)
+_LOGICAL = {"sum": _OR, "max": _OR, "product": _AND, "min": _AND}
+OPERATIONS = tuple(_ARITHMETIC)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One operation on one dtype. scale: what the result is multiplied with at the end."""
+
+    op: str
+    dtype: torch.dtype
+    operation: _Operation
+    scale: float | None = None
+
+    @staticmethod
+    def of(op: str, dtype: torch.dtype, size: int) -> Reduction:
+        """Raises InputError for an operation that does not exist or has no meaning for the dtype."""
+        if op not in OPERATIONS:
+            raise InputError(f"there is no reduction {op!r}; use one of {', '.join(OPERATIONS)}")
+        name = str(dtype).removeprefix("torch.")
+        if dtype == torch.bool and op == "avg":
+            raise InputError("op avg has no meaning for bool; convert to float32 first")
+        if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+            raise InputError(f"op avg of {name} would be rounded; convert to float32 or use op sum")
+        if op in ("min", "max") and dtype.is_complex:
+            raise InputError(f"op {op} has no meaning for {name}; complex numbers have no order")
+        operation = (_LOGICAL if dtype == torch.bool else _ARITHMETIC)[op]
+        return Reduction(op, dtype, operation, 1.0 / size if op == "avg" and size > 1 else None)
+
+    @property
+    def mpi_op(self) -> MPI.Op:
+        return self.operation.mpi
+
+    @property
+    def pairwise(self) -> bool:
+        """Whether many parts may be joined two at a time: rounding after each pair would lose 16-bit sums."""
+        return self.dtype not in HALVES
+
+    def combine(self, parts: Sequence[Array], out: Array, *, tree: bool, scale: float | None) -> list[Call]:
+        """Calls that set out = reduction of parts (times scale), in the order `Combine` says.
+
+        parts: flat, of one length, and all in the form `for_numpy` says; with tree any of them may be out itself,
+        else only the first.
+        """
+        if len(parts) == 1:
+            return [copying(out, parts[0]), *scaling(out, scale)]
+        if not self.pairwise and (len(parts) > 2 or scale is not None):
+            return [self._wide(parts, out, tree, scale)]
+        if tree and len(parts) > 2:
+            return [self._tree(parts, out, scale)]
+        join = self._join(out)
+        calls: list[Call] = [partial(join, parts[0], parts[1], out=out)]
+        calls += [partial(join, out, part, out=out) for part in parts[2:]]
+        return [*calls, *scaling(out, scale)]
+
+    def _join(self, out: Array) -> Callable[..., Any]:
+        """The function that joins two parts of out's form."""
+        return self.operation.numpy if isinstance(out, np.ndarray) else self.operation.torch
+
+    def _tree(self, parts: Sequence[Array], out: Array, scale: float | None) -> Call:
+        join = self._join(out)
+
+        def run() -> None:
+            copying(out, tree_order(parts, join))()
+            for call in scaling(out, scale):
+                call()
+
+        return run
+
+    def _wide(self, parts: Sequence[Any], out: Any, tree: bool, scale: float | None) -> Call:
+        """16-bit parts accumulated in fp32, rounded once."""
+        join = self.operation.torch
+
+        def run() -> None:
+            if tree:
+                total = tree_order([part.float() for part in parts], join)
+            else:
+                total = parts[0].float()
+                for part in parts[1:]:
+                    join(total, part, out=total)
+            out.copy_(_scaled(total, scale))
+
+        return run
+
+
+def copying(into: Array, of: Array) -> Call:
+    """A call that copies between flat tensors (or arrays), converting the type where they differ."""
+    if isinstance(into, np.ndarray):
+        return partial(np.copyto, into, of)
+    assert isinstance(of, torch.Tensor)
+    if into.dtype == of.dtype and for_numpy(into.dtype, into.device, into.numel()):
+        return partial(np.copyto, into.numpy(), of.numpy())
+    return partial(into.copy_, of)
+
+
+def scaling(x: Array, scale: float | None) -> list[Call]:
+    """The multiplication that comes once at the end, if there is one."""
+    if scale is None:
+        return []
+    return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
+
+
+def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
+    """Whether NumPy is the better one to work on so many elements."""
+    if dtype in HALVES or (device is not None and device.type != "cpu"):
+        return False
+    return numel < _FOR_THREADS or torch.get_num_threads() == 1
+
+
+def _scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
+    return tensor if scale is None else tensor.mul_(scale)

@@ -1,0 +1,317 @@
+"""Finds operations that do not complete, asks every rank where it is, reports it once, and ends the job.
+
+Each rank has a record per communicator of the operation it is in. A thread looks at them now and then, and
+answers other ranks' questions over a communicator of its own. A rank whose operation is older than the limit
+asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table (`leaving`
+is about ranks whose interpreter ended). Where MPI may not be called from a second thread nobody is asked: each rank
+that noticed prints its own line, and ends.
+
+    all_reduce #12 of world did not complete in 30 s:
+      rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
+      rank 1  world: barrier #12, 31 s                               train.py:90 in main
+      rank 2  not in an operation                                    model.py:17 in forward
+      rank 3  does not answer: stopped, dead or cut off
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.faults.abort import say
+from mpitrain.comm.process.leaving import Departures
+from mpitrain.errors import EXIT_FAILED
+
+_QUESTION, _ANSWER = 1, 2  # message tags
+_PATIENCE = 3.0  # seconds to wait for answers
+_LOOK = 0.1  # seconds between looks for ranks that died, where the job is to go on without them
+_ROOM = str(Path(__file__).resolve().parent) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+class Record:
+    """The operation a rank is in on one communicator. Written by the hot path, read by the watchdog.
+
+    members: the ranks of the world that all carry out the same operations, in the same order. key: the name of the
+    record, alike on all of them. awaited: the ranks of the world of which one is to send or receive a message.
+    limited: whether whoever waits stops waiting by himself.
+    """
+
+    __slots__ = (
+        "__weakref__", "awaited", "dtype", "key", "label", "limited", "members", "name", "sequence", "shape", "since",
+        "thread",
+    )  # fmt: skip
+
+    def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
+        self.label, self.members, self.key = label, members, key
+        self.awaited: Sequence[int] = ()
+        self.limited = False
+        self.sequence = 0
+        self.name = ""
+        self.shape: Sequence[int] = ()
+        self.dtype: torch.dtype | None = None
+        self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
+        self.thread = 0
+
+    def begin(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
+        """dtype: None for an operation on no data."""
+        self.sequence += 1
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.thread = threading.get_ident()
+        self.since = time.monotonic()
+
+    def end(self) -> None:
+        self.since = 0.0
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """An operation on no data."""
+        self.awaited = ()
+        self.begin(name, (), None)
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def comparing(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Iterator[None]:
+        """The ranks compare what they are about to do; the operation itself has not begun."""
+        self.begin(f"before {name}", shape, dtype)
+        try:
+            yield
+        finally:
+            self.end()
+            self.sequence -= 1
+
+    def text(self) -> str:
+        data = f" of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}" if self.dtype is not None else ""
+        return f"{self.label}: {self.name} #{self.sequence}{data}"
+
+
+class Deaths(Protocol):
+    """What is done about ranks that died (`elastic`)."""
+
+    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Note a new communicator, and give it back."""
+
+    def tracks(self, comm: MPI.Intracomm) -> bool:
+        """Whether a communicator was noted, and not given up since."""
+
+    def forget(self, comm: MPI.Intracomm) -> bool:
+        """Note no longer what is about to be freed; returns what `tracks` did before."""
+
+    def look(self) -> None:
+        """See whether there are any."""
+
+    def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
+        """Kill ranks that do not answer; returns whether the job can go on without them."""
+
+
+class Watchdog:
+    """The thread of one process. `comm`: a duplicate of the world for it alone."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        timeout: float,
+        end_job: Callable[..., None],
+        deaths: Deaths | None = None,
+    ) -> None:
+        """timeout: seconds an operation may take. end_job: prints a text and ends all ranks, with an exit code.
+
+        deaths: where the job goes on without ranks that died.
+        """
+        self.timeout = timeout
+        self._comm, self._rank = comm, comm.rank
+        self._alone = MPI.Query_thread() != MPI.THREAD_MULTIPLE  # only the main thread may call MPI
+        self._end_job = end_job
+        self._deaths = deaths
+        self._references: list[weakref.ref[Record]] = []  # a record goes with the last that uses it
+        self._made: Counter[tuple[str, Sequence[int]]] = Counter()
+        self._departures = Departures(comm, lambda: self.records)
+        self._main = threading.main_thread().ident or 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, before MPI is finalized."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def stop_with_all(self, code: int | None = None) -> bool:
+        """Likewise, once every rank is at its end: those that still need this one learn that it has left.
+
+        code: the exit code, where it is known. Returns whether all ranks have come here.
+        """
+        waits = self._thread.is_alive() and self._deaths is None and not MPI.Is_finalized()
+        if waits:
+            self._departures.wait_for_all(code)
+        self.stop()
+        return waits
+
+    def record(self, label: str, members: Sequence[int] = ()) -> Record:
+        """members: the ranks of the world that all carry out what it records."""
+        self._made[label, members] += 1  # communicators of the same ranks are made in the same order on all of them
+        made = Record(label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}")
+        self._references.append(weakref.ref(made, self._references.remove))
+        return made
+
+    def forget(self, record: Record) -> None:
+        self._references.remove(weakref.ref(record))
+
+    @property
+    def records(self) -> list[Record]:
+        found = (reference() for reference in list(self._references))
+        return [record for record in found if record is not None]
+
+    def _late(self) -> tuple[Record, float] | None:
+        now = time.monotonic()
+        for record in self.records:
+            since = record.since
+            if since and not record.limited and now - since > self.timeout:
+                return record, now - since
+        return None
+
+    def _watch(self) -> None:
+        pause = 0.5 if self._deaths is None else _LOOK
+        while not self._stop.wait(min(pause, self.timeout / 4)):
+            try:
+                if self._deaths is not None:
+                    self._deaths.look()
+                if not self._alone:
+                    self._answer_questions()
+                    self._departures.look()
+            except MPI.Exception:  # of communicators that were given up with their dead ranks
+                if self._deaths is None:
+                    raise
+            late = self._late()
+            if late is not None and not self._report(*late):
+                return
+            in_vain = self._departures.in_vain()
+            if in_vain is not None:
+                record, left = in_vain
+                self._end_job(left.text(record, self._comm.rank, str(self.place()["line"])), left.code_of_job)
+                return
+
+    def _answer_questions(self) -> None:
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, _QUESTION, status):
+            question = np.empty(1, dtype=np.uint8)
+            self._comm.Recv(question, status.source, _QUESTION)
+            self._send(status.source, self.place())
+
+    def _send(self, dest: int, place: dict[str, object]) -> None:
+        text = np.frombuffer(json.dumps(place).encode(), dtype=np.uint8)
+        self._comm.Isend(text, dest, _ANSWER).Free()
+        self._sent = text  # MPI reads it until it has left
+
+    def place(self) -> dict[str, object]:
+        """Where this rank is: its operations, and the Python line outside this package."""
+        now = time.monotonic()
+        busy = [r for r in self.records if r.since]
+        doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
+        frames = sys._current_frames()
+        threads = [r.thread for r in busy if r.thread in frames] + [self._main]
+        lines = [line_of(frames[t]) for t in threads if t in frames and not _ours(frames[t])]
+        return {"doing": doing, "line": lines[0] if lines else "nowhere", "late": self._late() is not None}
+
+    def _report(self, record: Record, seconds: float) -> bool:
+        """Say where the ranks are, and end the job; returns whether it goes on without those that do not answer."""
+        late = f"mpitrain: {record.text()} did not complete in {seconds:.0f} s (comm.timeout)"
+        if self._alone:
+            place = self.place()
+            say(
+                f"{late}; this MPI lets no second thread ask the other ranks, each that waits speaks for itself:\n"
+                f"  rank {self._rank}  {place['doing']!s:60}  {place['line']}"
+            )
+            time.sleep(_PATIENCE)  # for the others that wait: what ends this process ends them
+            os._exit(EXIT_FAILED)
+        try:
+            places = self._ask()
+        except MPI.Exception as error:
+            if self._deaths is None:
+                raise
+            self._end_job(f"{late}, and the other ranks cannot be asked: {error}")
+            return False
+        rank, size = self._comm.rank, self._comm.size
+        spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
+        if spoken:  # where the job goes on: before the silent are ended, with which the operation is not late any more
+            time.sleep(_PATIENCE if self._deaths is not None else 2 * _PATIENCE)
+        lines = [f"{late}; the ranks are at:"]
+        for other in range(size):
+            if other in places:
+                lines.append(f"  rank {other}  {places[other]['doing']!s:60}  {places[other]['line']}")
+            else:
+                lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
+        silent = [other for other in range(size) if other not in places]
+        early = self._deaths is not None and silent and seconds < 2 * self.timeout + _PATIENCE
+        if early and self._deaths is not None and self._deaths.end_silent(silent, list(places)):
+            if not spoken:
+                say("\n".join(lines))
+            time.sleep(_PATIENCE)  # until the operation has failed
+            return True
+        self._end_job("\n".join(lines))
+        return False
+
+    def _ask(self) -> dict[int, dict[str, object]]:
+        """Where the ranks that answer are."""
+        rank, size = self._comm.rank, self._comm.size
+        question = np.zeros(1, dtype=np.uint8)
+        for other in range(size):
+            if other != rank:
+                self._comm.Isend(question, other, _QUESTION).Free()
+        places: dict[int, dict[str, object]] = {rank: self.place()}
+        deadline = time.monotonic() + _PATIENCE
+        status = MPI.Status()
+        while len(places) < size and time.monotonic() < deadline:
+            self._answer_questions()
+            if not self._comm.Iprobe(MPI.ANY_SOURCE, _ANSWER, status):
+                time.sleep(0.02)
+                continue
+            text = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+            self._comm.Recv(text, status.source, _ANSWER)
+            places[status.source] = json.loads(text.tobytes())
+        return places
+
+
+def line_of(frame: FrameType | None) -> str:
+    """file:line of the innermost frame outside this package and torch, else outside this room, else the innermost."""
+    if frame is None:
+        return "nowhere"
+    stack = traceback.extract_stack(frame)
+    places = [f for f in stack if not f.filename.startswith("<") and "/threading.py" not in f.filename]
+    inner = (_PACKAGE, _TORCH)
+    outside = [f for f in places if not os.path.abspath(f.filename).startswith(inner) and "runpy" not in f.filename]
+    # a job run by mpitrain.train is inside the package from top to bottom
+    outside = outside or [f for f in places if not os.path.abspath(f.filename).startswith(_ROOM)]
+    place = outside[-1] if outside else stack[-1]
+    return f"{os.path.basename(place.filename)}:{place.lineno} in {place.name}"
+
+
+def _ours(frame: FrameType) -> bool:
+    """Whether a thread is the communication thread, which is nowhere in the user's program."""
+    return all(
+        os.path.abspath(f.filename).startswith(_ROOM) or f.filename.endswith("/threading.py")
+        for f in traceback.extract_stack(frame)
+    )

@@ -1,0 +1,251 @@
+"""Handles of operations under way, and the thread that carries them out in order.
+
+A thread of its own makes progress while the caller computes, if a core is free for it. Where none is, the
+operations run when the caller waits for one of them: nothing would overlap, and a thread would only take
+turns with the computation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.runtime.watchdog import Record
+from mpitrain.errors import CommunicationError
+
+
+class Work:
+    """An operation that has begun. Keeps the tensors of its call alive until it is complete."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is complete. timeout: seconds.
+
+        Raises CommunicationError naming the operation when it is not complete in time, or what it raised.
+        """
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether the operation is complete; lets it make progress."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Block until what the operation reads may be written again; that is when it is complete, or later."""
+        self.wait()
+
+
+def seen(record: Record, name: str, tensor: torch.Tensor, act: Callable[[], object]) -> None:
+    """Do something that may wait, for the watchdog to see. Raises CommunicationError where MPI fails."""
+    record.begin(name, tensor.shape, tensor.dtype)
+    try:
+        act()
+    except MPI.Exception as error:
+        raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+    finally:
+        record.end()
+
+
+def poll(work: Work, name: str, timeout: float) -> None:
+    """Return when the work is done. Raises CommunicationError naming it when it is not within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not work.done():
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"{name} is not complete after {timeout:g} s; is the other rank there?")
+        time.sleep(1e-4)
+
+
+class Finished(Work):
+    """An operation that was complete when it was begun."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class Messages(Work):
+    """Messages that MPI carries by itself."""
+
+    def __init__(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        requests: Sequence[MPI.Request],
+        proceed: Callable[[list[MPI.Status]], Sequence[MPI.Request]],
+        record: Record,
+        awaited: Sequence[int],
+    ) -> None:
+        """tensor: what is sent or received; proceed: called with the statuses when the requests are complete, gives
+        those that are to be completed next, and raises if what arrived is not what was expected; record: where a wait
+        is to be seen; awaited: the ranks of the world that the other end may be.
+        """
+        self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
+        self.source: int | None = None  # the rank that sends, once that is known
+        self._requests = list(requests)
+        self._proceed = proceed
+        self._complete = False
+
+    def _go_on(self, statuses: list[MPI.Status]) -> None:
+        requests, self._requests, self._complete = self._requests, [], True
+        if requests:
+            if self.source is None:
+                self.source = statuses[0].source
+            self._requests = list(self._proceed(statuses))
+            self._complete = not self._requests
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is None:
+            while not self._complete:
+                statuses = [MPI.Status() for _ in self._requests]
+                self._record.awaited = self._awaited
+                seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
+                self._go_on(statuses)
+        elif not self._complete:
+            with self.limited_wait():
+                poll(self, f"{self._record.label}: {self._name}", timeout)
+
+    @contextmanager
+    def limited_wait(self) -> Iterator[None]:
+        """Inside, somebody waits for it and stops by himself: only a rank that leaves concerns the watchdog."""
+        record = self._record
+        record.awaited, record.limited = self._awaited, True
+        record.begin(self._name, self._tensor.shape, self._tensor.dtype)
+        try:
+            yield
+        finally:
+            record.end()
+            record.limited = False
+
+    def done(self) -> bool:
+        while not self._complete:
+            statuses = [MPI.Status() for _ in self._requests]
+            try:
+                complete = MPI.Request.Testall(self._requests, statuses)
+            except MPI.Exception as error:
+                raise CommunicationError(f"{self._record.label}: {self._name} failed in MPI: {error}") from error
+            if not complete:
+                return False
+            self._go_on(statuses)
+        return True
+
+
+class Queued(Work):
+    """An operation of a `Worker`."""
+
+    def __init__(self, name: str, call: Callable[[], None], worker: Worker) -> None:
+        self.name = name
+        self.call: Callable[[], None] | None = call
+        self.error: BaseException | None = None
+        self.complete = threading.Event()
+        self._worker = worker
+
+    def run(self) -> None:
+        call, self.call = self.call, None
+        assert call is not None
+        try:
+            call()
+        except BaseException as error:  # surfaces in wait()
+            self.error = error
+        self.complete.set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is None:
+            self._worker.finish(self)
+        else:
+            self._worker.start()
+            if not self.complete.wait(timeout):
+                raise CommunicationError(
+                    f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
+                )
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        self._worker.start()
+        return self.complete.is_set()
+
+
+class Worker:
+    """Carries out operations one after the other, in the order they were submitted.
+
+    Its thread ends with it: what waits in the queue refers to the worker, so nothing waits any more then.
+    """
+
+    def __init__(self, threaded: bool) -> None:
+        """threaded: make progress in a thread from the first operation on."""
+        self._threaded = threaded
+        self._queue: deque[Queued] = deque()
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, name: str, call: Callable[[], None]) -> Queued:
+        work = Queued(name, call, self)
+        with self._changed:
+            self._queue.append(work)
+            self._changed.notify()
+        if self._threaded:
+            self.start()
+        return work
+
+    def start(self) -> None:
+        """Make progress in a thread from now on; here and at once where MPI allows calls from one thread alone."""
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            self.drain()
+        elif self._thread is None:
+            arguments = self._queue, self._changed, self._stopping
+            self._thread = threading.Thread(target=_carry_out, args=arguments, name="mpitrain-comm", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _stop, self._changed, self._stopping).atexit = False
+
+    def finish(self, work: Queued) -> None:
+        """Complete an operation, and those before it: in the thread if there is one, else here."""
+        if self._thread is not None:
+            work.complete.wait()
+            return
+        while not work.complete.is_set():
+            self._queue.popleft().run()
+
+    def drain(self) -> None:
+        """Complete everything submitted so far; errors stay with their handles."""
+        with self._changed:
+            last = self._queue[-1] if self._queue else None
+        if last is not None:
+            self.finish(last)
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue
+
+    def close(self) -> None:
+        self.drain()
+        _stop(self._changed, self._stopping)
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _stop(changed: threading.Condition, stopping: threading.Event) -> None:
+    with changed:
+        stopping.set()
+        changed.notify()
+
+
+def _carry_out(queue: deque[Queued], changed: threading.Condition, stopping: threading.Event) -> None:
+    """The thread of a worker."""
+    while True:
+        with changed:
+            while not queue and not stopping.is_set():
+                changed.wait()
+            if not queue:
+                return
+        queue[0].run()
+        with changed:
+            queue.popleft()
