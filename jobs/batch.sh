@@ -19,7 +19,7 @@ find_run() { # find_run ARGUMENTS OF THE TRAINER...: sets run, its folder, and s
     local settings
     settings=$(python -c '
 import sys
-from mpitrain.config import Config
+from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 try:
     config = Config.from_args(sys.argv[1:])

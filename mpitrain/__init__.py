@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
     from mpitrain.shard.ddp import DistributedDataParallel
-    from mpitrain.shard.initialize import initialize
+    from mpitrain.trainer.initialize import initialize
 
 _HOMES = {
     "ANY_SOURCE": "mpitrain.comm",
@@ -19,7 +19,7 @@ _HOMES = {
     "Work": "mpitrain.comm",
     "compression": "mpitrain.comm",
     "init": "mpitrain.comm",
-    "initialize": "mpitrain.shard.initialize",
+    "initialize": "mpitrain.trainer.initialize",
 }
 __all__ = [
     "ANY_SOURCE",

@@ -1,5 +1,5 @@
 """`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
-`python -m mpitrain.doctor --clean [--dry-run]`: remove what the MPI library left here of dead jobs (`comm/process/cleanup.py`).
+`python -m mpitrain.doctor --clean [--dry-run]`: remove what MPI left here of dead jobs (`comm.process.cleanup`).
 
 Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
 """

@@ -18,7 +18,7 @@ _came: list[int] = []
 def begin(arguments: Sequence[str]) -> None:
     """Keep SIGUSR1 from now on, and read the command line's settings. Wrong ones are told later, by rank 0."""
     signal.signal(signal.SIGUSR1, lambda number, frame: _came.append(number))
-    from mpitrain.config import Config
+    from mpitrain.config.settings import Config
     from mpitrain.errors import InputError
 
     try:

@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from mpitrain.assemble import assemble
 from mpitrain.checkpoint import FRUITLESS, Store
 from mpitrain.comm import Communicator, init, set_timeout
 from mpitrain.comm.faults import ulfm
-from mpitrain.config import Config, help_text
+from mpitrain.config.settings import Config, help_text
 from mpitrain.data import Batch, Dataset, Loader, SampleOrder, evaluation_batches
-from mpitrain.elastic import Survivors, keep_training
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError, NothingLearned
-from mpitrain.fruitless import Fruitless
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
-from mpitrain.run import Run, refuse_what_is_not_there_yet, set_threads, settled
-from mpitrain.shard.engine import Engine
-from mpitrain.shard.leaves import Cut
-from mpitrain.shard.schedule import Schedule
+from mpitrain.shard.virtual_workers import Cut
+from mpitrain.trainer.assemble import assemble
+from mpitrain.trainer.elastic import Survivors, keep_training
+from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.fruitless import Fruitless
+from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.run import Run, refuse_what_is_not_there_yet, set_threads, settled
 
 FRUITLESS_STEPS = 50  # in a row, after which a run is given up
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mpitrain.config import Config, help_text, key_names
+from mpitrain.config.settings import Config, help_text, key_names
 from mpitrain.errors import InputError
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mpitrain import locks
+from mpitrain.storage import locks
 
 HOLD = "import sys, time; from pathlib import Path; from mpitrain import locks; print(locks.take(Path(sys.argv[1])))"
 

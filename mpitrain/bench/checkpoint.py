@@ -24,8 +24,8 @@ from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.checkpoint import Part, Store, TensorSpec
-from mpitrain.crc import crc32
 from mpitrain.layout import Box, Piece
+from mpitrain.storage.crc import crc32
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

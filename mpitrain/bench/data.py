@@ -29,12 +29,12 @@ from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.step_contenders import RATE, Shape
 from mpitrain.bench.timing import Contender, interleaved
-from mpitrain.config import ModelSection
+from mpitrain.config.settings import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
-from mpitrain.shard.engine import Engine
 from mpitrain.shard.sharding import Options
+from mpitrain.trainer.engine import Engine
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from mpitrain.models.gpt import GPT
-from mpitrain.shard.engine import Engine
 from mpitrain.shard.sharding import Options
+from mpitrain.trainer.engine import Engine
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mpitrain import locks
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckpointError, InputError, MpitrainError
+from mpitrain.storage import locks
 
 
 def main(argv: Sequence[str] | None = None) -> int:

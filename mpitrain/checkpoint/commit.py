@@ -25,9 +25,9 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
-from mpitrain.disk import begin_folder
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Box, Piece
+from mpitrain.storage.disk import begin_folder
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

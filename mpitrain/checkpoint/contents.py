@@ -24,9 +24,9 @@ from mpitrain.checkpoint.manifest import (
     require_files,
 )
 from mpitrain.checkpoint.reading import plan, read
-from mpitrain.disk import readable
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Piece
+from mpitrain.storage.disk import readable
 
 
 def found(path: Path) -> list[Path]:

@@ -29,9 +29,9 @@ from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, write_manifest
 from mpitrain.checkpoint.payload import Shape, Size
 from mpitrain.checkpoint.view import VIEW, make_view
-from mpitrain.disk import open_plain, sync
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
+from mpitrain.storage.disk import open_plain, sync
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _KINDS = {

@@ -20,8 +20,8 @@ import torch
 
 from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
-from mpitrain.crc import crc32
 from mpitrain.layout import Piece
+from mpitrain.storage.crc import crc32
 
 _WRITTEN = 8 << 20  # bytes of one write
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2), which Python's os lacks

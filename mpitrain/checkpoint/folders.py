@@ -21,7 +21,8 @@ from itertools import islice
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST
-from mpitrain.disk import (
+from mpitrain.errors import InputError
+from mpitrain.storage.disk import (
     MARK,
     begin_folder,
     end_folder,
@@ -33,8 +34,7 @@ from mpitrain.disk import (
     remove_folder,
     sync,
 )
-from mpitrain.errors import InputError
-from mpitrain.locks import LOCK
+from mpitrain.storage.locks import LOCK
 
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # of a run folder

@@ -38,8 +38,8 @@ from mpitrain.checkpoint.parity import (
     rebuild_rounds,
 )
 from mpitrain.checkpoint.verify import has_whole_tensors
-from mpitrain.disk import read_plain, reason, remove_folder, sync
 from mpitrain.errors import CheckpointError, InputError
+from mpitrain.storage.disk import read_plain, reason, remove_folder, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

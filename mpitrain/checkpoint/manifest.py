@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from mpitrain.checkpoint.payload import FORMAT, checked
-from mpitrain.disk import read_plain
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Box, Piece
+from mpitrain.storage.disk import read_plain
 
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with

@@ -19,9 +19,9 @@ import numpy as np
 
 from mpitrain.checkpoint.files import Part, bytes_of
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
-from mpitrain.crc import crc32
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
+from mpitrain.storage.crc import crc32
 
 THREADS = 4
 

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpitrain import locks
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
+from mpitrain.checkpoint.cooperative_read import read_together
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_manifest, require_files
-from mpitrain.checkpoint.once import Once
 from mpitrain.checkpoint.reading import Block, files_of, plan
+from mpitrain.checkpoint.replicas import Once
 from mpitrain.checkpoint.snapshot import Snapshot, Task
-from mpitrain.checkpoint.together import read_together
-from mpitrain.disk import reason
 from mpitrain.errors import CheckpointError, InputError, MpitrainError
+from mpitrain.storage import locks
+from mpitrain.storage.disk import reason
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

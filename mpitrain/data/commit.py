@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpitrain import locks
 from mpitrain.data.format import MANIFEST, is_dataset
-from mpitrain.disk import MARK, begin_folder, end_folder, is_unfinished, remove_folder, sync
 from mpitrain.errors import InputError
+from mpitrain.storage import locks
+from mpitrain.storage.disk import MARK, begin_folder, end_folder, is_unfinished, remove_folder, sync
 
 
 def make_dataset(

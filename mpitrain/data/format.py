@@ -41,8 +41,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-from mpitrain.disk import read_plain
 from mpitrain.errors import InputError, first_problem
+from mpitrain.storage.disk import read_plain
 
 FORMAT = "mpitrain-dataset"
 VERSION = 1

@@ -24,10 +24,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.crc import crc32
 from mpitrain.data.format import HDF5_VERSIONS, FieldSpec, ShardSpec
-from mpitrain.disk import open_plain
 from mpitrain.errors import InputError
+from mpitrain.storage.crc import crc32
+from mpitrain.storage.disk import open_plain
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _METADATA_BYTES = 64 << 10  # more than HDF5 needs for the structure of a shard

@@ -24,8 +24,8 @@ from mpitrain.data.commit import make_dataset
 from mpitrain.data.dataset import verify
 from mpitrain.data.defaults import resolve
 from mpitrain.data.format import MANIFEST, TOKENIZER, Manifest, ShardSpec, read_manifest
-from mpitrain.disk import sync
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from mpitrain.config import ModelSection
+from mpitrain.config.settings import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error

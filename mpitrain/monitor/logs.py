@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from mpitrain.disk import reason
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import reason
 
 NAME = "mpitrain"
 WARNINGS = "py.warnings"  # where logging.captureWarnings sends them

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpitrain.disk import free_name, open_plain
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import free_name, open_plain
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

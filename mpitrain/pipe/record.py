@@ -15,11 +15,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mpitrain.disk import read_plain
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Receive, Schedule, Send, Step
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, Run, Simulation, held
+from mpitrain.storage.disk import read_plain
 
 _LARGEST = 1 << 30  # bytes of a recording
 _KINDS = {kind.__name__: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}

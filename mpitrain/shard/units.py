@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Communicator, Work
+from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.layout import lay_out
 from mpitrain.shard.flat import FlatGroup, by_dtype
-from mpitrain.shard.tiled import TiledLinear
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:

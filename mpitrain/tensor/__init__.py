@@ -6,8 +6,8 @@
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.tensor.plan import parallelize, plan_for
+from mpitrain.tensor.styles import Column, Row, Vocabulary, Way
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding, cross_entropy
-from mpitrain.tensor.ways import Column, Row, Vocabulary, Way
 
 __all__ = [
     "Axis",

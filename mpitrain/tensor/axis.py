@@ -24,7 +24,7 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
-from mpitrain.tensor.streams import Streams
+from mpitrain.tensor.rng_tracker import Streams
 
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64

@@ -36,8 +36,8 @@ from mpitrain.layout import logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.heads import localize_heads
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_gradient
+from mpitrain.tensor.styles import WAYS, Column, Place, Row, Scatter, Vocabulary, Way, Whole
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
-from mpitrain.tensor.ways import WAYS, Column, Place, Row, Scatter, Vocabulary, Way, Whole
 
 
 def plan_for(model: nn.Module) -> dict[str, str | Way]:

@@ -18,8 +18,8 @@ from checkpoint_states import empty, in_boxes, in_shares, in_slices, same, small
 import mpitrain
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.verify import damages
-from mpitrain.disk import begin_folder
 from mpitrain.errors import CheckpointError, InputError
+from mpitrain.storage.disk import begin_folder
 
 LAYOUTS = (in_shares, in_slices, in_boxes)
 

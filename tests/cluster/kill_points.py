@@ -96,7 +96,7 @@ PRUNING = (
 REPLACING = (Moment("damaged one replaced", "mpitrain.checkpoint.folders:discard", SAVE, who="first"),)
 TRAINING = (
     Moment("batch", STEP, STEP),
-    Moment("forward", "mpitrain.shard.engine:Engine.forward", STEP),
+    Moment("forward", "mpitrain.trainer.engine:Engine.forward", STEP),
     Moment("backward", "torch:Tensor.backward", STEP),
     Moment("all-reduce", "mpitrain.comm.runtime.executor:Compiled.__call__", STEP, ranks=2),
     Moment("optimizer step", "mpitrain.shard.update:update", STEP),
@@ -106,8 +106,8 @@ TRAINING = (
     Moment("metrics", "mpitrain.monitor.metrics:MetricsWriter.write", STEP, who="first"),
 )
 RESTORING = (
-    Moment("lock", "mpitrain.run:Run._occupy", who="first"),
-    Moment("data opened", "mpitrain.run:Run.open_data"),
+    Moment("lock", "mpitrain.trainer.run:Run._occupy", who="first"),
+    Moment("data opened", "mpitrain.trainer.run:Run.open_data"),
     Moment("folders ready", "mpitrain.checkpoint.store:Store.prepare"),
     Moment("leftovers", "mpitrain.checkpoint.folders:remove_leftovers", who="first"),
     Moment("scan", "mpitrain.checkpoint.folders:finished_steps", who="first"),
@@ -115,14 +115,14 @@ RESTORING = (
     Moment("reading planned", "mpitrain.checkpoint.store:plan"),
     Moment("checkpoint loaded", "mpitrain.checkpoint.store:Store.load"),
     Moment("a block read", "os:preadv", of=_descriptor, like=_OWN, who="first"),
-    Moment("state taken over", "mpitrain.shard.engine:Engine.finish_load"),
+    Moment("state taken over", "mpitrain.trainer.engine:Engine.finish_load"),
     Moment("restored", "mpitrain.train:resume"),
     Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
-    Moment("begun", "mpitrain.run:Run.begin"),
+    Moment("begun", "mpitrain.trainer.run:Run.begin"),
 )
 ENDING = (
     Moment("evaluation", "mpitrain.train:evaluate"),
-    Moment("end", "mpitrain.run:Run.end"),
+    Moment("end", "mpitrain.trainer.run:Run.end"),
 )
 MOMENTS = {m.name: m for m in (*COMMIT, *PRUNING, *REPLACING, *TRAINING, *RESTORING, *ENDING)}
 

@@ -21,7 +21,7 @@ NOT_NEEDED = (
 START = """
 import json, os, runpy, sys
 import h5py, pydantic, torch
-import mpitrain.checkpoint, mpitrain.config, mpitrain.data
+import mpitrain.checkpoint, mpitrain.config.settings, mpitrain.data
 assert "mpi4py" not in sys.modules
 for number, command in enumerate(json.loads(sys.argv[1])):
     name, *arguments = command.split()

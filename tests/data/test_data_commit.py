@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain import locks
 from mpitrain.data import open_dataset, resolve
 from mpitrain.data.commit import make_dataset
 from mpitrain.data.dataset import verify
@@ -19,8 +18,9 @@ from mpitrain.data.defaults import python_files
 from mpitrain.data.format import MANIFEST, read_manifest
 from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import write_dataset
-from mpitrain.disk import MARK
 from mpitrain.errors import InputError
+from mpitrain.storage import locks
+from mpitrain.storage.disk import MARK
 
 
 @pytest.fixture

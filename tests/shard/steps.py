@@ -9,9 +9,9 @@ from torch import nn
 
 from mpitrain.models.gpt import GPT
 from mpitrain.models.resnet import ResNet
-from mpitrain.shard.engine import Engine
-from mpitrain.shard.leaves import Cut
 from mpitrain.shard.sharding import Options
+from mpitrain.shard.virtual_workers import Cut
+from mpitrain.trainer.engine import Engine
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 17, 6, 10, 10
 

@@ -14,12 +14,12 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import Store
-from mpitrain.config import Config
+from mpitrain.config.deepspeed import from_deepspeed
+from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
-from mpitrain.shard.deepspeed import from_deepspeed
-from mpitrain.shard.precision import LossScale
-from mpitrain.shard.settings import from_config
+from mpitrain.trainer.options import from_config
+from mpitrain.trainer.precision import LossScale
 
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
 

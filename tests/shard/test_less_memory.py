@@ -8,10 +8,10 @@ from shard.steps import alone, engine_of, gpt, steps_of, tokens
 from torch import nn
 
 from mpitrain.errors import InputError
+from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.models.gpt import GPT
-from mpitrain.shard.recompute import recompute_blocks
-from mpitrain.shard.tiled import TiledLinear
 from mpitrain.shard.units import members, units_of
+from mpitrain.trainer.recompute import recompute_blocks
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (5, 7)])

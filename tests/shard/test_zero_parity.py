@@ -12,9 +12,9 @@ from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, resnet, steps
 from torch import nn
 
 from mpitrain.errors import InputError
-from mpitrain.shard.batchnorm import SyncBatchNorm
-from mpitrain.shard.engine import Engine
+from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.sharding import Options
+from mpitrain.trainer.engine import Engine
 
 MANY, FEW = pytest.mark.ranks(1, 2, 3, 4, 8), pytest.mark.ranks(2, 3)
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mpitrain.config import Config
+from mpitrain.config.settings import Config
 from mpitrain.monitor import read_metrics
-from mpitrain.run import Run
 from mpitrain.train import train
+from mpitrain.trainer.run import Run
 
 
 def run(comm, folder, /, **sections):

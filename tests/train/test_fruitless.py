@@ -13,9 +13,9 @@ from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import FRUITLESS, read_manifest
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import EXIT_FAILED, NothingLearned
-from mpitrain.fruitless import Fruitless
 from mpitrain.report import summary
-from mpitrain.shard.precision import LossScale
+from mpitrain.trainer.fruitless import Fruitless
+from mpitrain.trainer.precision import LossScale
 
 
 @pytest.fixture(scope="module")

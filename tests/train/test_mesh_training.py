@@ -9,8 +9,7 @@ import pytest
 import torch
 from train.jobs import run
 
-from mpitrain.assemble import assemble
-from mpitrain.config import Config
+from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
@@ -18,6 +17,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.pipe.record import load
 from mpitrain.pipe.schedules import make_schedule
+from mpitrain.trainer.assemble import assemble
 
 STEPS, BATCH = 6, 12
 GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}

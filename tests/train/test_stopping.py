@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mpitrain.stopping import Stopping, end_of_job, seconds_of
+from mpitrain.trainer.stopping import Stopping, end_of_job, seconds_of
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from torch import nn
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.verify import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
-from mpitrain.config import Config
-from mpitrain.copies import Copies, Key, newest_whole
-from mpitrain.elastic import data_ranks
+from mpitrain.config.settings import Config
 from mpitrain.mesh import tensor_groups_first
-from mpitrain.shard.engine import Engine
 from mpitrain.shard.sharding import Options
+from mpitrain.trainer.copies import Copies, Key, newest_whole
+from mpitrain.trainer.elastic import data_ranks
+from mpitrain.trainer.engine import Engine
 
 LAYOUTS = {
     "one node": [0, 0, 0, 0],

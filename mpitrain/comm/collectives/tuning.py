@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpitrain.comm.collectives.selection import ALGORITHMS
 from mpitrain.comm.process.topology import machine_key
-from mpitrain.disk import read_plain
+from mpitrain.storage.disk import read_plain
 
 KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm

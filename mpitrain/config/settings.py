@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mpitrain.disk import read_plain
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import read_plain
 
 if sys.version_info >= (3, 11):
     import tomllib

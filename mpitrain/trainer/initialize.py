@@ -18,14 +18,14 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
-from mpitrain.config import Config, OptimSection, read_toml
+from mpitrain.config.deepspeed import from_deepspeed, looks_like_deepspeed, read_json
+from mpitrain.config.settings import Config, OptimSection, read_toml
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.shard.deepspeed import from_deepspeed, looks_like_deepspeed, read_json
-from mpitrain.shard.engine import Engine, Loss
-from mpitrain.shard.memory import Memory
-from mpitrain.shard.optim import make_optimizer
-from mpitrain.shard.recompute import recompute_blocks
-from mpitrain.shard.settings import Settings, from_config
+from mpitrain.trainer.engine import Engine, Loss
+from mpitrain.trainer.memory import Memory
+from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.options import Settings, from_config
+from mpitrain.trainer.recompute import recompute_blocks
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
 
@@ -171,7 +171,7 @@ def initialize(
     """An engine that trains `model` over the ranks of `comm` (default: all). Collective.
 
     optimizer: made for model.parameters(); without one, the configuration's. config: a TOML file or nested values of
-    `mpitrain.config`, or a DeepSpeed JSON file or its values. loss: loss(model(x), y), a mean over samples; by
+    `mpitrain.config.settings`, or a DeepSpeed JSON file or its values. loss: loss(model(x), y), a mean over samples; by
     default the model's own `loss`, if it has one. scheduler: stepped after every update; without it and without an
     optimizer of one's own, the configuration's.
     Raises InputError naming a key that is not supported.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.comm import compression
-from mpitrain.config import Config
+from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
-from mpitrain.shard.precision import LossScale
-from mpitrain.shard.schedule import Schedule
 from mpitrain.shard.sharding import Options
+from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.precision import LossScale
 
 
 @dataclass(frozen=True)

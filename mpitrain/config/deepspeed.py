@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from mpitrain.disk import read_plain
 from mpitrain.errors import InputError
 from mpitrain.shard.offload import HOST
-from mpitrain.shard.precision import LossScale
-from mpitrain.shard.schedule import Schedule
-from mpitrain.shard.settings import Settings, accumulation
 from mpitrain.shard.sharding import Options
+from mpitrain.storage.disk import read_plain
+from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.options import Settings, accumulation
+from mpitrain.trainer.precision import LossScale
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping"}

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from mpitrain.checkpoint import FRUITLESS
-from mpitrain.shard.precision import LossScale
+from mpitrain.trainer.precision import LossScale
 
 
 @dataclass(frozen=True)

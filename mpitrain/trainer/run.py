@@ -21,13 +21,10 @@ from typing import Any
 
 import torch
 
-from mpitrain import locks
 from mpitrain.comm import Communicator
-from mpitrain.config import Config, read_toml
+from mpitrain.config.settings import Config, read_toml
 from mpitrain.data import Dataset, open_dataset, read_manifest, resolve, stage_on_nodes, staged_folder
-from mpitrain.disk import free_name, reason
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
-from mpitrain.fruitless import Fruitless
 from mpitrain.monitor import (
     MetricsWriter,
     Outcome,
@@ -38,9 +35,12 @@ from mpitrain.monitor import (
     open_rank_log,
     peak_memory_bytes,
 )
-from mpitrain.shard.engine import StepResult
-from mpitrain.shard.memory import Memory
-from mpitrain.stopping import Stopping
+from mpitrain.storage import locks
+from mpitrain.storage.disk import free_name, reason
+from mpitrain.trainer.engine import StepResult
+from mpitrain.trainer.fruitless import Fruitless
+from mpitrain.trainer.memory import Memory
+from mpitrain.trainer.stopping import Stopping
 
 CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
 _DYING = 5.0  # seconds

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from mpitrain.config import OptimSection
+from mpitrain.config.settings import OptimSection
 from mpitrain.errors import InputError
 
 _NEED_A_CLOSURE = ("LBFGS",)

@@ -28,16 +28,16 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.abort import exit_code, say
 from mpitrain.comm.faults.ulfm import noticed, ranks_died, seconds_since, shrink
-from mpitrain.config import Config
-from mpitrain.copies import Copies, Key
+from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
-from mpitrain.shard.leaves import Cut
+from mpitrain.shard.virtual_workers import Cut
+from mpitrain.trainer.copies import Copies, Key
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint import Store
-    from mpitrain.run import Run
-    from mpitrain.shard.engine import Engine
+    from mpitrain.trainer.engine import Engine
+    from mpitrain.trainer.run import Run
 
 _TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints
 _PAUSE = 0.02  # seconds between looks of a rank that waits

@@ -20,18 +20,18 @@ from torch import nn
 from mpitrain.checkpoint import Manifest, Part
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
+from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.axes import Axes, Microbatch, Stages
-from mpitrain.shard.batchnorm import SyncBatchNorm
 from mpitrain.shard.ddp import broadcast_state
-from mpitrain.shard.leaves import TreeSum
-from mpitrain.shard.memory import ActivationMeter, Memory, measure
 from mpitrain.shard.offload import HOST, MappedFiles
-from mpitrain.shard.optim import state_bytes
-from mpitrain.shard.precision import DTYPES, LossScale, convert, narrowed
 from mpitrain.shard.sharding import Options, Sharding
-from mpitrain.shard.state import State
 from mpitrain.shard.units import ShardedParameters
 from mpitrain.shard.update import Updater
+from mpitrain.shard.virtual_workers import TreeSum
+from mpitrain.trainer.memory import ActivationMeter, Memory, measure
+from mpitrain.trainer.optimizer import state_bytes
+from mpitrain.trainer.precision import DTYPES, LossScale, convert, narrowed
+from mpitrain.trainer.state import State
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

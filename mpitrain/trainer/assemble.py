@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.config import Config
+from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
 from mpitrain.errors import InputError
+from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
@@ -25,15 +26,14 @@ from mpitrain.pipe.cut import listed_blocks, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.slices import cannot_look_back, check_slices
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.batchnorm import SyncBatchNorm
-from mpitrain.shard.engine import Engine
-from mpitrain.shard.optim import make_optimizer
-from mpitrain.shard.precision import DTYPES
-from mpitrain.shard.recompute import recompute_blocks
-from mpitrain.shard.settings import options_of
-from mpitrain.shard.state import tied_names
 from mpitrain.tensor import Vocabulary, Way, parallelize, plan_for
-from mpitrain.tensor.ways import Scatter
+from mpitrain.tensor.styles import Scatter
+from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.options import options_of
+from mpitrain.trainer.precision import DTYPES
+from mpitrain.trainer.recompute import recompute_blocks
+from mpitrain.trainer.state import tied_names
 
 
 @dataclass(frozen=True)

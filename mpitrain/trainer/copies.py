@@ -21,11 +21,11 @@ from mpitrain.checkpoint.reading import Block, plan
 from mpitrain.checkpoint.snapshot import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
-from mpitrain.crc import crc32
 from mpitrain.errors import CheckpointError
+from mpitrain.storage.crc import crc32
 
 if TYPE_CHECKING:
-    from mpitrain.shard.engine import Engine
+    from mpitrain.trainer.engine import Engine
 
 _TAG = 31_000  # apart from those of training's and checkpoints' messages
 _KEPT = 2  # sets
