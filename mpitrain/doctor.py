@@ -22,11 +22,11 @@ if "--clean" in sys.argv:  # works where MPI would not start: outside a job, wit
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.collectives.selection import Setting
 from mpitrain.comm.collectives.tuning import describe
-from mpitrain.comm.faults import fault_tolerance
+from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.comm.memory.arena import SHARED_MEMORY
+from mpitrain.comm.process import fault_tolerance
 from mpitrain.comm.process.cleanup import clean
 from mpitrain.comm.process.cores import sharing
-from mpitrain.comm.process.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 from mpitrain.monitor.text import counted
 

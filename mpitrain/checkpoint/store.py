@@ -317,7 +317,7 @@ class Store:
         return self._fruitful[step]
 
     def _require_threads(self) -> None:
-        from mpitrain.comm.process.inspection import mpi_facts
+        from mpitrain.comm.inspection import mpi_facts
 
         level = mpi_facts(self.comm).thread_level
         if level != "MULTIPLE":

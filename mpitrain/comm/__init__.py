@@ -7,7 +7,7 @@ import mpitrain.comm.process.start  # noqa: F401
 from mpitrain.comm import compression
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator
 from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.process.world import init, set_timeout
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.world import init, set_timeout
 
 __all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "compression", "init", "set_timeout"]

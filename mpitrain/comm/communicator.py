@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.checks import board
-from mpitrain.comm.checks.debug import Checks, place_of
 from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import syncs
 from mpitrain.comm.collectives.operations import Operations
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
+from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena, allocate
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
 from mpitrain.comm.memory.device import synchronize, through_host
@@ -34,6 +33,7 @@ from mpitrain.comm.memory.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
 from mpitrain.comm.process.held import Held
 from mpitrain.comm.process.topology import Topology, ranks_in
+from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.split_phase import Lagging, Meeting
 from mpitrain.comm.runtime.watchdog import Record
@@ -42,7 +42,7 @@ from mpitrain.comm.values import Values
 from mpitrain.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
-    from mpitrain.comm.process.world import Process
+    from mpitrain.comm.world import Process
 
 __all__ = ["ANY_SOURCE", "Communicator"]
 

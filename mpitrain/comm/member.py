@@ -8,7 +8,7 @@ from mpitrain.comm.process.topology import Topology, library_name
 
 if TYPE_CHECKING:
     from mpitrain.comm.collectives.operations import Operations
-    from mpitrain.comm.process.world import Process
+    from mpitrain.comm.world import Process
 
 
 class Member:

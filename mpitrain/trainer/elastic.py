@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.faults.abort import exit_code, say
 from mpitrain.comm.faults.ulfm import noticed, ranks_died, seconds_since, shrink
+from mpitrain.comm.process.abort import exit_code, say
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first

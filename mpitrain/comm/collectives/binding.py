@@ -22,21 +22,20 @@ from typing import Any, TypeVar
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.checks import register
-from mpitrain.comm.checks.board import ROW, Board, is_whole_job
-from mpitrain.comm.checks.register import Register
 from mpitrain.comm.collectives.selection import Setting
 from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
+from mpitrain.comm.memory.board import ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime import kernels
+from mpitrain.comm.runtime import kernels, signatures
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.signatures import Register
 
 T = TypeVar("T")
 
@@ -184,7 +183,7 @@ class Binder:
     def board(self) -> Board:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
-            nbytes = self.node.size * ROW + register.NBYTES
+            nbytes = self.node.size * ROW + signatures.NBYTES
             self._board = self._shared_memory(nbytes, for_tensors=False)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)

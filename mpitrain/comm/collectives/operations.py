@@ -17,11 +17,11 @@ from mpitrain.comm.algorithms.pairwise import pairwise_reduce_scatter
 from mpitrain.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
 from mpitrain.comm.algorithms.shared import shared_all_gather, shared_broadcast, shared_reduce, shared_reduce_scatter
 from mpitrain.comm.algorithms.tree import tree_broadcast, tree_reduce
-from mpitrain.comm.checks.board import described
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.binding import Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.selection import RING_SEGMENT, SHARED_CHUNK, all_reduce_program, segments_of
 from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, tensor_at
 from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds

@@ -1,1 +1,1 @@
-"""One way to fail, and going on without ranks that failed (ULFM)."""
+"""Going on without ranks that failed (ULFM)."""

@@ -28,13 +28,12 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
+from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.faults import fault_tolerance
-from mpitrain.comm.faults.abort import Faults, say
 from mpitrain.comm.faults.witness import Witness
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process import connections, launcher
-from mpitrain.comm.process import world as of_process
+from mpitrain.comm.process import connections, fault_tolerance, launcher
+from mpitrain.comm.process.abort import Faults, say
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError, InputError

@@ -1,1 +1,1 @@
-"""A process' place in the job: how MPI starts and ends, who is where, what is left behind."""
+"""A process in its job: how MPI starts and ends, who is where, how a failure ends all ranks, what is left behind."""

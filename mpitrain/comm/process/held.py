@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 if TYPE_CHECKING:
-    from mpitrain.comm.process.world import Process
+    from mpitrain.comm.world import Process
 
 
 class Held:

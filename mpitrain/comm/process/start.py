@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 
-from mpitrain.comm.faults import fault_tolerance
-from mpitrain.comm.process import single_copy
+from mpitrain.comm.process import fault_tolerance, single_copy
 
 single_copy.prepare()
 # Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.

@@ -1,1 +1,1 @@
-"""How programs run: compiled, bound, executed, waited for and watched."""
+"""How programs run: compiled, bound, executed, compared between ranks, waited for and watched."""

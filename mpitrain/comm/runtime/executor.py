@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.checks.board import Board, Notice, row_of
+from mpitrain.comm.memory.board import Board, Notice, row_of
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, bytes_at, tensor_at
 from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
 from mpitrain.comm.programs.program import INBOX

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.checks.board import ROW, difference, row_of
+from mpitrain.comm.memory.board import ROW, difference, row_of
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.watchdog import Record
 from mpitrain.comm.runtime.work import Work, poll, seen

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.faults.abort import say
+from mpitrain.comm.process.abort import say
 from mpitrain.comm.process.leaving import Departures
 from mpitrain.errors import EXIT_FAILED
 

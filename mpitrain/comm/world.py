@@ -13,9 +13,9 @@ from mpi4py import MPI
 from mpitrain.comm.collectives import tuning
 from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.faults.abort import Faults
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.memory.device import cuda_aware
+from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import Share, find_share, spare_cores
 from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
 from mpitrain.comm.process.topology import discover, machine_key

@@ -1,1 +1,0 @@
-"""What ranks compare before they touch each other's memory, so that unequal arguments are an error."""
