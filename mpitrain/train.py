@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # before the imports, which take seconds
+if __name__ == "__main__":  # before the other imports, which take seconds
     from mpitrain import early
 
-    early.begin(sys.argv[1:])
+    early.keep_signals()
+    from mpitrain.config.settings import start_timeout
+
+    early.allow(start_timeout(sys.argv[1:]))
 
 import time
 from pathlib import Path

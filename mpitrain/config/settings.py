@@ -188,6 +188,14 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump())
 
 
+def start_timeout(argv: Sequence[str]) -> float:
+    """The `comm.timeout` of a command line, in seconds; 0 for one that is wrong, which rank 0 tells later."""
+    try:
+        return Config.from_args(argv).comm.timeout
+    except InputError:
+        return 0.0
+
+
 def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_plain(Path(path)).decode("utf-8"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,7 +16,6 @@ from mpitrain.shard.gradients import WholeGradients
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.segments import Segment
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
-from mpitrain.trainer.optimizer import update
 
 SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
 
@@ -81,7 +82,7 @@ class Updater:
         for chosen in self._rounds:
             for segment in chosen:
                 segment.value.grad = self._gradient(segment, factor)
-            update(optimizer)
+            _step(optimizer)
             for segment in chosen:
                 if segment.stored is not None or self._sharding.stage.states:
                     segment.value.grad = None
@@ -111,3 +112,15 @@ def _rounds(segments: Sequence[Segment], files: bool) -> list[list[Segment]]:
     count = min(len(segments), max(1, -(-total // SCRATCH)))
     bounds = split(len(segments), count)
     return [list(segments[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizer`)."""
+    kind = type(optimizer)
+    plain = kind.__module__.startswith("torch.optim") and "step" not in vars(optimizer)
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if "torch._dynamo" in sys.modules or not plain or hooked or optimizer.defaults.get("differentiable"):
+        optimizer.step()
+    else:
+        with torch.no_grad():
+            inspect.unwrap(kind.step)(optimizer)

@@ -85,18 +85,6 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
     return kind
 
 
-def update(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without the compiler where it is not loaded (see `_spare_the_compiler`)."""
-    kind = type(optimizer)
-    plain = kind.__module__.startswith("torch.optim") and "step" not in vars(optimizer)
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if "torch._dynamo" in sys.modules or not plain or hooked or optimizer.defaults.get("differentiable"):
-        optimizer.step()
-    else:
-        with torch.no_grad():
-            inspect.unwrap(kind.step)(optimizer)
-
-
 def _spare_the_compiler() -> None:
     """Let optimizers be made without importing torch._dynamo.
 
