@@ -82,7 +82,7 @@ class Updater:
         for chosen in self._rounds:
             for segment in chosen:
                 segment.value.grad = self._gradient(segment, factor)
-            _step(optimizer)
+            optimizer_step(optimizer)
             for segment in chosen:
                 if segment.stored is not None or self._sharding.stage.states:
                     segment.value.grad = None
@@ -114,7 +114,7 @@ def _rounds(segments: Sequence[Segment], files: bool) -> list[list[Segment]]:
     return [list(segments[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]
 
 
-def _step(optimizer: torch.optim.Optimizer) -> None:
+def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizer`)."""
     kind = type(optimizer)
     plain = kind.__module__.startswith("torch.optim") and "step" not in vars(optimizer)

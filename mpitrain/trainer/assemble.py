@@ -6,7 +6,7 @@ task -> tensor parallel layers -> pipeline stages -> data parallel or ZeRO
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from mpitrain.shard.axes import Axes
 from mpitrain.tensor import Vocabulary, Way, parallelize, plan_for
 from mpitrain.tensor.styles import Scatter
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.options import options_of
 from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.recompute import recompute_blocks
@@ -44,8 +43,20 @@ class Assembled:
     parameters: int
 
 
-def assemble(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Assembled:
-    """Collective. task: the whole model, the same on all ranks. data: what it is to be trained on."""
+def assemble(
+    config: Config,
+    mesh: Mesh,
+    task: Task,
+    data: Dataset,
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+) -> Assembled:
+    """Divide a model over the ranks of a mesh. Collective.
+
+    Args:
+        task: the whole model, the same on all ranks.
+        data: what it is to be trained on.
+        make_optimizer: makes the optimizer of this rank's part, given the names and tensors of its parameters.
+    """
     refuse_what_does_not_go_together(config, mesh)
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
@@ -69,7 +80,7 @@ def assemble(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Assembled
     engine = Engine(
         module,
         task.loss,
-        make_optimizer(config.optim, module.named_parameters()),
+        make_optimizer(module.named_parameters()),
         mesh.data,
         options_of(config),
         clip=config.train.clip,

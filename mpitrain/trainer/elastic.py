@@ -19,25 +19,24 @@ nothing fits, the newest copy is written as a checkpoint, and the job ends for a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpitrain.comm import Communicator
-from mpitrain.comm.faults.ulfm import noticed, ranks_died, seconds_since, shrink
+from mpitrain.comm.faults import ulfm
 from mpitrain.comm.process.abort import exit_code, say
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
 from mpitrain.shard.virtual_workers import Cut
+from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint import Store
     from mpitrain.trainer.engine import Engine
-    from mpitrain.trainer.run import Run
+    from mpitrain.trainer.trainer import Trainer
 
 _TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints
 _PAUSE = 0.02  # seconds between looks of a rank that waits
@@ -59,17 +58,15 @@ class Reached(NamedTuple):
     buffers: list[torch.Tensor]
 
 
-class Survivors:
-    """What of a run outlives the death of ranks. world: the ranks that train. everyone: with those that wait."""
+class Survivors(Callback):
+    """What of a run outlives the death of ranks. everyone: those that train (`trainer.world`) and those that wait."""
 
-    def __init__(self, config: Config, world: Communicator, make_store: Callable[[Communicator], Store]) -> None:
-        self.config, self.world, self.everyone = config, world, world
-        self._make_store = make_store
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self.everyone = trainer, trainer.world
         self._copies = Copies()
         self._reached: Reached | None = None
         self._store: Store | None = None
         self.trains = True  # whether this rank is one of those that do
-        self.saved = False  # whether this job has written a checkpoint
         self._even = True  # whether the model needs as many microbatches on each rank; as long as that is not known
         self.missing = False  # whether ranks died, and the others have not yet come together
         self.misfit = ""  # why the ranks that are left cannot train
@@ -82,53 +79,59 @@ class Survivors:
 
     # -- while all is well
 
-    def copy(self, engine: Engine, step: int, values: dict[str, Any]) -> None:
-        """Keep the state at the end of a step. Collective over those that train."""
-        self._copies.take(self.world, engine, step, values)
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.copy(trainer)
+        self._step, self.fewer = trainer.step, False
 
-    def reached(self, engine: Engine, step: int, values: dict[str, Any]) -> None:
-        """The engine has the state after this step: of use at stage 0, where each rank has all of it."""
+    def copy(self, trainer: Trainer) -> None:
+        """Keep the state at the end of a step. Collective over those that train."""
+        self._copies.take(trainer.world, trainer.engine, trainer.step, trainer.state())
+
+    def on_update(self, trainer: Trainer, step: Step) -> None:
+        """Note that the engine has the state after this step: of use at stage 0, where each rank has all of it."""
+        engine = trainer.engine
         self._even = engine.synchronous
         if engine.options.zero == 0:
-            key = Key(step, self.world.size, self._copies.losses)
-            self._reached = Reached(engine, key, values, [buffer.clone() for buffer in engine.module.buffers()])
+            key = Key(trainer.step, trainer.world.size, self._copies.losses)
+            buffers = [buffer.clone() for buffer in engine.module.buffers()]
+            self._reached = Reached(engine, key, trainer.state(), buffers)
 
-    def step_done(self) -> float | None:
-        """All ranks have done a step. Returns, after the first one without ranks that were lost, the seconds since
-        the first of them failed, and says so."""
-        self._well = time.monotonic()
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        """After the first step without ranks that were lost, say how long after their failure it was done."""
+        self._well = step.met
         if not self._lost:
-            return None
+            return
         seconds = self._well - self._failed
-        if self.world.rank == 0:
+        if trainer.world.rank == 0:
             which = "rank" if len(self._lost) == 1 else "ranks"
-            waiting = self.everyone.size - self.world.size
+            waiting = self.everyone.size - trainer.world.size
             say(
                 f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; going on from step {self._step} "
-                f"with {_counted(self.world.size)}{f' ({waiting} waiting)' if waiting else ''}, "
+                f"with {_counted(trainer.world.size)}{f' ({waiting} waiting)' if waiting else ''}, "
                 f"step {self._step + 1} done {'at most ' if self._at_most else ''}{seconds:.1f} s after the fault"
             )
         self._lost = []
-        return seconds
+        step.extras["recovered_s"] = seconds
 
     # -- when ranks died
 
     def missed(self, error: BaseException) -> bool:
         """Whether an error came of the death of ranks."""
-        if not ranks_died(self.everyone, error):
+        if not ulfm.ranks_died(self.everyone, error):
             return False
         self.missing = True
         return True
 
-    def close_ranks(self, run: Run) -> None:
+    def close_ranks(self) -> None:
         """Go over to the world of those that are left. Collective over them."""
-        parallel = self.config.parallel
-        self.everyone, loss = shrink(self.everyone, lambda nodes: tensor_groups_first(nodes, parallel.tensor))
+        trainer, config = self._trainer, self._trainer.config
+        parallel = config.parallel
+        self.everyone, loss = ulfm.shrink(self.everyone, lambda nodes: tensor_groups_first(nodes, parallel.tensor))
         self._copies.losses += 1
         self.missing, self.fewer, self.misfit = False, True, ""
         self._lost += loss.lost
         left = f"{self.everyone.size} of {self.everyone.size + len(loss.lost)} ranks are left"
-        run.log.info("lost %s; %s, this one is rank %d", list(loss.lost), left, self.everyone.rank)
+        trainer.folder.log.info("lost %s; %s, this one is rank %d", list(loss.lost), left, self.everyone.rank)
         if not loss.is_main_part:
             raise TooFewLeft(
                 f"{left}, cut off from ranks {', '.join(map(str, loss.parted))}, which may go on; start the job again "
@@ -136,26 +139,27 @@ class Survivors:
                 agreed=True,
             )
         well = time.monotonic() - self._well if self.trains else 0.0
-        ago, self._at_most = seconds_since(self.everyone, self._lost, well)
+        ago, self._at_most = ulfm.seconds_since(self.everyone, self._lost, well)
         self._failed = time.monotonic() - ago
         if self._store is not None:
             self._store.abandon()
             self._store = None
-        told = self.everyone.all_gather_object([self.saved, self._even])
-        self.saved, self._even = any(saved for saved, _ in told), any(even for _, even in told)
+        told = self.everyone.all_gather_object([trainer.saved, self._even])
+        trainer.saved, self._even = any(saved for saved, _ in told), any(even for _, even in told)
         if self._copies.newest(self.everyone) is None:
             self._copy_alone()
         self._reached = None
-        self._divide(run)
-        resume = self.config.checkpoint.resume
-        if resume == "never" or self.saved:  # what was there before "never" has been set aside
+        trainer.let_go()
+        resume = config.checkpoint.resume
+        if resume == "never" or trainer.saved:  # what was there before "never" has been set aside
             resume = "auto"
-        self.config = self.config.model_copy(
+        trainer.config = config.model_copy(
             update={
                 "parallel": parallel.model_copy(update={"data": "auto"}),
-                "checkpoint": self.config.checkpoint.model_copy(update={"resume": resume}),
+                "checkpoint": config.checkpoint.model_copy(update={"resume": resume}),
             }
         )
+        self._divide()
 
     def _copy_alone(self) -> None:
         reached = self._reached
@@ -164,40 +168,34 @@ class Survivors:
         with torch.no_grad():
             for buffer, kept in zip(reached.engine.module.buffers(), reached.buffers, strict=True):
                 buffer.copy_(kept)
-        columns = self.config.parallel.pipeline * self.config.parallel.tensor
-        self._copies.take_alone(reached.engine, reached.key, reached.values, self.world.rank, columns)
+        parallel = self._trainer.config.parallel
+        columns = parallel.pipeline * parallel.tensor
+        self._copies.take_alone(reached.engine, reached.key, reached.values, self._trainer.world.rank, columns)
 
-    def _divide(self, run: Run) -> None:
+    def _divide(self) -> None:
         """Choose who trains, of those that are left."""
-        parallel, size = self.config.parallel, self.everyone.size
-        ranks = data_ranks(self.config, size, even=self._even) * parallel.pipeline * parallel.tensor
-        self.world, self.trains = self.everyone, True
+        trainer, size = self._trainer, self.everyone.size
+        parallel = trainer.config.parallel
+        ranks = data_ranks(trainer.config, size, even=self._even) * parallel.pipeline * parallel.tensor
+        trainer.world, self.trains = self.everyone, True
         if ranks == 0:
             self.misfit = f"too few for parallel.pipeline {parallel.pipeline} x parallel.tensor {parallel.tensor}"
         elif ranks < size:
             self.trains = self.everyone.rank < ranks
             team = self.everyone.split(0 if self.trains else None, self.everyone.rank, label="training")
-            self.world = team or self.everyone
+            trainer.world = team or self.everyone
         if self.trains:
-            run.move_to(self.world)
+            trainer.folder.move_to(trainer.world)
         else:
-            run.log.info("waiting: %d of %d ranks train", ranks, size)
-            run.stand_by()
+            trainer.folder.log.info("waiting: %d of %d ranks train", ranks, size)
+            trainer.folder.release()
 
-    def restore(self, engine: Engine, store: Store) -> tuple[int, dict[str, Any]] | None:
-        """Put what the copies hold into the engine; returns (steps done, the values that go with them).
-
-        None where there are none, or not enough. store: the run's checkpoints from now on. Collective over those that
-        train.
-        """
-        self._store = store
+    def restore(self, trainer: Trainer) -> Restored | None:
+        """Put what the copies hold into the engine; None where there are none, or not enough."""
+        self._store = trainer.store
         self._tell(_RESTORE)
-        manifest = self._copies.restore(self.everyone, engine)
-        return None if manifest is None else (manifest.step, manifest.values)
-
-    def going_on(self, step: int) -> None:
-        """Training goes on."""
-        self._step, self.fewer = step, False
+        manifest = self._copies.restore(self.everyone, trainer.engine)
+        return None if manifest is None else Restored(manifest.step, manifest.values)
 
     # -- those that wait
 
@@ -207,7 +205,7 @@ class Survivors:
             told = torch.empty(2, dtype=torch.int64)
             message = self.everyone.irecv(told, 0, _TAG)
             while not message.done():
-                if noticed(self.everyone):
+                if ulfm.noticed(self.everyone):
                     raise CommunicationError("ranks died while this one waited for those that train")
                 time.sleep(_PAUSE)
             what, code = told.tolist()
@@ -220,8 +218,9 @@ class Survivors:
                 self._save()
 
     def _tell(self, what: int, code: int = 0) -> None:
-        if self.world.rank == 0:
-            for rank in range(self.world.size, self.everyone.size):
+        world = self._trainer.world
+        if world.rank == 0:
+            for rank in range(world.size, self.everyone.size):
                 self.everyone.send(torch.tensor([what, code]), rank, _TAG)
 
     def dismiss(self, code: int) -> None:
@@ -249,7 +248,7 @@ class Survivors:
             return "no whole copy is left, so that a restart goes back to the last checkpoint"
         step, parts, values = found
         try:
-            with self._make_store(self.everyone) as store:
+            with self._trainer.open_store(self.everyone) as store:
                 store.prepare(set_aside=False)
                 if all(folder.name < store.folder(step).name for folder in store.newest_first()):
                     store.save(step, parts, values, durable=True)
@@ -277,29 +276,48 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     return 0
 
 
-def keep_training(
-    config: Config,
-    world: Communicator,
-    run: Run,
-    train: Callable[[Survivors], int],
-    make_store: Callable[[Communicator], Store],
-) -> int:
-    """Train, and when ranks die train again with those that are left. Returns train's value."""
-    survivors = Survivors(config, world, make_store)
+class CopyOften(Callback):
+    """Has the state of every elastic.copy_every-th step copied, once the step is recorded."""
+
+    def __init__(self, survivors: Survivors) -> None:
+        self._survivors = survivors
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        every = trainer.config.elastic.copy_every
+        if every and step.number % every == 0 and not trainer.last_step:
+            self._survivors.copy(trainer)
+
+
+def fit(trainer: Trainer) -> int:
+    """Train, and when ranks die train again with those that are left. Returns the exit code of the run.
+
+    Raises:
+        InputError: where the MPI cannot go on without ranks that die.
+        TooFewLeft: where the ranks that are left do not fit the layout, after the newest copy was saved.
+    """
+    trainer.world = trainer.folder.world = ulfm.begin(trainer.world)
+    survivors = Survivors(trainer)
+    at = trainer.callbacks.index(trainer.records)  # which write down what survivors note before, and ...
+    trainer.callbacks[at : at + 1] = [survivors, trainer.records, CopyOften(survivors)]  # ... each step before its copy
+    with trainer.working():
+        return _keep_training(trainer, survivors)
+
+
+def _keep_training(trainer: Trainer, survivors: Survivors) -> int:
     while True:
         try:
             if survivors.missing:
-                survivors.close_ranks(run)
+                survivors.close_ranks()
             if survivors.misfit:
                 raise survivors.too_few()
             if not survivors.trains:
                 return survivors.wait()
-            code = train(survivors)
+            code = trainer.train()
             survivors.dismiss(code)
             return code
         except Exception as error:
             if survivors.missed(error):
-                run.log.info("ranks died: %s", error)
+                trainer.folder.log.info("ranks died: %s", error)
             elif survivors.fewer and isinstance(error, InputError) and error.agreed:
                 survivors.misfit = str(error)
             else:

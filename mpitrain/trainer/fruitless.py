@@ -9,9 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint import FRUITLESS
+from mpitrain.errors import InputError, NothingLearned
+from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.precision import LossScale
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
+
+MOST = 50  # steps in a row, after which a run is given up
 
 
 @dataclass(frozen=True)
@@ -53,3 +62,38 @@ class Fruitless:
         if self.skipped:
             return f"nothing was learned since step {self.since}, because the gradients are not finite"
         return f"the loss is {self.loss} since step {self.since}"
+
+
+class LearningCheck(Callback):
+    """Fails a run whose last steps taught nothing, and marks the checkpoints made meanwhile.
+
+    row: the row of such steps up to the last step done.
+    """
+
+    def __init__(self) -> None:
+        self.row = Fruitless()
+
+    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+        self.row = Fruitless(values.get(FRUITLESS, 0))
+
+    def on_update(self, trainer: Trainer, step: Step) -> None:
+        before, self.row = self.row, self.row.after(step.number, step.loss, step.skipped, trainer.engine.scale)
+        if self.row.count(step.number) >= MOST:
+            raise InputError(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful())}", agreed=True)
+        if self.row.bad and not before.bad:
+            trainer.say(self.row.reason)
+
+    def state(self, trainer: Trainer) -> dict[str, Any]:
+        return self.row.mark
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Raise NothingLearned where the run is over; one that is only interrupted may learn yet."""
+        if self.row.bad and trainer.step >= trainer.config.train.steps:
+            good = trainer.store.newest_fruitful()
+            raise NothingLearned(f"{self.row.reason}; {_mend(good)}", agreed=True)
+
+
+def _mend(good: Path | None) -> str:
+    """What to do about a run that learns nothing. good: its newest checkpoint from before."""
+    again = f"start from --checkpoint.resume {good} in another run.dir" if good is not None else "start again"
+    return f"lower optim.lr, or look for values that are not finite in data.path, and {again}"

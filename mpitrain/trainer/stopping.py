@@ -12,8 +12,13 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpitrain import early
+from mpitrain.trainer.callback import Callback, Step
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
 
 STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
 _LOOK_EVERY = 2.0  # seconds between looks at the file, which may lie on a slow file system
@@ -49,7 +54,7 @@ class Stopping:
         self._asked = signal.Signals(number).name  # nothing more in a handler
 
     def took(self, seconds: float) -> None:
-        """A step with its save took so long."""
+        """A step, with a save where there was one, took so long."""
         self._longest = max(self._longest, seconds)
 
     def reason(self) -> str:
@@ -68,6 +73,36 @@ class Stopping:
             signal.signal(number, handler)
         if self._watches and self._asked:  # done as asked; the next start shall not stop at once
             self._file.unlink(missing_ok=True)
+
+
+class StopInTime(Callback):
+    """Makes a step the last one where there is reason to stop (see `Stopping`); the run is saved and can go on."""
+
+    def __init__(self) -> None:
+        self._stopping: Stopping | None = None
+        self._last = 0.0  # time.monotonic() of the last update, or of the start
+
+    def setup(self, trainer: Trainer) -> None:
+        first, margin = trainer.world.rank == 0, trainer.config.run.stop_before
+        self._stopping = Stopping(trainer.folder.path, watches=first, margin=margin)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._last = time.monotonic()
+        if self._stopping is not None and trainer.world.rank == 0:
+            self._stopping.watch()
+
+    def on_update(self, trainer: Trainer, step: Step) -> None:
+        assert self._stopping is not None
+        now = time.monotonic()
+        self._stopping.took(now - self._last)
+        self._last = now
+        if reason := self._stopping.reason():
+            trainer.request_stop(reason)
+
+    def teardown(self, trainer: Trainer) -> None:
+        if self._stopping is not None:
+            self._stopping.close()
+            self._stopping = None
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:

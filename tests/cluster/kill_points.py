@@ -99,15 +99,15 @@ TRAINING = (
     Moment("forward", "mpitrain.trainer.engine:Engine.forward", STEP),
     Moment("backward", "torch:Tensor.backward", STEP),
     Moment("all-reduce", "mpitrain.comm.runtime.executor:Compiled.__call__", STEP, ranks=2),
-    Moment("optimizer step", "mpitrain.shard.update:update", STEP),
+    Moment("optimizer step", "mpitrain.shard.update:optimizer_step", STEP),
     Moment("update", "mpitrain.shard.update:Updater.apply", STEP),
-    Moment("agreement to stop", "mpitrain.train:any_rank", STEP),
-    Moment("sample ids", "mpitrain.train:gather_ids", STEP),
+    Moment("agreement to stop", "mpitrain.trainer.trainer:any_rank", STEP),
+    Moment("sample ids", "mpitrain.trainer.records:gather_ids", STEP),
     Moment("metrics", "mpitrain.monitor.metrics:MetricsWriter.write", STEP, who="first"),
 )
 RESTORING = (
-    Moment("lock", "mpitrain.trainer.run:Run._occupy", who="first"),
-    Moment("data opened", "mpitrain.trainer.run:Run.open_data"),
+    Moment("lock", "mpitrain.trainer.folder:RunFolder._occupy", who="first"),
+    Moment("data opened", "mpitrain.trainer.trainer:open_data"),
     Moment("folders ready", "mpitrain.checkpoint.store:Store.prepare"),
     Moment("leftovers", "mpitrain.checkpoint.folders:remove_leftovers", who="first"),
     Moment("scan", "mpitrain.checkpoint.folders:finished_steps", who="first"),
@@ -116,13 +116,13 @@ RESTORING = (
     Moment("checkpoint loaded", "mpitrain.checkpoint.store:Store.load"),
     Moment("a block read", "os:preadv", of=_descriptor, like=_OWN, who="first"),
     Moment("state taken over", "mpitrain.trainer.engine:Engine.finish_load"),
-    Moment("restored", "mpitrain.train:resume"),
+    Moment("restored", "mpitrain.trainer.trainer:Trainer.resume"),
     Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
-    Moment("begun", "mpitrain.trainer.run:Run.begin"),
+    Moment("begun", "mpitrain.trainer.console:Console.on_fit_start"),
 )
 ENDING = (
-    Moment("evaluation", "mpitrain.train:evaluate"),
-    Moment("end", "mpitrain.trainer.run:Run.end"),
+    Moment("evaluation", "mpitrain.trainer.trainer:Trainer.evaluate"),
+    Moment("end", "mpitrain.trainer.console:Console.on_fit_end"),
 )
 MOMENTS = {m.name: m for m in (*COMMIT, *PRUNING, *REPLACING, *TRAINING, *RESTORING, *ENDING)}
 

@@ -43,7 +43,7 @@ cores = [int(c) for c in sys.argv[1 + int(os.environ.get("OMPI_COMM_WORLD_RANK")
 os.sched_setaffinity(0, cores)
 import torch
 import mpitrain as mt
-from mpitrain.trainer.run import set_threads
+from mpitrain.trainer.trainer import set_threads
 world = mt.init()
 set_threads(world, reproducible=False)
 print(torch.get_num_threads(), world.process.spare_cores, flush=True)

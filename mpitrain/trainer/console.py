@@ -1,0 +1,130 @@
+"""The callback that says how a run begins and how it ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpitrain.config.settings import Config
+from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
+from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.fruitless import LearningCheck
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
+
+
+class Console(Callback):
+    """Prints the banner when the first step is about to begin, and the closing lines after the last. Rank 0 alone."""
+
+    def __init__(self, learning: LearningCheck) -> None:
+        """learning: knows since when nothing was learned."""
+        self._learning = learning
+        self._began = time.monotonic()
+        self._start: int | None = None  # steps done when this job began
+        self._loss = math.nan
+        self._held_out_loss: float | None = None
+        self._skipped = 0  # steps
+
+    def setup(self, trainer: Trainer) -> None:
+        self._began = time.monotonic()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if self._start is not None:  # ranks were lost, and the job goes on
+            return
+        self._start = trainer.step
+        if trainer.world.rank == 0:
+            print(banner(facts(trainer)), flush=True)
+            trainer.folder.write_config(trainer.config)
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        self._loss = step.loss
+        self._skipped += step.skipped
+        if step.held_out_loss is not None:
+            self._held_out_loss = step.held_out_loss
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        memory = torch.tensor([peak_memory_bytes()])
+        trainer.world.all_reduce(memory, "max")
+        trainer.folder.log.info("ended at step %d", trainer.step)
+        if trainer.world.rank:
+            return
+        steps, row, start = trainer.config.train.steps, self._learning.row, self._start or 0
+        stopped = trainer.step < steps
+        resume = trainer.folder.resume_command(trainer.config, trainer.world.size)
+        commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
+        commands.append(("inspect", f"python -m mpitrain.report {trainer.folder.path}"))
+        outcome = Outcome(
+            step=trainer.step,
+            steps=steps,
+            start_step=start,
+            loss=self._loss,
+            held_out_loss=self._held_out_loss,
+            skipped=self._skipped,
+            fruitless_since=row.since if row.bad else 0,
+            seconds=time.monotonic() - self._began,
+            samples_done=(trainer.step - start) * trainer.config.train.batch,
+            tokens=trainer.tokens,
+            peak_memory_bytes=int(memory),
+            run_dir=str(trainer.folder.path),
+            commands=tuple(commands),
+        )
+        print(closing(outcome), flush=True)
+
+
+def facts(trainer: Trainer) -> RunFacts:
+    """What the banner tells."""
+    config, world = trainer.config, trainer.world
+    columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
+    share = -(-config.train.batch // columns)
+    return RunFacts(
+        version=_version(),
+        ranks=world.size,
+        nodes=world.num_nodes,
+        threads=torch.get_num_threads(),
+        device=trainer.device.type.upper(),
+        mpi=world.library,
+        model=config.model.factory or config.model.name,
+        parameters=trainer.parameters,
+        data=config.data.path or "Python's own source as bytes (data.path is not set)",
+        samples=len(trainer.data),
+        held_out_samples=len(trainer.held_out) if trainer.held_out is not None else 0,
+        tokens=trainer.tokens,
+        batch=config.train.batch,
+        microbatch=min(config.train.microbatch or share, share),
+        steps=config.train.steps,
+        start_step=trainer.step,
+        precision=config.train.precision,
+        run_dir=str(trainer.folder.path),
+        notes=tuple((("parallel", text),) if (text := parallel_text(config, world.size)) else ()),
+    )
+
+
+def parallel_text(config: Config, ranks: int) -> str:
+    """How the ranks share the work, in a few words; empty for plain data parallel."""
+    parallel, words = config.parallel, []
+    if parallel.pipeline > 1 or parallel.tensor > 1:
+        data = ranks // (parallel.pipeline * parallel.tensor)
+        words.append(f"data {data} x pipeline {parallel.pipeline} x tensor {parallel.tensor}")
+    if parallel.pipeline > 1:
+        words.append(f"schedule {parallel.schedule}")
+    if parallel.zero:
+        words.append(f"zero {parallel.zero}")
+    if config.comm.compression != "none":
+        words.append(f"gradients by {config.comm.compression}")
+    if config.train.recompute:
+        words.append("activations recomputed")
+    if config.run.reproducible:
+        words.append(f"sums over {config.run.workers} virtual workers")
+    return ", ".join(words)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mpitrain")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,93 @@
+"""The data of a run: the training and the held-out samples, the batches of a rank, and the microbatches in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
+from mpitrain.data import (
+    Batch,
+    Dataset,
+    Loader,
+    SampleOrder,
+    open_dataset,
+    read_manifest,
+    resolve,
+    stage_on_nodes,
+    staged_folder,
+)
+from mpitrain.errors import InputError
+from mpitrain.mesh import Mesh
+from mpitrain.shard.virtual_workers import Cut
+
+
+def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | None]:
+    """The training and the held-out samples; what is not there yet is made once per node. Collective.
+
+    Raises InputError on all ranks where any of them cannot read the data set, or where it is too small for a batch.
+    """
+    path, sequence = config.data.path, config.model.sequence
+    error: BaseException | None = None
+    try:
+        if world.local_rank == 0:
+            resolve(path)
+    except InputError as caught:
+        error = caught
+    world.agree(error)
+    stage = config.data.stage
+    if stage:
+        stage_on_nodes(world, path, Path(stage))
+    data, held_out = None, None
+    try:
+        folder = staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
+        data = open_dataset(folder, sequence=sequence)
+        if "held_out" in read_manifest(folder).splits:
+            held_out = open_dataset(folder, "held_out", sequence=sequence)
+        if len(data) < config.train.batch:
+            raise InputError(
+                f"data set {folder} has {len(data)} samples, fewer than train.batch {config.train.batch}; "
+                "give more data or a smaller train.batch"
+            )
+    except InputError as caught:
+        error = caught
+    world.agree(error)
+    assert data is not None
+    return data, held_out
+
+
+def batches(config: Config, workers: Cut, data: Dataset, position: int) -> Loader:
+    """This rank's share of every global batch from sample `position` of the run's order on."""
+    return Loader(
+        data,
+        SampleOrder(len(data), config.run.seed),
+        batch=config.train.batch,
+        share=workers.share,
+        position=position,
+        workers=config.data.workers,
+    )
+
+
+def microbatch_size(config: Config, mesh: Mesh) -> int:
+    """Samples of a microbatch; 0: all that a virtual worker has. A pipeline gets two a stage unless told otherwise."""
+    if config.train.microbatch or mesh.pipeline.size == 1:
+        return config.train.microbatch
+    return max(1, -(-config.train.batch // (mesh.data.size * 2 * mesh.pipeline.size)))
+
+
+def microbatches(x: torch.Tensor, y: torch.Tensor, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(x, y) of at most `samples` samples each; 0: all at once."""
+    size = samples or max(1, len(x))
+    return [(x[lo : lo + size], y[lo : lo + size]) for lo in range(0, len(x), size)]
+
+
+def seed_worker(seed: int, step: int, worker: int) -> None:
+    """Dropout of a step depends on nothing before it, so a resumed run draws what the first would have drawn."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + worker & (1 << 63) - 1)
+
+
+def gather_ids(mesh: Mesh, batch: Batch) -> list[int]:
+    """The sample ids of the global batch, in order. Collective over mesh.data."""
+    return [number for ids in mesh.data.all_gather_object(batch.ids.tolist()) for number in ids]

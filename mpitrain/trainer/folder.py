@@ -1,0 +1,148 @@
+"""The folder of a run: held by one job at a time, with its settings, its logs and its checkpoints.
+
+RUN/config.toml            resolved configuration
+RUN/metrics.jsonl          one line a step, from rank 0
+RUN/checkpoints/           see mpitrain.checkpoint
+RUN/logs/rank-00003.log    what each rank has to say
+RUN/lock                   held while a job works in the folder
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config, read_toml
+from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
+from mpitrain.monitor import open_rank_log
+from mpitrain.storage import locks
+from mpitrain.storage.disk import free_name, reason
+
+CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
+_DYING = 5.0  # seconds
+
+
+class Interrupted(MpitrainError):
+    """Somebody pressed Ctrl-C."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+def settled(config: Config) -> Config:
+    """The configuration with its run folder decided."""
+    if config.run.dir:
+        return config
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    name = f"job-{job}" if job else datetime.now().strftime("%Y%m%d-%H%M%S")
+    section = config.run.model_copy(update={"dir": str(Path("runs") / name)})
+    return config.model_copy(update={"run": section})
+
+
+class RunFolder:
+    """One job's work in its run folder. Collective over `world`; use it in `with`.
+
+    path: of the folder. log: this rank's, inside of the `with`. step: steps done, which its last words name.
+    """
+
+    def __init__(self, config: Config, world: Communicator) -> None:
+        self.world = world
+        self.path = Path(config.run.dir)
+        self.checkpoints = self.path / CHECKPOINTS
+        self.step = 0
+        self._config = config
+        self._lock: locks.Lock | None = None
+
+    def __enter__(self) -> RunFolder:
+        self.world.on_root(self._occupy)
+        error: BaseException | None = None
+        try:
+            self.log = open_rank_log(self.path, self.world.rank)
+        except InputError as caught:
+            error = caught
+        self.world.agree(error)
+        self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+        if isinstance(error, KeyboardInterrupt):
+            self.log.info("interrupted at step %d", self.step)
+            again = self.resume_command(self._config, self.world.size)
+            raise Interrupted(f"interrupted at step {self.step}; go on with: {again}") from None
+        if error is not None:
+            self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        if isinstance(error, SystemExit):  # Python would wait in MPI_Finalize for ranks that wait for this one
+            raise MpitrainError(
+                f"left by sys.exit({error.code!r}) after step {self.step}; {self.path}/logs says where"
+            ) from None
+
+    def move_to(self, world: Communicator) -> None:
+        """Go on with the ranks of a world that lost some, the first of which takes the lock over. Collective."""
+        self.world = world
+        if world.rank:
+            self.release()
+        world.on_root(self._inherit)
+
+    def release(self) -> None:
+        """Give the lock back, where this rank has it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _occupy(self) -> None:
+        """Make the folder and take its lock."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = locks.take(self.path / locks.LOCK)
+        except locks.Held:
+            raise InputError(f"run folder {self.path} is in use by another job; choose another run.dir") from None
+        except OSError as error:
+            raise InputError(
+                f"run folder {self.path} cannot be used: {reason(error)}; choose another run.dir"
+            ) from None
+
+    def _inherit(self) -> None:
+        """Take the lock over from a rank that died, which may take a moment to be gone."""
+        deadline = time.monotonic() + _DYING
+        while self._lock is None:
+            try:
+                self._occupy()
+            except InputError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved settings; a file with anything else in it than such settings is kept under a free name."""
+        path, text = self.path / CONFIG, config.to_toml()
+        try:
+            if os.path.lexists(path) and not _is_resolved(path):
+                os.rename(path, free_name(path))
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
+            ) from None
+
+    def resume_command(self, config: Config, ranks: int) -> str:
+        """What to type for the run to go on, or for longer."""
+        under_slurm = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
+        launcher = "srun" if under_slurm else f"mpirun -n {ranks}"
+        more = "" if self.step < config.train.steps else f" --train.steps {2 * config.train.steps}"
+        return f"{launcher} python -m mpitrain.train {self.path / CONFIG}{more}"
+
+
+def _is_resolved(path: Path) -> bool:
+    """Whether a file of settings is one that `Config.to_toml` wrote, and nobody has changed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return not path.is_symlink() and Config.from_dict(read_toml(str(path))).to_toml() == text
+    except (OSError, UnicodeDecodeError, InputError):
+        return False

@@ -1,0 +1,96 @@
+"""Callbacks that record the steps: metrics.jsonl and TensorBoard, the progress bar, the samples' numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
+from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.data import gather_ids
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
+
+
+class SampleIds(Callback):
+    """Puts the numbers of all samples of a step into its line of metrics.jsonl, in order (`data.record_ids`)."""
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        if trainer.config.data.record_ids:
+            step.extras["ids"] = gather_ids(trainer.mesh, step.batch)
+
+
+class Records(Callback):
+    """Rank 0's line in metrics.jsonl, event in TensorBoard and progress on the terminal, for each step.
+
+    After ranks were lost another rank may be the first one, and goes on with the same files.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: MetricsWriter | None = None
+        self._progress: Progress | None = None
+        self._start: int | None = None  # steps done when this job began
+        self._skipped = 0  # steps
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        again, config = self._start is not None, trainer.config
+        if self._start is None:
+            self._start = trainer.step
+        if trainer.world.rank:
+            return
+        self._close(trainer)
+        resumed = trainer.step if again else trainer.resumed_step
+        self._metrics = MetricsWriter(trainer.folder.path, resumed, config.monitor.tensorboard)
+        unit = "tokens" if trainer.tokens else "samples"
+        self._progress = Progress(config.train.steps, trainer.step, config.monitor.every, unit=unit)
+        trainer.print = self._progress.say
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        self._skipped += step.skipped
+        if step.number - 1 == self._start:
+            memory = trainer.engine.memory()
+            step.extras["memory"] = asdict(memory)
+        if self._metrics is None or self._progress is None:
+            return
+        if step.skipped:
+            step.extras["skipped"] = True
+        if step.held_out_loss is not None:
+            step.extras["held_out_loss"] = step.held_out_loss
+        samples, tokens = trainer.config.train.batch, trainer.config.train.batch * trainer.tokens
+        self._metrics.write(
+            step=step.number,
+            loss=step.loss,
+            lr=step.lr,
+            grad_norm=step.norm,
+            samples=samples,
+            tokens=tokens,
+            step_s=step.seconds,
+            tokens_per_s=tokens / step.seconds,
+            memory_bytes=peak_memory_bytes(),
+            world_size=trainer.world.size,
+            **step.extras,
+        )
+        self._progress.update(step.number, step.loss, step.lr, (tokens or samples) / step.seconds, self._skipped)
+        if step.held_out_loss is not None:
+            trainer.say(f"step {step.number}: held-out loss {step.held_out_loss:.4f}")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._close(trainer)
+
+    def teardown(self, trainer: Trainer) -> None:
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        """Close both files. Lines for people go to standard output again."""
+        if self._progress is not None:
+            self._progress.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._progress = self._metrics = None
+        trainer.print = partial(print, flush=True)
