@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from mpitrain.models import build_model
 from mpitrain.pipe.record import load
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.trainer.assemble import assemble
+from mpitrain.trainer.optimizer import make_optimizer
 
 STEPS, BATCH = 6, 12
 GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}
@@ -144,7 +146,7 @@ def assembled(world, sections):
     torch.manual_seed(config.run.seed)
     task = build_model(config.model, data.description)
     mesh = Mesh.make(world, "auto", config.parallel.pipeline, config.parallel.tensor)
-    return assemble(config, mesh, task, data).engine
+    return assemble(config, mesh, task, data, partial(make_optimizer, config.optim)).engine
 
 
 @pytest.mark.ranks(2, 4)

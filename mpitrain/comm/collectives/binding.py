@@ -57,6 +57,7 @@ class Binder:
         """node: the communicator of this node's ranks of comm. crowded: some node has more ranks than cores."""
         self.crowded = crowded
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
+        self.nodes_shared = len(set(topology.nodes)) < topology.size  # whether some node has several ranks
         self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
@@ -99,7 +100,7 @@ class Binder:
         compiled = self._bound.get(key)
         if compiled is None:
             compiled = bind()
-            if said is not None and self.node.size > 1:
+            if said is not None and self.nodes_shared:
                 elements = any(tensor.numel() for tensor in tensors)
                 compiled = self.signed(said(), compiled, together=together and elements)
             self._bound[key] = compiled
@@ -200,10 +201,10 @@ class Binder:
 
     def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:
         """The operation, for which this rank signs first, see `register`. Collective the first time."""
-        if self.node.size == 1:
+        if not self.nodes_shared:
             return compiled
-        self.board()
-        if self._register is None:
+        self.board()  # on all ranks, also on those that have their node for themselves
+        if self._register is None or self.node.size == 1:
             return compiled
         key = said, compiled.meets, together
         signing = self._signings.get(key)
@@ -257,9 +258,10 @@ class Binder:
         said: the operation and its arguments, which must be the same on the ranks that touch each other's memory.
         fenced: False leaves the fences out, in whose place the caller meets the other ranks.
         """
-        if program.fenced and fenced and self.node.size > 1:
+        if program.fenced and fenced and self.nodes_shared:
+            board = self.board()
             told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
-            layout = replace(layout, board=self.board(), said=told)
+            layout = replace(layout, board=board if self.node.size > 1 else None, said=told)
         owner = arena or self._board or self._staging
         sync = syncs(owner)  # MPI-4.1 section 12.7: sync, meet, sync
         fence: list[Call] = [*sync, self.node.Barrier, *sync] if fenced else []
