@@ -117,8 +117,9 @@ RESTORING = (
     Moment("a block read", "os:preadv", of=_descriptor, like=_OWN, who="first"),
     Moment("state taken over", "mpitrain.trainer.engine:Engine.finish_load"),
     Moment("restored", "mpitrain.trainer.trainer:Trainer.resume"),
-    Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
+    Moment("room asked for", "mpitrain.checkpoint.folders:require_room", who="first"),
     Moment("begun", "mpitrain.trainer.console:Console.on_fit_start"),
+    Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
 )
 ENDING = (
     Moment("evaluation", "mpitrain.trainer.trainer:Trainer.evaluate"),
