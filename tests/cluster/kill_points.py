@@ -70,6 +70,7 @@ _OWN = r"/(rank|node)-\d+\.h5$"
 COMMIT = (
     Moment("snapshot", "mpitrain.checkpoint.snapshot:Snapshot.copy", "mpitrain.checkpoint.snapshot:Snapshot.copy"),
     Moment("save", SAVE, SAVE),
+    Moment("folder marked", "mpitrain.checkpoint.folders:begin_folder", SAVE, who="first"),
     Moment("temporary folder", "pathlib:Path.mkdir", SAVE, _path, _TEMPORARY + "$", "first"),
     Moment("own file begun", "mpitrain.checkpoint.commit:begin_file", SAVE, who="owner"),
     Moment("a piece written", "mpitrain.checkpoint.files:write_at", SAVE, _descriptor, _OWN),
@@ -80,6 +81,7 @@ COMMIT = (
     Moment("model.h5 fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/model\.h5$", "first"),
     Moment("manifest written", "mpitrain.checkpoint.commit:write_manifest", SAVE, who="first"),
     Moment("manifest fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/manifest\.json$", "first"),
+    Moment("mark removed", "mpitrain.checkpoint.folders:end_folder", SAVE, who="first"),
     Moment("folder fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + "$", "first"),
     Moment("folder renamed", "os:rename", SAVE, _path, _TEMPORARY + "$", "first"),
     Moment("parent fsynced", "os:fsync", SAVE, _descriptor, "/checkpoints$", "first"),
