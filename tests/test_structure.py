@@ -1,0 +1,88 @@
+"""The house: arrows between rooms point one way, a file is read in one sitting, a name means one thing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from support import ROOT
+
+LINES, OF_A_FUNCTION = 400, 60
+PACKAGE = ROOT / "mpitrain"
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_arrows_between_rooms_point_one_way():
+    """The contracts are in setup.cfg, [importlinter:...]."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_no_circle_of_files():
+    imports = {name: set(_imports(path, tree)) for path, tree in trees() for name in [_module(path)]}
+    left = dict(imports)
+    while free := [name for name, of in left.items() if not (of & left.keys()) - {name}]:
+        for name in free:
+            del left[name]
+    assert not left, f"circles among {sorted(left)}"
+
+
+def test_every_file_and_function_is_read_in_one_sitting():
+    long = [f"{p.relative_to(ROOT)}: {n} lines" for p in PACKAGE.rglob("*.py") if (n := _lines(p)) > LINES]
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > OF_A_FUNCTION:
+                    long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
+
+
+def test_a_class_name_stands_for_one_class():
+    names = Counter(
+        node.name for _, tree in trees() for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(path: Path, tree: ast.Module) -> Iterator[str]:
+    """The modules of this package that are imported when this one is: not those inside functions, or for types."""
+    for node in _executed(tree.body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inner = ROOT.joinpath(*node.module.split("."), alias.name)
+                whole = inner.with_suffix(".py").exists() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if whole else node.module
+
+
+def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from _executed([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _executed(node.body)
