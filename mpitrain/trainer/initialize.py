@@ -18,13 +18,13 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
-from mpitrain.config.deepspeed import from_deepspeed, looks_like_deepspeed, read_json
+from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
 from mpitrain.config.settings import Config, OptimSection, read_toml
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import Memory
 from mpitrain.trainer.optimizer import make_optimizer
-from mpitrain.trainer.options import Settings, from_config
+from mpitrain.trainer.options import Settings, from_config, from_deepspeed
 from mpitrain.trainer.recompute import recompute_blocks
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
@@ -179,9 +179,9 @@ def initialize(
     comm = comm if comm is not None else init()
     section = None
     if isinstance(config, (str, Path)) and str(config).endswith(".json"):
-        settings = from_deepspeed(read_json(Path(config)), comm.size, str(config))
+        settings = from_deepspeed(read_deepspeed(read_json(Path(config)), comm.size, str(config)))
     elif isinstance(config, Mapping) and looks_like_deepspeed(config):
-        settings = from_deepspeed(config, comm.size)
+        settings = from_deepspeed(read_deepspeed(config, comm.size))
     else:
         ours = config if isinstance(config, Config) else Config.from_dict(_values(config), _origin(config))
         own = optimizer is not None
