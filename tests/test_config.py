@@ -36,6 +36,8 @@ from mpitrain.errors import InputError
         (["--train.batch_size", "8"], "did you mean 'train.batch'?"),
         (["--optim.learning_rte", "8"], "did you mean 'optim.lr'?"),
         (["--scheduler.warmup", "8"], "unknown key 'scheduler.warmup'; did you mean 'optim.warmup'?"),
+        (["--trainer.lr", "1"], "unknown key 'trainer.lr'; did you mean 'optim.lr'?"),
+        (["--optimizer.lr", "1"], "unknown key 'optimizer'; did you mean 'optim'?"),
         (["--train.schedule", "cosine"], "did you mean 'optim.schedule' or 'parallel.schedule'?"),
         (["--train.every", "3"], "did you mean 'checkpoint.every' or 'monitor.every'?"),
         (["--quux", "3"], "unknown key 'quux'; see --help for the list"),
@@ -101,6 +103,14 @@ def test_a_wrong_section_or_key_in_the_file_is_answered_with_the_right_one(tmp_p
     with pytest.raises(InputError) as caught:
         Config.from_args([str(file)])
     assert str(caught.value) == f"{file}: {message}" or str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    "values", [{3: {}}, {"train": {4: 1}}, {"": {}}, {"train": None}, {"train": {"": 1}}, {"a.b": 1}]
+)
+def test_names_that_are_none_are_refused_in_one_line(values):
+    with pytest.raises(InputError, match=r"^config: [^\n]*$"):
+        Config.from_dict(values)
 
 
 def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_setting():

@@ -15,6 +15,7 @@ from typing import Any
 
 from mpitrain.choices import Decay, Precision
 from mpitrain.config.batch import accumulation
+from mpitrain.config.parallel import CommSection
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import read_plain
 
@@ -210,7 +211,9 @@ def read_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config"
         offload=offload,
         reduce_dtype=reduce,
         # DeepSpeed counts elements
-        bucket_mb=25.0 if bucket is None else float(bucket) * (4 if precision == "fp32" else 2) / (1 << 20),
+        bucket_mb=CommSection().bucket_mb
+        if bucket is None
+        else float(bucket) * (4 if precision == "fp32" else 2) / (1 << 20),
         any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
         optimizer=_optimizer(optimizer, origin),
         schedule=_schedule(values.get("scheduler"), optimizer.get("params", {}), origin),

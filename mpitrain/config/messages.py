@@ -30,7 +30,7 @@ def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> N
     """
     for section, keys in values.items():
         if section not in sections:
-            raise _wrong_name(section, sections, origin, [*keys] if isinstance(keys, Mapping) else [])
+            raise _wrong_name(str(section), sections, origin, [*map(str, keys)] if isinstance(keys, Mapping) else [])
         if not isinstance(keys, Mapping):
             raise not_a_key(section, sections, origin)
         for key in keys:
@@ -55,10 +55,12 @@ def unknown(name: str, sections: Sections, origin: str) -> InputError:
 def not_a_key(section: str, sections: Sections, origin: str) -> InputError:
     """The error for a value given to a whole section."""
     example = next(iter(sections[section]))
-    mend = f"write --{section}.KEY VALUE, as --{section}.{example}" if origin == COMMAND_LINE else (
-        f"write [{section}] and its keys, as {example}, under it"
-    )  # fmt: skip
-    return InputError(f"{origin}: {section} is a section; {mend}", agreed=True)
+    in_file, as_flag = (
+        f"[{section}] and its keys, as {example}, under it",
+        f"--{section}.KEY VALUE, as --{section}.{example}",
+    )
+    mend = as_flag if origin == COMMAND_LINE else in_file
+    return InputError(f"{origin}: {section} is a section; write {mend}", agreed=True)
 
 
 def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: str) -> InputError:
@@ -73,7 +75,7 @@ def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: st
     where = origin.get(name, otherwise)
     if problem["type"] == "value_error":  # a check across keys, which names them itself
         return InputError(f"{where}: {problem['msg'].removeprefix('Value error, ')}", agreed=True)
-    mend = "; write {a = 1} or {\"a\": 1}" if problem["type"] == "dict_type" else ""  # fmt: skip
+    mend = '; write {a = 1} or {"a": 1}' if problem["type"] == "dict_type" else ""
     return InputError(
         f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}", agreed=True
     )
@@ -85,11 +87,15 @@ def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> 
         return unknown(name, sections, origin)
     sure, found = _nearest(name, keys[0], sections) if keys else _nearest("", name, sections)
     near = difflib.get_close_matches(name, sections, n=1, cutoff=_NEAR)
-    if near and (keys or _alike(name, near[0]) >= sure):
-        found = near
-    elif not keys and sure < _NEAR:
+    if keys and near and (sure < 1 or keys[0] in sections[near[0]]):  # else the key alone says what is meant
+        return _mistaken(name, near, origin)
+    if keys:
+        return _mistaken(f"{name}.{keys[0]}", found, origin)
+    if near and _alike(name, near[0]) >= sure:
+        return _mistaken(name, near, origin)
+    if sure < _NEAR:
         return InputError(f"{origin}: unknown key {name!r}; see --help for the list", agreed=True)
-    return _mistaken(f"{name}.{keys[0]}" if keys and not near else name, found, origin)
+    return _mistaken(name, found, origin)
 
 
 def _mistaken(name: str, found: list[str], origin: str) -> InputError:

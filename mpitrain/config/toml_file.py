@@ -18,7 +18,7 @@ else:
 def read_toml(path: str) -> dict[str, Any]:
     """The values in a TOML file. Raises InputError where there is none that can be read."""
     try:
-        return tomllib.loads(read_plain(Path(path)).decode("utf-8"))
+        return dict(tomllib.loads(read_plain(Path(path)).decode("utf-8")))
     except FileNotFoundError:
         raise InputError(f"config file {path} does not exist; give an existing TOML file", agreed=True) from None
     except OSError as error:
