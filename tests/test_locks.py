@@ -13,7 +13,10 @@ import pytest
 
 from mpitrain.storage import locks
 
-HOLD = "import sys, time; from pathlib import Path; from mpitrain import locks; print(locks.take(Path(sys.argv[1])))"
+HOLD = (
+    "import sys, time; from pathlib import Path; from mpitrain.storage import locks;"
+    "print(locks.take(Path(sys.argv[1])))"
+)
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def lock(tmp_path, monkeypatch):
     """A lock file on a file system without flock; in processes that are started here too."""
     (tmp_path / "sitecustomize.py").write_text(
         "import fcntl, errno\ndef flock(*_): raise OSError(errno.ENOLCK, 'no locks')\nfcntl.flock = flock\n"
-        "from mpitrain import locks\nlocks.BEAT = 0.1\n"
+        "from mpitrain.storage import locks\nlocks.BEAT = 0.1\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
     monkeypatch.setattr(fcntl, "flock", _no_flock)
