@@ -168,13 +168,19 @@ def initialize(
     scheduler: Any = None,
     comm: Communicator | None = None,
 ) -> TrainingEngine:
-    """An engine that trains `model` over the ranks of `comm` (default: all). Collective.
+    """Make an engine that trains a model over the ranks of a communicator. Collective.
 
-    optimizer: made for model.parameters(); without one, the configuration's. config: a TOML file or nested values of
-    `mpitrain.config.settings`, or a DeepSpeed JSON file or its values. loss: loss(model(x), y), a mean over samples; by
-    default the model's own `loss`, if it has one. scheduler: stepped after every update; without it and without an
-    optimizer of one's own, the configuration's.
-    Raises InputError naming a key that is not supported.
+    Args:
+        model: The module to train.
+        optimizer: Made for model.parameters(); without one, the configuration's.
+        config: A TOML file or nested values of `mpitrain.config.settings`, also the config.toml of a finished run; or a
+            DeepSpeed JSON file or its values.
+        loss: loss(model(x), y), a mean over samples; by default the model's own `loss`, if it has one.
+        scheduler: Stepped after every update; without it and without an optimizer of one's own, the configuration's.
+        comm: The ranks to train over; by default all.
+
+    Raises:
+        InputError: A key is not supported; the message names it.
     """
     comm = comm if comm is not None else init()
     section = None
