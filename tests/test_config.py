@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+from support import job
 
-from mpitrain.config.settings import Config, help_text, key_names
+from mpitrain.config.section import other_names
+from mpitrain.config.settings import Config, help_text, key_names, sections
 from mpitrain.errors import InputError
 
 
@@ -23,8 +26,25 @@ from mpitrain.errors import InputError
         (["--comm.algorithm", "rnig"], "comm.algorithm = 'rnig' is wrong"),
         (["--model.width", "130"], "set model.width to 132"),
         (["--model.name", "resnet"], "a resnet has 18, 34, 50 or 101"),
+        (["--train.steps", "--train.batch", "4"], "--train.steps has no value"),
+        (["--train", "3"], "train is a section; write --train.KEY VALUE, as --train.steps"),
+        (["-x"], "argument '-x' is not understood"),
+        (["--train.lr", "1"], "unknown key 'train.lr'; did you mean 'optim.lr'?"),
+        (["--train.learning_rate", "1"], "did you mean 'optim.lr'?"),
+        (["--learning-rate", "1"], "did you mean 'optim.lr'?"),
+        (["--optim.batch", "8"], "did you mean 'train.batch'?"),
+        (["--train.batch_size", "8"], "did you mean 'train.batch'?"),
+        (["--optim.learning_rte", "8"], "did you mean 'optim.lr'?"),
+        (["--scheduler.warmup", "8"], "unknown key 'scheduler.warmup'; did you mean 'optim.warmup'?"),
+        (["--trainer.lr", "1"], "unknown key 'trainer.lr'; did you mean 'optim.lr'?"),
+        (["--optimizer.lr", "1"], "unknown key 'optimizer'; did you mean 'optim'?"),
+        (["--train.schedule", "cosine"], "did you mean 'optim.schedule' or 'parallel.schedule'?"),
+        (["--train.every", "3"], "did you mean 'checkpoint.every' or 'monitor.every'?"),
+        (["--quux", "3"], "unknown key 'quux'; see --help for the list"),
+        (["--model.options", "{a: 1"], 'valid dictionary; write {a = 1} or {"a": 1}'),
         (["stray"], "config file stray does not exist"),
-        (["--train.steps", "3", "stray"], "argument 'stray' is not understood"),
+        (["one.toml", "--train.steps", "3", "two.toml"], "one.toml and two.toml are two configuration files"),
+        (["--train.steps", "3", "stray"], "config file stray does not exist"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named_with_its_mend(arguments, message):
@@ -39,6 +59,73 @@ def test_later_arguments_win_over_earlier_ones_and_over_the_file(tmp_path):
     config = Config.from_args([str(file), "--train.steps=6", "--train.steps", "8", "--run.dir", "123"])
     assert (config.train.steps, config.train.batch, config.run.dir) == (8, 7, "123")
     assert config.optim.options == {"betas": [0.8, 0.9]}
+
+
+def test_the_file_may_come_after_flags_which_win_over_it_all_the_same(tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 5\nbatch = 7\n")
+    config = Config.from_args(["--train.steps", "3", str(file), "--train.clip=0"])
+    assert (config.train.steps, config.train.batch, config.train.clip) == (3, 7, 0.0)
+
+
+def test_a_wrong_value_is_told_of_the_flag_or_the_file_it_comes_from(tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 5\n")
+    with pytest.raises(InputError, match=r"^command line: train\.batch = 'many' is wrong"):
+        Config.from_args([str(file), "--train.batch", "many"])
+    file.write_text("[train]\nsteps = -5\n")
+    with pytest.raises(InputError, match=r"^\S+my\.toml: train\.steps = -5 is wrong"):
+        Config.from_args([str(file), "--train.batch", "4"])
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": [true, null]}}', '{ "a" :1,\n"b":{"c":[true,null]}}'])
+def test_a_dictionary_may_be_json_or_toml(text):
+    assert Config.from_args(["--model.options", text]).model.options == {"a": 1, "b": {"c": [True, None]}}
+    toml = Config.from_args(["--optim.options", "{a = 1, b = {c = [true]}}"])
+    assert toml.optim.options == {"a": 1, "b": {"c": [True]}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("train = 3\n", "train is a section; write [train] and its keys, as steps, under it"),
+        ("steps = 3\n", "unknown key 'steps'; did you mean 'train.steps'?"),
+        ("'train.steps' = 3\n", "'train.steps' is key 'steps' of section 'train'; write [train] and steps under it"),
+        ("[train]\nlr = 0.1\n", "unknown key 'train.lr'; did you mean 'optim.lr'?"),
+        ("[optimizer]\nlr = 0.1\n", "unknown key 'optimizer'; did you mean 'optim'?"),
+        ("[trainer.optim]\nlr = 0.1\n", "did you mean 'train'?"),
+        ("[lightning]\ndropout = 0.1\n", "unknown key 'lightning.dropout'; did you mean 'model.dropout'?"),
+    ],
+)
+def test_a_wrong_section_or_key_in_the_file_is_answered_with_the_right_one(tmp_path, content, message):
+    file = tmp_path / "my.toml"
+    file.write_text(content)
+    with pytest.raises(InputError) as caught:
+        Config.from_args([str(file)])
+    assert str(caught.value) == f"{file}: {message}" or str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    "values", [{3: {}}, {"train": {4: 1}}, {"": {}}, {"train": None}, {"train": {"": 1}}, {"a.b": 1}]
+)
+def test_names_that_are_none_are_refused_in_one_line(values):
+    with pytest.raises(InputError, match=r"^config: [^\n]*$"):
+        Config.from_dict(values)
+
+
+def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_setting():
+    words = [word for settings in sections().values() for field in settings.values() for word in other_names(field)]
+    keys = {key for settings in sections().values() for key in settings}
+    assert len(words) == len(set(words)) and not keys & set(words)
+
+
+def test_a_configuration_is_read_without_torch_and_mpi():
+    code = (
+        "import sys; from mpitrain.config.settings import start_timeout; import mpitrain.config.deepspeed;"
+        "assert start_timeout(['--comm.timeout', '7']) == 7.0;"
+        "print([name for name in ('torch', 'mpi4py', 'h5py', 'numpy') if name in sys.modules])"
+    )
+    assert job(0, [sys.executable, "-c", code]).stdout == "[]\n"
 
 
 def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
@@ -56,9 +143,10 @@ def test_a_mistake_in_the_file_is_named(tmp_path, content):
         Config.from_args([str(file)])
 
 
-def test_help_lists_every_key():
+def test_help_lists_every_key_with_its_choices():
     text = help_text("mpitrain.train")
     assert all(f"--{name} " in text for name in key_names())
+    assert 'pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble ["1f1b"]' in text
 
 
 def test_what_is_no_configuration_file_is_refused_in_one_line(tmp_path):

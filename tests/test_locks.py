@@ -14,7 +14,7 @@ import pytest
 from mpitrain.storage import locks
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from mpitrain.storage import locks; "
+    "import sys, time; from pathlib import Path; from mpitrain.storage import locks;"
     "print(locks.take(Path(sys.argv[1])))"
 )
 

@@ -29,7 +29,7 @@ from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.step_contenders import RATE, Shape
 from mpitrain.bench.timing import Contender, interleaved
-from mpitrain.config.settings import ModelSection
+from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.exchange import quiet_min
-from mpitrain.checkpoint.files import Part, Place, Structure, begin_file, make_structure, write_at, write_parts
+from mpitrain.checkpoint.files import Part, Place, Structure, begin_file, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import (
     Extent,
@@ -27,7 +27,8 @@ from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Box, Piece
-from mpitrain.storage.disk import begin_folder
+from mpitrain.storage.commit import begin_folder
+from mpitrain.storage.extents import write_at
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

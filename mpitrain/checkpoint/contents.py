@@ -26,7 +26,7 @@ from mpitrain.checkpoint.manifest import (
 from mpitrain.checkpoint.reading import plan, read
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.layout import Piece
-from mpitrain.storage.disk import readable
+from mpitrain.storage.room import readable
 
 
 def found(path: Path) -> list[Path]:

@@ -22,6 +22,8 @@ from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
 from mpitrain.layout import Piece
 from mpitrain.storage.crc import crc32
+from mpitrain.storage.extents import ExtentHasher, write_at
+from mpitrain.storage.hdf5 import contiguous
 
 _WRITTEN = 8 << 20  # bytes of one write
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2), which Python's os lacks
@@ -84,11 +86,7 @@ def dataset_names(names: Sequence[str]) -> list[str]:
 
 def make_structure(places: Sequence[Place]) -> Structure:
     """The file that holds these pieces, a data set for each, one after the other."""
-    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    how.set_layout(h5py.h5d.CONTIGUOUS)
-    how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    scalar = h5py.h5s.create(h5py.h5s.SCALAR)
+    how, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
     pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
     offsets = []
     image = Image()
@@ -168,18 +166,14 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
 
 def block_hashes(raw: memoryview) -> tuple[int, ...]:
     """CRC-32 of each HASHED bytes."""
-    return tuple(crc32(raw[lo : lo + HASHED]) for lo in range(0, len(raw), HASHED))
+    hasher = ExtentHasher(HASHED)
+    hasher.update(raw)
+    return tuple(hasher.hashes())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a flat contiguous CPU tensor, shared with it."""
     return tensor.detach().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def _start_writeback(descriptor: int, offset: int, nbytes: int) -> None:

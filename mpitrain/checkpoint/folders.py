@@ -22,19 +22,11 @@ from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import (
-    MARK,
-    begin_folder,
-    end_folder,
-    free_name,
-    is_unfinished,
-    lack_of_room,
-    readable,
-    reason,
-    remove_folder,
-    sync,
-)
+from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
+from mpitrain.storage.disk import free_name, reason, sync
+from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
+from mpitrain.storage.room import lack_of_room, readable
 
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # of a run folder
@@ -91,11 +83,10 @@ def set_aside(root: Path) -> None:
 
 def remove_leftovers(root: Path) -> None:
     """Remove what killed saves left. Only for whoever holds the run's lock: nobody else is saving there."""
+    for folder in list(leftovers(root, _FOLDER, is_checkpoint)):
+        remove(folder)
     for path in root.iterdir():
-        if _FOLDER.fullmatch(path.name):
-            if is_unfinished(path) or is_checkpoint(path):
-                remove(path)
-        elif _FILE.fullmatch(path.name) and _is_pointer(path):
+        if _FILE.fullmatch(path.name) and _is_pointer(path):
             path.unlink(missing_ok=True)
 
 
@@ -123,9 +114,7 @@ def are_remains(folder: Path) -> bool:
     """Whether a folder holds a checkpoint's tensors, but no manifest of ours."""
     if folder.is_symlink() or is_checkpoint(folder):
         return False
-    return any(
-        _TENSORS.fullmatch(path.name) and _begins_with(path, b"\x89HDF\r\n\x1a\n") for path in folder.glob("*.h5")
-    )
+    return any(_TENSORS.fullmatch(path.name) and _begins_with(path, SIGNATURE) for path in folder.glob("*.h5"))
 
 
 def keep_remains(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """HDF5 files made in memory: the structure is HDF5's, every byte that reaches a disk is written by us.
 
-HDF5 2.0 may crash closing a file it cannot flush, so it never gets to see a disk that could be full. Only the
-pages it writes into are kept: data sets that nobody has filled take no memory.
+So HDF5 never gets to see a disk that could be full (see `storage.hdf5`). Only the pages it writes into are kept: data
+sets that nobody has filled take no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import h5py
 import torch
 
-VERSION = ("v110", "v110")  # metadata with checksums, and readable by HDF5 1.10
+from mpitrain.storage.hdf5 import VERSIONS
+
 _PAGE = 4096
 
 
@@ -97,7 +98,7 @@ def image_bytes(image: Image) -> bytes:
 @contextmanager
 def hdf5_image(image: Image) -> Iterator[h5py.File]:
     """A new HDF5 file whose bytes go into the image."""
-    with h5py.File(image, "w", libver=VERSION) as file:
+    with h5py.File(image, "w", libver=VERSIONS) as file:
         yield file
 
 

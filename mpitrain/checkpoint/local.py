@@ -39,7 +39,8 @@ from mpitrain.checkpoint.parity import (
 )
 from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.disk import read_plain, reason, remove_folder, sync
+from mpitrain.storage.commit import remove_folder
+from mpitrain.storage.disk import read_plain, reason, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.checkpoint.exchange import WINDOW, Message
-from mpitrain.checkpoint.files import write_at
 from mpitrain.checkpoint.manifest import ParitySet
-from mpitrain.checkpoint.reading import read_at
+from mpitrain.checkpoint.reading import read_exactly
 from mpitrain.layout import split
+from mpitrain.storage.extents import write_at
 
 GROUP = 8  # nodes of a parity set, about
 
@@ -174,7 +174,7 @@ def rebuild_rounds(
 def _read(path: Path, offset: int, into: memoryview) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        read_at(descriptor, into, offset, path)
+        read_exactly(descriptor, into, offset, path)
     finally:
         os.close(descriptor)
 
@@ -209,7 +209,7 @@ def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
     try:
         os.ftruncate(descriptor, size)
         before = bytearray(len(data))
-        read_at(descriptor, memoryview(before), offset, path)
+        read_exactly(descriptor, memoryview(before), offset, path)
         mixed = np.bitwise_xor(np.frombuffer(before, np.uint8), np.frombuffer(data, np.uint8))
         write_at(descriptor, mixed.data, offset)
     finally:

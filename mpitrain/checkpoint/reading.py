@@ -22,6 +22,7 @@ from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 from mpitrain.storage.crc import crc32
+from mpitrain.storage.extents import read_at
 
 THREADS = 4
 
@@ -215,7 +216,7 @@ def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scr
 def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) -> None:
     """Read a block and check its hash. into: of its size. Raises CheckpointError, OSError."""
     path = folder / block.extent.file
-    read_at(descriptor, into, block.offset, path)
+    read_exactly(descriptor, into, block.offset, path)
     if crc32(into) != block.extent.hashes[block.number]:
         raise CheckpointError(
             f"{path}: bytes {block.offset} to {block.offset + block.size} ({block.extent.piece.name}) "
@@ -223,14 +224,11 @@ def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) ->
         )
 
 
-def read_at(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
-    """Read exactly these bytes. Raises CheckpointError where the file ends, OSError."""
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
-        done += count
+def read_exactly(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
+    """Read all of these bytes. Raises CheckpointError where the file ends before, OSError."""
+    done = read_at(descriptor, into, offset)
+    if done < len(into):
+        raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
 
 
 def distinct(extents: Iterable[Extent]) -> list[Extent]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpitrain.checkpoint.files import gaps
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, missing_files, read_manifest
-from mpitrain.checkpoint.reading import check, covered, read_at
+from mpitrain.checkpoint.reading import check, covered, read_exactly
 from mpitrain.errors import CheckpointError
 
 
@@ -73,7 +73,7 @@ def _file_damages(
         for lo, hi in rest:
             for first in range(lo, hi, HASHED):
                 block = scratch[: min(HASHED, hi - first)]
-                read_at(descriptor, block, first, folder / name)
+                read_exactly(descriptor, block, first, folder / name)
                 crc = zlib.crc32(block, crc)
         stored = manifest.rest[name] if name in manifest.files else manifest.views[name][1]
         if crc != stored:

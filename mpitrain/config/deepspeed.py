@@ -1,26 +1,23 @@
-"""A DeepSpeed configuration (ds_config.json) as settings of ours.
+"""A DeepSpeed configuration (ds_config.json), read into plain values.
 
 What has a counterpart is taken over; what only tunes DeepSpeed's own machinery, and what is switched off, is named in
-`Settings.without_effect`; anything else is an error that names the key. See the "DeepSpeed Configuration JSON" page of
-DeepSpeed's documentation.
+`DeepSpeedConfig.without_effect`; anything else is an error that names the key. See the "DeepSpeed Configuration JSON"
+page of DeepSpeed's documentation.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from mpitrain.choices import Decay, Precision
+from mpitrain.config.batch import accumulation
+from mpitrain.config.parallel import CommSection
 from mpitrain.errors import InputError
-from mpitrain.shard.offload import HOST
-from mpitrain.shard.sharding import Options
 from mpitrain.storage.disk import read_plain
-from mpitrain.trainer.learning_rate import Schedule
-from mpitrain.trainer.options import Settings, accumulation
-from mpitrain.trainer.precision import LossScale
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping"}
@@ -83,15 +80,87 @@ _ZERO_TUNING = {
     "stage3_prefetch_bucket_size",
 }
 _ONE_IS_OFF = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # the values that ask for nothing
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bfp16": torch.bfloat16, "bf16": torch.bfloat16}
-_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DTYPES: dict[str, Precision] = {"fp32": "fp32", "fp16": "fp16", "bfp16": "bf16", "bf16": "bf16"}
+_SCHEDULES: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """What the loss is multiplied by in fp16.
+
+    Attributes:
+        value: The factor, or where a dynamic one begins.
+        dynamic: Whether it is halved when gradients overflow and doubled after `patience` steps that did not.
+        least: What a dynamic factor does not go below.
+        spare: Overflows that are let pass before it is halved.
+        refill: Whether each good step gives the spare ones back.
+    """
+
+    value: float
+    dynamic: bool = False
+    patience: int = 2000
+    least: float = 1.0
+    spare: int = 0
+    refill: bool = False
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """A learning rate that warms up from `first` to `peak`, then stays, or goes down to `last` at step `steps`.
+
+    Attributes:
+        kind: What follows the warm-up.
+        logarithmic: Whether the warm-up follows log(step) instead of a line.
+    """
+
+    kind: Decay
+    peak: float
+    first: float
+    last: float
+    warmup: int
+    steps: int
+    logarithmic: bool
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What a DeepSpeed configuration asks for, in our words.
+
+    Attributes:
+        microbatch: Samples that a rank gives at a time; 0 where nothing is said.
+        accumulate: Backward passes of an update.
+        scale: Of the loss; None where the precision needs none.
+        clip: Largest norm of the gradients; 0 for no clipping.
+        offload: Where optimizer states go: `host`, a folder, or empty for the device.
+        reduce_dtype: In which gradients are added up; None for the parameters' own.
+        any_optimizer: Whether optimizers are taken that are not known to work element by element.
+        optimizer: (class of torch.optim, its options), or None where there is none.
+        without_effect: Keys that were given and mean nothing here.
+    """
+
+    microbatch: int
+    accumulate: int
+    precision: Precision
+    scale: LossScaling | None
+    clip: float
+    recompute: bool
+    zero: int
+    offload: str
+    reduce_dtype: Precision | None
+    bucket_mb: float
+    any_optimizer: bool
+    optimizer: tuple[str, dict[str, Any]] | None
+    schedule: RateSchedule | None
+    without_effect: tuple[str, ...]
 
 
 def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether these are the values of a DeepSpeed configuration rather than of ours."""
     return bool(set(values) & (_KNOWN - {"optimizer", "scheduler"}))
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError where there is none."""
     try:
         values = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -101,8 +170,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def from_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config") -> Settings:
-    """Settings for `ranks` data-parallel ranks. Raises InputError naming the key that cannot be taken over."""
+def read_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config") -> DeepSpeedConfig:
+    """Read the values of a DeepSpeed configuration.
+
+    Args:
+        values: The JSON object.
+        ranks: Data-parallel ranks, by which its batch is divided.
+        origin: What errors call the configuration.
+
+    Raises:
+        InputError: A key cannot be taken over, or contradicts another; the message names it.
+    """
     for key, value in _flat(values):
         if value == "auto":
             raise InputError(f'{origin}: {key} is "auto", which nobody filled in; give a value', agreed=True)
@@ -122,20 +200,20 @@ def from_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config"
     recompute = values.get("activation_checkpointing")
     known = {"number_checkpoints", "profile", "synchronize_checkpoint_boundary"}
     hints += _only(recompute or {}, known, f"{origin}: activation_checkpointing")
-    return Settings(
+    return DeepSpeedConfig(
         microbatch=micro,
         accumulate=steps,
         precision=precision,
         scale=scale,
         clip=float(values.get("gradient_clipping", 1.0) or 0.0),  # as DeepSpeed clips where nothing is said
         recompute=recompute is not None,
-        options=Options(
-            zero=zero,
-            offload=offload,
-            reduce_dtype=reduce,
-            # DeepSpeed counts elements
-            bucket_mb=25.0 if bucket is None else float(bucket) * (4 if precision == "fp32" else 2) / (1 << 20),
-        ),
+        zero=zero,
+        offload=offload,
+        reduce_dtype=reduce,
+        # DeepSpeed counts elements
+        bucket_mb=CommSection().bucket_mb
+        if bucket is None
+        else float(bucket) * (4 if precision == "fp32" else 2) / (1 << 20),
         any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
         optimizer=_optimizer(optimizer, origin),
         schedule=_schedule(values.get("scheduler"), optimizer.get("params", {}), origin),
@@ -185,10 +263,10 @@ def _optimizer(section: Mapping[str, Any], origin: str) -> tuple[str, dict[str, 
     return kind, params
 
 
-def _reduce_dtype(values: Mapping[str, Any], origin: str) -> torch.dtype | None:
+def _reduce_dtype(values: Mapping[str, Any], origin: str) -> Precision | None:
     section = values.get("data_types") or {}
     _only(section, {"grad_accum_dtype"}, f"{origin}: data_types")
-    found = set()
+    found: set[Precision] = set()
     for name in (values.get("communication_data_type"), section.get("grad_accum_dtype")):
         if name is not None and name not in _DTYPES:
             raise InputError(f"{origin}: {name!r} is no type to reduce in; use one of {sorted(_DTYPES)}", agreed=True)
@@ -226,10 +304,10 @@ def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]
         return stage, str(offload["nvme_path"]), hints
     if device not in ("none", "cpu"):
         raise InputError(f"{name}.offload_optimizer.device {device!r} is not none, cpu or nvme", agreed=True)
-    return stage, HOST if device == "cpu" else "", hints
+    return stage, "host" if device == "cpu" else "", hints
 
 
-def _precision(values: Mapping[str, Any], origin: str) -> tuple[str, LossScale | None, list[str]]:
+def _precision(values: Mapping[str, Any], origin: str) -> tuple[Precision, LossScaling | None, list[str]]:
     """(precision, loss scale, keys without effect)."""
     bf16, fp16 = values.get("bf16") or {}, values.get("fp16") or {}
     hints = [f"bf16.{key}" for key in bf16 if key == "immediate_grad_update"]
@@ -244,8 +322,8 @@ def _precision(values: Mapping[str, Any], origin: str) -> tuple[str, LossScale |
     if not fp16.get("enabled"):
         return "fp32", None, hints
     if fixed := fp16.get("loss_scale", 0):
-        return "fp16", LossScale(float(fixed)), hints
-    dynamic = LossScale(
+        return "fp16", LossScaling(float(fixed)), hints
+    dynamic = LossScaling(
         2.0 ** fp16.get("initial_scale_power", 16),
         dynamic=True,
         patience=fp16.get("loss_scale_window", 1000),
@@ -256,7 +334,7 @@ def _precision(values: Mapping[str, Any], origin: str) -> tuple[str, LossScale |
     return "fp16", dynamic, hints
 
 
-def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> Schedule | None:
+def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> RateSchedule | None:
     if not section:
         return None
     name, params = f"{origin}: scheduler", section.get("params", {})
@@ -269,7 +347,7 @@ def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], o
     if kind != "constant" and "total_num_steps" not in params:
         raise InputError(f"{name}.params needs total_num_steps for {section['type']}", agreed=True)
     peak = params.get("warmup_max_lr", optimizer.get("lr", 1e-3))
-    return Schedule(
+    return RateSchedule(
         kind,
         peak=float(peak),
         first=float(params.get("warmup_min_lr", float(peak) * params.get("warmup_min_ratio", 0.0))),

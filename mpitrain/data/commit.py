@@ -21,7 +21,8 @@ from pathlib import Path
 from mpitrain.data.format import MANIFEST, is_dataset
 from mpitrain.errors import InputError
 from mpitrain.storage import locks
-from mpitrain.storage.disk import MARK, begin_folder, end_folder, is_unfinished, remove_folder, sync
+from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
+from mpitrain.storage.disk import sync
 
 
 def make_dataset(
@@ -97,6 +98,5 @@ def _rename(temporary: Path, target: Path, once: bool) -> None:
 def _remove_leftovers(parent: Path, prefix: str) -> None:
     """Temporary folders of makers that died on this node: we hold the lock, so none of them is alive."""
     made = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}")
-    for path in parent.iterdir():
-        if made.fullmatch(path.name) and (is_unfinished(path) or is_dataset(path)):
-            remove_folder(path, (MANIFEST, MARK))
+    for path in list(leftovers(parent, made, is_dataset)):
+        remove_folder(path, (MANIFEST, MARK))

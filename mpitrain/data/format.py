@@ -51,7 +51,6 @@ TOKENIZER = "tokenizer.json"
 TRAIN = "train"
 HELD_OUT = "held_out"
 EXTENT_BYTES = 64 * 1024  # small, because the first random read of a sample reads its whole extent
-HDF5_VERSIONS = ("v110", "v110")
 
 PREPARE = "python -m mpitrain.data prepare SOURCE... --out"
 

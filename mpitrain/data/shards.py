@@ -24,12 +24,13 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.format import HDF5_VERSIONS, FieldSpec, ShardSpec
+from mpitrain.data.format import FieldSpec, ShardSpec
 from mpitrain.errors import InputError
 from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import open_plain
+from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
+from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
 
-_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _METADATA_BYTES = 64 << 10  # more than HDF5 needs for the structure of a shard
 _COPY_BYTES = 8 << 20
 _TABLE = np.dtype("<u4")
@@ -40,7 +41,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, fields: Sequence[FieldSpec], extent_bytes: int, capacity: int) -> None:
         self._path, self._fields, self._extent_bytes, self._capacity = path, fields, extent_bytes, capacity
-        self._hashers = [_ExtentHasher(field.extent_rows(extent_bytes)) for field in fields]
+        self._hashers = [ExtentHasher(field.extent_rows(extent_bytes)) for field in fields]
         self._places = create_structure(path, fields, extent_bytes, capacity)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.rows = 0
@@ -54,7 +55,7 @@ class ShardWriter:
         """columns: one array [k, *shape] per field, contiguous, of the stored dtype; k <= room."""
         for field, hasher, place, column in zip(self._fields, self._hashers, self._places, columns, strict=True):
             hasher.update(column)
-            _pwrite(self._descriptor, column, place.rows + self.rows * field.row_bytes)
+            write_at(self._descriptor, bytes_of_array(column), place.rows + self.rows * field.row_bytes)
         self.rows += len(columns[0])
 
     def finish(self) -> ShardSpec:
@@ -63,8 +64,8 @@ class ShardWriter:
             self._shorten()
         crcs = {}
         for field, hasher, place in zip(self._fields, self._hashers, self._places, strict=True):
-            table = hasher.table()
-            _pwrite(self._descriptor, table, place.table)
+            table = np.array(hasher.hashes(), _TABLE)
+            write_at(self._descriptor, bytes_of_array(table), place.table)
             crcs[field.name] = crc32(table.data)
         os.fsync(self._descriptor)
         size = os.fstat(self._descriptor).st_size
@@ -85,7 +86,7 @@ class ShardWriter:
                 size = self.rows * field.row_bytes
                 for start in range(0, size, _COPY_BYTES):
                     piece = os.pread(long, min(_COPY_BYTES, size - start), old.rows + start)
-                    _pwrite(self._descriptor, np.frombuffer(piece, np.uint8), new.rows + start)
+                    write_at(self._descriptor, memoryview(piece), new.rows + start)
         finally:
             os.close(long)
 
@@ -109,7 +110,7 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int,
         file.truncate(_METADATA_BYTES + content)
         os.fsync(file.fileno())
     # locking=False: the file is ours alone, in a temporary folder, and locks fail on many network file systems
-    with h5py.File(path, "w", libver=HDF5_VERSIONS, locking=False) as shard:
+    with h5py.File(path, "w", libver=VERSIONS, locking=False) as shard:
         shard.create_group("crc32")
         return [
             Place(
@@ -121,20 +122,9 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int,
 
 
 def _create_data_set(file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """A contiguous data set whose bytes HDF5 places now and never touches; their offset in the file."""
-    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    how.set_layout(h5py.h5d.CONTIGUOUS)
-    how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    """Make an empty data set; returns the offset of its bytes in the file."""
     space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype)
-    return int(h5py.h5d.create(file.id, name.encode(), kind, space, how).get_offset())
-
-
-def _pwrite(descriptor: int, values: npt.NDArray[Any], offset: int) -> None:
-    """values: contiguous."""
-    done = os.pwrite(descriptor, values.data, offset)
-    while done < values.nbytes:  # a very large request is met in parts
-        done += os.pwrite(descriptor, values.reshape(-1).view(np.uint8)[done:].data, offset + done)
+    return int(h5py.h5d.create(file.id, name.encode(), kind, space, contiguous()).get_offset())
 
 
 class OpenShard:
@@ -226,17 +216,14 @@ class OpenShard:
     def _pread(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
         offset = self._offsets[field] + start * self._row_bytes[field]
         try:
-            done = os.preadv(self._descriptor, [out.data], offset)
-            while done != out.nbytes:  # a very large request comes in parts
-                read = os.preadv(self._descriptor, [out.reshape(-1).view(np.uint8)[done:].data], offset + done)
-                if not read:
-                    raise self._error("ends too early")
-                done += read
+            done = read_at(self._descriptor, bytes_of_array(out), offset)
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from error
+        if done < out.nbytes:
+            raise self._error("ends too early")
 
     def _check_file(self, spec: ShardSpec) -> None:
-        if os.pread(self._descriptor, len(_HDF5_SIGNATURE), 0) != _HDF5_SIGNATURE:
+        if os.pread(self._descriptor, len(SIGNATURE), 0) != SIGNATURE:
             raise self._error("is not an HDF5 file")
         size = os.fstat(self._descriptor).st_size
         if size != spec.bytes:
@@ -285,25 +272,3 @@ def _data_set(
     if how.get_layout() != h5py.h5d.CONTIGUOUS or how.get_external_count() or offset is None:
         return None
     return found if offset + math.prod(shape) * dtype.itemsize <= nbytes else None
-
-
-class _ExtentHasher:
-    """The CRC-32 of each extent of a field, from blocks of rows that need not end where extents do."""
-
-    def __init__(self, extent_rows: int) -> None:
-        self._extent_rows, self._filled, self._crc = extent_rows, 0, 0
-        self._done: list[int] = []
-
-    def update(self, rows: npt.NDArray[Any]) -> None:
-        taken = 0
-        while taken < len(rows):
-            piece = rows[taken : taken + self._extent_rows - self._filled]
-            self._crc = crc32(piece.data, self._crc)
-            self._filled += len(piece)
-            taken += len(piece)
-            if self._filled == self._extent_rows:
-                self._done.append(self._crc)
-                self._filled, self._crc = 0, 0
-
-    def table(self) -> npt.NDArray[np.uint32]:
-        return np.array(self._done + ([self._crc] if self._filled else []), _TABLE)

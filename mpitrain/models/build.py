@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from mpitrain.config.settings import ModelSection
+from mpitrain.choices import RESNET_LAYERS, Model, one_of
+from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error
@@ -34,7 +35,7 @@ def build_model(section: ModelSection, description: Description) -> Task:
             "remove them",
             agreed=True,
         )
-    return {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}[section.name](section, description)
+    return MODELS[section.name](section, description)
 
 
 def _gpt(section: ModelSection, description: Description) -> Task:
@@ -54,14 +55,10 @@ def _gpt(section: ModelSection, description: Description) -> Task:
 
 
 def _resnet(section: ModelSection, description: Description) -> Task:
-    from mpitrain.models.resnet import SMALL_IMAGE, STAGES, ResNet
+    from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
     if not _is_image(description):
         raise _misfit(section, description)
-    if section.layers not in STAGES:
-        raise InputError(
-            f"model.layers {section.layers}: a resnet has 18, 34, 50 or 101; set one of these", agreed=True
-        )
     shape = description.x_shape
     last = len(shape) == 3 and shape[-1] in IMAGE_CHANNELS and shape[0] not in IMAGE_CHANNELS
     sides = shape[:2] if last else shape[-2:]
@@ -89,6 +86,9 @@ def _mlp(section: ModelSection, description: Description) -> Task:
     return Task(model, model.loss)
 
 
+MODELS: dict[Model, Callable[[ModelSection, Description], Task]] = {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}
+
+
 def _target(description: Description) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """(outputs, loss): scores of the classes and cross-entropy, or y's numbers and squared error."""
     if description.classes:
@@ -107,7 +107,7 @@ def _misfit(section: ModelSection, description: Description) -> InputError:
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
     elif _is_image(description):
-        data, fitting = f"images of shape {shape}", "resnet (with model.layers 18, 34, 50 or 101) or mlp"
+        data, fitting = f"images of shape {shape}", f"resnet (with model.layers {one_of(RESNET_LAYERS)}) or mlp"
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"
     return InputError(

@@ -1,1 +1,10 @@
-"""What data sets, checkpoints and logs do with files: locks, hashes, folders that are whole or not there at all."""
+"""What data sets, checkpoints and logs do with files, without MPI and without torch.
+
+locks      one worker at a time in a folder
+commit     folders that are whole or not there at all
+extents    positioned writes and reads, and the hash of each extent
+hdf5       what our HDF5 files have in common
+room       whether so many bytes more fit
+crc        CRC-32
+disk       single acts on files
+"""

@@ -18,13 +18,13 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
-from mpitrain.config.deepspeed import from_deepspeed, looks_like_deepspeed, read_json
+from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
 from mpitrain.config.settings import Config, OptimSection, read_toml
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import Memory
 from mpitrain.trainer.optimizer import make_optimizer
-from mpitrain.trainer.options import Settings, from_config
+from mpitrain.trainer.options import Settings, from_config, from_deepspeed
 from mpitrain.trainer.recompute import recompute_blocks
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
@@ -168,20 +168,26 @@ def initialize(
     scheduler: Any = None,
     comm: Communicator | None = None,
 ) -> TrainingEngine:
-    """An engine that trains `model` over the ranks of `comm` (default: all). Collective.
+    """Make an engine that trains a model over the ranks of a communicator. Collective.
 
-    optimizer: made for model.parameters(); without one, the configuration's. config: a TOML file or nested values of
-    `mpitrain.config.settings`, or a DeepSpeed JSON file or its values. loss: loss(model(x), y), a mean over samples; by
-    default the model's own `loss`, if it has one. scheduler: stepped after every update; without it and without an
-    optimizer of one's own, the configuration's.
-    Raises InputError naming a key that is not supported.
+    Args:
+        model: The module to train.
+        optimizer: Made for model.parameters(); without one, the configuration's.
+        config: A TOML file or nested values of `mpitrain.config.settings`, also the config.toml of a finished run; or a
+            DeepSpeed JSON file or its values.
+        loss: loss(model(x), y), a mean over samples; by default the model's own `loss`, if it has one.
+        scheduler: Stepped after every update; without it and without an optimizer of one's own, the configuration's.
+        comm: The ranks to train over; by default all.
+
+    Raises:
+        InputError: A key is not supported; the message names it.
     """
     comm = comm if comm is not None else init()
     section = None
     if isinstance(config, (str, Path)) and str(config).endswith(".json"):
-        settings = from_deepspeed(read_json(Path(config)), comm.size, str(config))
+        settings = from_deepspeed(read_deepspeed(read_json(Path(config)), comm.size, str(config)))
     elif isinstance(config, Mapping) and looks_like_deepspeed(config):
-        settings = from_deepspeed(config, comm.size)
+        settings = from_deepspeed(read_deepspeed(config, comm.size))
     else:
         ours = config if isinstance(config, Config) else Config.from_dict(_values(config), _origin(config))
         own = optimizer is not None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpitrain.comm import compression
+from mpitrain.config.batch import accumulation
+from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.learning_rate import Schedule
-from mpitrain.trainer.precision import LossScale
+from mpitrain.trainer.precision import DTYPES, LossScale
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,32 @@ _ONLY = {
     "monitor.tensorboard": False,
     "monitor.timeline": False,
 }
+# keys without which training would go another way than the run whose configuration it is
+_DECISIVE = {"run.reproducible", "parallel.data", "parallel.pipeline", "parallel.tensor"}
 
 
 def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str = "config") -> Settings:
-    """Settings of our own configuration. own_optimizer: the caller brings an optimizer, whose rates stay its own.
+    """Settings of our own configuration.
 
-    Raises InputError naming the keys that were given and that `mpitrain.initialize` does nothing with.
+    Args:
+        config: Written for `mpitrain.initialize`, or that of a whole run, which has all sections (RUN/config.toml).
+        ranks: Data-parallel ranks.
+        own_optimizer: Whether the caller brings an optimizer, whose learning rates stay its own.
+        origin: What errors call the configuration.
+
+    Raises:
+        InputError: Keys were given that `mpitrain.initialize` does nothing with. Of a run's configuration, keys that
+            hold their defaults are passed over, and others are named in `Settings.without_effect` unless the training
+            would be another one without them.
     """
     train = config.train
-    _refuse_what_is_not_used(config, ranks, own_optimizer, origin)
+    unused = _unused(config, ranks, own_optimizer)
+    without_effect: tuple[str, ...] = ()
+    if config.model_fields_set == set(Config.model_fields):
+        without_effect = tuple(key for key in unused if key not in _DECISIVE and not _is_default(config, key))
+        unused = [key for key in unused if key in _DECISIVE and not _is_default(config, key)]
+    if unused:
+        raise _refusal(unused, origin)
     batch = train.batch if "batch" in train.model_fields_set else None
     micro, steps = accumulation(
         batch, train.microbatch or None, None, ranks=ranks, names=("train.batch", "train.microbatch", "")
@@ -79,10 +97,12 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
         options=options_of(config),
         schedule=None if own_optimizer else Schedule.of(config.optim, train.steps),
         timeout=config.comm.timeout if "timeout" in config.comm.model_fields_set else None,
+        without_effect=without_effect,
     )
 
 
-def _refuse_what_is_not_used(config: Config, ranks: int, own_optimizer: bool, origin: str) -> None:
+def _unused(config: Config, ranks: int, own_optimizer: bool) -> list[str]:
+    """The keys that were given, and with which `mpitrain.initialize` does nothing."""
     taken = _TAKEN if own_optimizer else _TAKEN | _FOR_RATES | _FOR_OPTIMIZER
     unused = []
     for name in Config.model_fields:
@@ -92,12 +112,19 @@ def _refuse_what_is_not_used(config: Config, ranks: int, own_optimizer: bool, or
             fits = value in ("auto", ranks) if full == "parallel.data" else _ONLY.get(full) == value and full in _ONLY
             if full not in taken and not fits:
                 unused.append(full)
-    if not unused:
-        return
-    unused.sort()
+    return sorted(unused)
+
+
+def _is_default(config: Config, key: str) -> bool:
+    section, _, name = key.partition(".")
+    values = getattr(config, section)
+    return bool(getattr(values, name) == type(values).model_fields[name].default)
+
+
+def _refusal(unused: list[str], origin: str) -> InputError:
     shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
     why = " beside an optimizer of your own" if any(key in _FOR_RATES | _FOR_OPTIMIZER for key in unused) else ""
-    raise InputError(
+    return InputError(
         f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does",
         agreed=True,
     )
@@ -119,20 +146,23 @@ def options_of(config: Config) -> Options:
     )
 
 
-def accumulation(
-    batch: int | None, microbatch: int | None, steps: int | None, *, ranks: int, names: Sequence[str]
-) -> tuple[int, int]:
-    """(microbatch, steps) from those of the three numbers that are given: batch = microbatch * steps * ranks.
-
-    Raises InputError, in the names given, when they do not fit each other.
-    """
-    if batch is None:
-        return microbatch or 0, steps or 1
-    if microbatch is None:
-        microbatch = batch // ((steps or 1) * ranks)
-    if steps is None:
-        steps = batch // (microbatch * ranks) if microbatch else 0
-    if microbatch * steps * ranks != batch or not batch:
-        told = f"{microbatch} x {steps} x {ranks} ranks" if microbatch and steps else f"{ranks} ranks"
-        raise InputError(f"{names[0]} {batch} is not {told}; make it microbatch x accumulation x ranks", agreed=True)
-    return microbatch, steps
+def from_deepspeed(read: DeepSpeedConfig) -> Settings:
+    """Settings of a DeepSpeed configuration."""
+    return Settings(
+        microbatch=read.microbatch,
+        accumulate=read.accumulate,
+        precision=read.precision,
+        clip=read.clip,
+        recompute=read.recompute,
+        options=Options(
+            zero=read.zero,
+            offload=read.offload,
+            reduce_dtype=DTYPES[read.reduce_dtype] if read.reduce_dtype is not None else None,
+            bucket_mb=read.bucket_mb,
+        ),
+        scale=LossScale(**asdict(read.scale)) if read.scale is not None else None,
+        any_optimizer=read.any_optimizer,
+        optimizer=read.optimizer,
+        schedule=Schedule(**asdict(read.schedule)) if read.schedule is not None else None,
+        without_effect=read.without_effect,
+    )

@@ -3,7 +3,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mpitrain.config.settings import Config, ModelSection
+from mpitrain.config.settings import Config
+from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models import Task, build_model
 from mpitrain.models.gpt import GPT

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.config.settings import ModelSection
+from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models import build_model
 from mpitrain.pipe.cut import listed_blocks

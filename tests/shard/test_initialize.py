@@ -9,16 +9,16 @@ import sys
 import pytest
 import torch
 from shard.steps import BATCH, gpt, tokens
-from support import job, next_handle
+from support import job, next_handle, train_command
 from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import Store
-from mpitrain.config.deepspeed import from_deepspeed
+from mpitrain.config.deepspeed import read_deepspeed
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
-from mpitrain.trainer.options import from_config
+from mpitrain.trainer.options import from_config, from_deepspeed
 from mpitrain.trainer.precision import LossScale
 
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
@@ -171,6 +171,10 @@ def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, paral
     assert len(numbers) < 10, sorted(numbers)
 
 
+def settings_of(values, ranks):
+    return from_deepspeed(read_deepspeed(values, ranks))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -199,13 +203,13 @@ def test_engines_their_saves_and_loads_leave_nothing_in_mpi(world, folder, paral
 )  # fmt: skip
 def test_a_key_that_means_nothing_here_is_named(values, message):
     with pytest.raises(InputError, match=message):
-        from_deepspeed(values, ranks=2)
+        read_deepspeed(values, ranks=2)
 
 
 def test_a_configuration_as_people_have_it_is_taken_with_what_is_off_named():
     """In the style of the files that are passed around, with all that is off or empty in them."""
     off = {"enabled": False}
-    settings = from_deepspeed(
+    settings = settings_of(
         {
             "fp16": {"enabled": True, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 3,
                      "loss_scale_window": 1000, "consecutive_hysteresis": True, "min_loss_scale": 1},
@@ -267,6 +271,41 @@ def test_what_asks_for_nothing_is_no_error_and_a_batch_that_was_not_given_cuts_n
     assert (settings.microbatch, settings.accumulate, settings.timeout) == (0, 1, 9.0)
 
 
+@pytest.mark.ranks(1, 2)
+def test_the_configuration_of_a_finished_run_configures_an_engine(world, folder, capfd):
+    run = folder / "run"
+    small = ("--data.path", "digits", "--model.name", "mlp", "--model.width", 16, "--optim.lr", 0.05)
+    command = train_command("--train.steps", 1, "--run.dir", run, "--train.batch", 8, "--checkpoint.every", 7, *small)
+    assert world.on_root(lambda: job(0, command).returncode) == 0
+    capfd.readouterr()
+    torch.manual_seed(0)
+    engine = mt.initialize(
+        nn.Linear(2, 1), config=run / "config.toml", loss=lambda output, y: (output - y).square().mean()
+    )
+    told = "without effect here: checkpoint.every, data.path, model.name, model.width, run.dir\n"
+    assert capfd.readouterr().out == (told if world.rank == 0 else "")
+    assert isinstance(engine.optimizer, torch.optim.AdamW) and engine.lr == 0.05
+    engine.backward(engine(torch.ones(4, 2), torch.ones(4, 1)))
+    assert engine.step() and engine.steps == 1
+    engine.close()
+
+
+def test_of_a_runs_configuration_only_what_would_train_otherwise_is_refused():
+    def settings(own_optimizer=True, **sections):
+        resolved = Config().model_dump()
+        for section, keys in sections.items():
+            resolved[section] |= keys
+        return from_config(Config.from_dict(resolved), 2, own_optimizer=own_optimizer, origin="RUN/config.toml")
+
+    assert settings().without_effect == settings(own_optimizer=False).without_effect == ()
+    changed = {"optim": {"lr": 0.1}, "train": {"steps": 7}, "monitor": {"every": 5}, "parallel": {"data": 2}}
+    assert settings(**changed).without_effect == ("monitor.every", "optim.lr", "train.steps")
+    assert settings(own_optimizer=False, **changed).without_effect == ("monitor.every",)
+    for section, key, value in [("run", "reproducible", True), ("parallel", "pipeline", 2), ("parallel", "data", 3)]:
+        with pytest.raises(InputError, match=rf"^RUN/config\.toml: mt\.initialize does nothing with {section}\.{key};"):
+            settings(**{section: {key: value}})
+
+
 @pytest.mark.ranks(1)
 def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
     model = gpt()
@@ -283,11 +322,11 @@ def test_an_optimizer_or_a_scheduler_given_twice_is_refused(world):
     ("said", "clip"), [({}, 1.0), ({"gradient_clipping": 0}, 0.0), ({"gradient_clipping": 2}, 2.0)]
 )
 def test_gradients_are_clipped_at_one_where_a_deepspeed_configuration_says_nothing(said, clip):
-    assert from_deepspeed({"train_batch_size": 4, **said}, 2).clip == clip
+    assert read_deepspeed({"train_batch_size": 4, **said}, 2).clip == clip
 
 
 def test_a_deepspeed_configuration_is_taken_over():
-    settings = from_deepspeed(
+    settings = settings_of(
         {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 3,

@@ -11,7 +11,7 @@ import torch
 from train.jobs import run
 
 from mpitrain.data.prepare import prepare
-from mpitrain.storage.disk import begin_folder
+from mpitrain.storage.commit import begin_folder
 
 MANY = pytest.mark.ranks(2, 3, 4, 8)
 

@@ -1,0 +1,24 @@
+"""The names that settings choose among, each list written once.
+
+The configuration takes them from here as types; the rooms named beside them implement them, and
+`tests/test_choices.py` proves that every name is implemented and that everything implemented has its name here. To add
+an algorithm, a model or a schedule: implement it in its room, and add its name here. Nothing of ours is imported, so
+that the configuration can be read before torch and MPI are loaded.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+Model = Literal["gpt", "resnet", "mlp"]  # models.build
+RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
+Precision = Literal["fp32", "bf16", "fp16"]  # trainer.precision
+Decay = Literal["constant", "linear", "cosine"]  # of the learning rate after its warm-up: trainer.learning_rate
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedules
+AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
+Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
+
+
+def one_of(names: Iterable[object]) -> str:
+    """The names as a person lists them: a, b or c."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,75 @@
+"""Reading a command line: `[FILE.toml] [--section.key value | --section.key=value]...`, in any order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from mpitrain.config.messages import COMMAND_LINE, check_names, not_a_key, unknown
+from mpitrain.config.section import Sections
+from mpitrain.config.toml_file import toml_value
+from mpitrain.errors import InputError
+
+
+def parse(arguments: Sequence[str], sections: Sections) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """Take a command line apart.
+
+    Returns:
+        (the configuration file, if one is named; {section: {key: value}} of the flags, of which later ones win).
+
+    Raises:
+        InputError: A flag is unknown or lacks its value, or several files are named.
+    """
+    file: str | None = None
+    values: dict[str, dict[str, Any]] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            if file is not None:
+                raise InputError(
+                    f"{COMMAND_LINE}: {file} and {word} are two configuration files; give one", agreed=True
+                )
+            file = word
+            continue
+        name, equals, text = word[2:].partition("=")
+        if not word.startswith("--") or not name:
+            raise InputError(f"argument {word!r} is not understood; write --section.key value", agreed=True)
+        section, dot, key = name.partition(".")
+        if not dot:
+            raise (not_a_key if name in sections else unknown)(name, sections, COMMAND_LINE)
+        check_names({section: {key: None}}, sections, COMMAND_LINE)
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise InputError(f"--{name} has no value; write --{name} VALUE", agreed=True)
+            text = words.pop(0)
+        values.setdefault(section, {})[key] = _value(text, sections[section][key].annotation)
+    return file, values
+
+
+def help_text(program: str, sections: Sections) -> str:
+    """What --help prints: usage, and every key with its meaning, its choices and its default."""
+    lines = [f"usage: mpirun -n N python -m {program} [CONFIG.toml] [--section.key value]...", "", "keys:"]
+    for section, settings in sections.items():
+        for key, field in settings.items():
+            choices = f": {', '.join(map(str, get_args(field.annotation)))}" if _is_choice(field.annotation) else ""
+            default = json.dumps(field.default)
+            lines.append(f"  --{section + '.' + key:24} {field.description}{choices} [{default}]")
+    return "\n".join(lines)
+
+
+def _is_choice(annotation: Any) -> bool:
+    return get_origin(annotation) is Literal
+
+
+def _value(text: str, annotation: Any) -> Any:
+    """The TOML or JSON value the text spells, else, or where text is wanted, the text itself."""
+    if annotation is str:
+        return text
+    for read in (toml_value, json.loads):
+        try:
+            return read(text)
+        except (ValueError, RecursionError):
+            continue
+    return text

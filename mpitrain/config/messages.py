@@ -1,0 +1,119 @@
+"""What is wrong with a configuration, in one line that names the key and the mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from mpitrain.config.section import Sections, other_names
+from mpitrain.errors import InputError
+
+COMMAND_LINE = "command line"
+_NEAR = 0.6  # of a section's name
+_OWN_SECTION = 0.1  # how much likelier a key of the same section is meant than one spelled alike elsewhere
+_SHOWN = 3  # keys in one answer
+
+
+def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> None:
+    """Check that nested values have known sections and keys only.
+
+    Args:
+        values: {section: {key: value}}.
+        sections: What there is.
+        origin: Where the values come from: a file's path, or `COMMAND_LINE`.
+
+    Raises:
+        InputError: There is no such section or key; the message names what is most likely meant.
+    """
+    for section, keys in values.items():
+        if section not in sections:
+            raise _wrong_name(str(section), sections, origin, [*map(str, keys)] if isinstance(keys, Mapping) else [])
+        if not isinstance(keys, Mapping):
+            raise not_a_key(section, sections, origin)
+        for key in keys:
+            if key not in sections[section]:
+                raise unknown(f"{section}.{key}", sections, origin)
+
+
+def unknown(name: str, sections: Sections, origin: str) -> InputError:
+    """The error for a name that is no section.key, with the keys that it may stand for."""
+    section, dot, key = name.partition(".")
+    if not dot:
+        return _wrong_name(name, sections, origin, [])
+    if key in sections.get(section, {}):
+        return InputError(
+            f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it",
+            agreed=True,
+        )
+    _, found = _nearest(section, key, sections)
+    return _mistaken(name, found, origin)
+
+
+def not_a_key(section: str, sections: Sections, origin: str) -> InputError:
+    """The error for a value given to a whole section."""
+    example = next(iter(sections[section]))
+    in_file, as_flag = (
+        f"[{section}] and its keys, as {example}, under it",
+        f"--{section}.KEY VALUE, as --{section}.{example}",
+    )
+    mend = as_flag if origin == COMMAND_LINE else in_file
+    return InputError(f"{origin}: {section} is a section; write {mend}", agreed=True)
+
+
+def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: str) -> InputError:
+    """The error for a value of the wrong type or out of range.
+
+    Args:
+        origin: Where single keys come from, by section.key.
+        otherwise: Where all others come from.
+    """
+    problem = error.errors()[0]
+    name = ".".join(str(part) for part in problem["loc"][:2])
+    where = origin.get(name, otherwise)
+    if problem["type"] == "value_error":  # a check across keys, which names them itself
+        return InputError(f"{where}: {problem['msg'].removeprefix('Value error, ')}", agreed=True)
+    mend = '; write {a = 1} or {"a": 1}' if problem["type"] == "dict_type" else ""
+    return InputError(
+        f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}", agreed=True
+    )
+
+
+def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> InputError:
+    """The error for what should be a section. keys: what was given in it."""
+    if "." in name:
+        return unknown(name, sections, origin)
+    sure, found = _nearest(name, keys[0], sections) if keys else _nearest("", name, sections)
+    near = difflib.get_close_matches(name, sections, n=1, cutoff=_NEAR)
+    if keys and near and (sure < 1 or keys[0] in sections[near[0]]):  # else the key alone says what is meant
+        return _mistaken(name, near, origin)
+    if keys:
+        return _mistaken(f"{name}.{keys[0]}", found, origin)
+    if near and _alike(name, near[0]) >= sure:
+        return _mistaken(name, near, origin)
+    if sure < _NEAR:
+        return InputError(f"{origin}: unknown key {name!r}; see --help for the list", agreed=True)
+    return _mistaken(name, found, origin)
+
+
+def _mistaken(name: str, found: list[str], origin: str) -> InputError:
+    meant = " or ".join(map(repr, found))
+    return InputError(f"{origin}: unknown key {name!r}; did you mean {meant}?", agreed=True)
+
+
+def _nearest(section: str, key: str, sections: Sections) -> tuple[float, list[str]]:
+    """The settings most likely meant by a key in a section, and how likely (about 1: it is spelled like that)."""
+    scores = {
+        f"{of}.{name}": max(_alike(key, word) for word in (name, *other_names(field))) + _OWN_SECTION * (of == section)
+        for of, settings in sections.items()
+        for name, field in settings.items()
+    }
+    best = max(scores.values())
+    return best, [name for name, score in scores.items() if score > best - 1e-9][:_SHOWN]
+
+
+def _alike(one: str, other: str) -> float:
+    """1 for the same word, 0 for words without a common letter."""
+    return difflib.SequenceMatcher(None, one.lower().replace("-", "_"), other).ratio()

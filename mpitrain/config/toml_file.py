@@ -1,0 +1,36 @@
+"""Reading TOML: whatever is wrong with a file ends in one line that names it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import InputError
+from mpitrain.storage.disk import read_plain
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The values in a TOML file. Raises InputError where there is none that can be read."""
+    try:
+        return dict(tomllib.loads(read_plain(Path(path)).decode("utf-8")))
+    except FileNotFoundError:
+        raise InputError(f"config file {path} does not exist; give an existing TOML file", agreed=True) from None
+    except OSError as error:
+        raise InputError(
+            f"config file {path} cannot be read ({error.strerror}); give a TOML file", agreed=True
+        ) from None
+    except RecursionError:
+        raise InputError(f"config file {path} is nested too deeply; give a TOML file", agreed=True) from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, numbers of thousands of digits
+        raise InputError(f"config file {path} is not TOML: {error}", agreed=True) from None
+
+
+def toml_value(text: str) -> Any:
+    """The value that TOML spells so (3, 0.1, true, {a = 1}). Raises ValueError, RecursionError."""
+    return tomllib.loads(f"value = {text}")["value"]

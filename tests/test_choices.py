@@ -1,0 +1,56 @@
+"""The names that settings choose among are those that are implemented, and each means something of its own."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+from mpitrain import choices
+from mpitrain.comm import compression
+from mpitrain.errors import InputError
+from mpitrain.models.build import MODELS
+from mpitrain.models.resnet import STAGES
+from mpitrain.pipe.schedules import SCHEDULES
+from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.precision import DTYPES
+
+
+def test_every_model_every_depth_every_schedule_and_every_precision_is_implemented():
+    assert list(MODELS) == list(get_args(choices.Model))
+    assert tuple(STAGES) == choices.RESNET_LAYERS
+    assert list(SCHEDULES) == list(get_args(choices.PipelineSchedule))
+    assert list(DTYPES) == list(get_args(choices.Precision))
+
+
+def test_every_decay_of_the_learning_rate_is_a_curve_of_its_own():
+    kinds = get_args(choices.Decay)
+    curves = {tuple(Schedule(kind, 1.0, steps=9).rate(step) for step in range(9)) for kind in kinds}
+    assert len(curves) == len(kinds)
+
+
+def test_every_compression_is_made_by_its_name_and_no_other_one_is_there():
+    for name in get_args(choices.Compression):
+        assert compression.from_name(name).name == name
+    with pytest.raises(InputError) as caught:
+        compression.from_name("nonsense")
+    assert _listed(str(caught.value)) == set(get_args(choices.Compression))
+
+
+@pytest.mark.ranks(1, 2)
+def test_every_all_reduce_algorithm_sums_and_no_other_one_is_there(world):
+    for name in get_args(choices.AllReduce):
+        x = torch.full((100,), float(world.rank + 1))
+        world.all_reduce(x, algorithm=name)
+        assert x.tolist() == [sum(range(1, world.size + 1))] * 100
+    if world.size > 1:
+        with pytest.raises(InputError) as caught:
+            world.all_reduce(torch.ones(3), algorithm="nonsense")
+        assert _listed(str(caught.value)) - {"auto"} == set(get_args(choices.AllReduce))
+
+
+def _listed(message: str) -> set[str]:
+    """The names that a refusal lists at its end: use a, b, c."""
+    return set(re.findall(r"[\w-]+", re.split(r"use (?:one of )?", message)[-1]))

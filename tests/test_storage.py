@@ -1,0 +1,75 @@
+"""What data sets and checkpoints share: positioned writes and reads, hashes of extents, folders that are whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+
+import h5py
+import numpy as np
+import pytest
+
+from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers
+from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
+from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
+
+
+@pytest.fixture
+def descriptor(tmp_path):
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def test_requests_that_the_system_meets_in_parts_are_met_whole(descriptor, monkeypatch):
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:3], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, into, offset: preadv(file, [into[0][:2]], offset))
+    values = np.arange(10, dtype="<u4").reshape(5, 2)
+    write_at(descriptor, bytes_of_array(values), 7)
+    found = np.zeros_like(values)
+    assert read_at(descriptor, bytes_of_array(found), 7) == values.nbytes
+    assert (found == values).all()
+    assert read_at(descriptor, memoryview(bytearray(50)), 40) == 7  # where the file ends
+    assert read_at(descriptor, memoryview(bytearray(0)), 0) == 0
+
+
+@pytest.mark.parametrize("pieces", [[23], [1] * 23, [5, 5, 13], [0, 4, 1, 18]])
+@pytest.mark.parametrize("length", [1, 5, 23, 100])
+def test_the_hashes_of_extents_do_not_depend_on_the_pieces_they_come_in(pieces, length):
+    rows = np.random.default_rng(0).integers(0, 255, (23, 3, 2), dtype=np.uint16)
+    by_rows, by_bytes = ExtentHasher(length), ExtentHasher(length * 12)
+    done = 0
+    for count in pieces:
+        by_rows.update(rows[done : done + count])
+        by_bytes.update(bytes_of_array(rows[done : done + count]))
+        done += count
+    wanted = [zlib.crc32(rows[lo : lo + length].tobytes()) for lo in range(0, 23, length)]
+    assert by_rows.hashes() == by_bytes.hashes() == wanted
+    assert ExtentHasher(length).hashes() == []
+
+
+def test_bytes_at_the_offset_that_hdf5_gives_are_the_data_sets(tmp_path):
+    path, values = tmp_path / "file.h5", np.arange(1000, dtype="<i8")
+    with h5py.File(path, "w", libver=VERSIONS) as file:
+        space, kind = h5py.h5s.create_simple(values.shape), h5py.h5t.py_create(values.dtype)
+        offset = h5py.h5d.create(file.id, b"x", kind, space, contiguous()).get_offset()
+    opened = os.open(path, os.O_RDWR)
+    write_at(opened, bytes_of_array(values), offset)
+    os.close(opened)
+    assert path.read_bytes().startswith(SIGNATURE)
+    with h5py.File(path) as file:
+        assert (file["x"][...] == values).all()
+
+
+def test_only_what_is_unfinished_or_known_as_ours_is_a_leftover(tmp_path):
+    for name in ("a.tmp-1", "b.tmp-1", "c.tmp-1", "d.tmp-1", "e"):
+        begin_folder(tmp_path / name)
+    for name in ("b.tmp-1", "c.tmp-1"):
+        (tmp_path / name / "content").touch()
+        end_folder(tmp_path / name)
+    (tmp_path / "link.tmp-1").symlink_to("a.tmp-1")
+    assert not (tmp_path / "b.tmp-1" / MARK).exists()
+    found = leftovers(tmp_path, re.compile(r"\w\.tmp-1"), lambda folder: folder.name.startswith("c"))
+    assert sorted(path.name for path in found) == ["a.tmp-1", "c.tmp-1", "d.tmp-1"]
