@@ -12,9 +12,10 @@ from torch import nn
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.compression import Compression, from_name
 from mpitrain.shard.flat import flat_groups, in_backward_order
-from mpitrain.shard.gradients import Reduction, WholeGradients
 from mpitrain.shard.join import Joining
 from mpitrain.shard.reducer import Reducer
+from mpitrain.shard.reduction import Reduction
+from mpitrain.shard.whole_gradients import WholeGradients
 
 
 class DistributedDataParallel(nn.Module):

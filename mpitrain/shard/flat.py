@@ -63,6 +63,11 @@ def flat_groups(
     return groups
 
 
+def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
+    """(group, bucket in it) of every bucket."""
+    return [(g, b) for g, group in enumerate(groups) for b in range(group.layout.buckets)]
+
+
 def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters that can share memory, in their order."""
     groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}

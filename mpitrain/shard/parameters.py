@@ -12,29 +12,12 @@ The third, which gathers parameters when they are needed, is `mpitrain.shard.uni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.shard.flat import FlatGroup
-
-
-class Parameters(Protocol):
-    """Parameters of several groups in flat memory."""
-
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        """Elements [lo, hi) of a group, within one of this rank's shares; to be updated in place."""
-
-    def publish(self) -> None:
-        """Show every rank what each wrote into its shares. Collective."""
-
-    def nbytes(self) -> float:
-        """Bytes of memory that this rank answers for."""
-
-    def free(self) -> None:
-        """Give each parameter memory of its own again. Collective."""
 
 
 class PrivateParameters:

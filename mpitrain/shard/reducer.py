@@ -16,8 +16,9 @@ from torch import nn
 from mpitrain.comm import Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import refuse_sparse
-from mpitrain.shard.gradients import ShardedGradients, WholeGradients
 from mpitrain.shard.in_place import InPlace
+from mpitrain.shard.sharded_gradients import ShardedGradients
+from mpitrain.shard.whole_gradients import WholeGradients
 
 
 class Reducer:

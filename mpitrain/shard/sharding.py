@@ -23,13 +23,16 @@ from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
-from mpitrain.shard.gradients import Reduction, ShardedGradients, WholeGradients
 from mpitrain.shard.offload import HOST
-from mpitrain.shard.parameters import NodeParameters, Parameters, PrivateParameters, shard_order
+from mpitrain.shard.parameters import NodeParameters, PrivateParameters, shard_order
 from mpitrain.shard.placement import STAGES
+from mpitrain.shard.protocols import Parameters
 from mpitrain.shard.reducer import Reducer
+from mpitrain.shard.reduction import Reduction
 from mpitrain.shard.segments import Segment, hand_over, refuse_strangers, shared_out_segments, whole_segments
+from mpitrain.shard.sharded_gradients import ShardedGradients
 from mpitrain.shard.units import ShardedParameters, members, unit_groups, units_of
+from mpitrain.shard.whole_gradients import WholeGradients
 
 CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks

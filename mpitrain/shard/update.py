@@ -12,10 +12,10 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.layout import split
-from mpitrain.shard.gradients import WholeGradients
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.segments import Segment
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
+from mpitrain.shard.whole_gradients import WholeGradients
 
 SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
 

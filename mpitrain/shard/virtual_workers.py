@@ -22,7 +22,8 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
-from mpitrain.shard.gradients import ShardedGradients, WholeGradients
+from mpitrain.shard.sharded_gradients import ShardedGradients
+from mpitrain.shard.whole_gradients import WholeGradients
 
 
 @dataclass(frozen=True)
