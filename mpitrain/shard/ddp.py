@@ -14,7 +14,7 @@ from mpitrain.comm.compression import Compression, from_name
 from mpitrain.shard.flat import flat_groups, in_backward_order
 from mpitrain.shard.join import Joining
 from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.reduction import Reduction
+from mpitrain.shard.reduction import BucketReduction
 from mpitrain.shard.whole_gradients import WholeGradients
 
 
@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         self._bucket_mb, self._unused, self._static = bucket_mb, find_unused_parameters, static_graph
         if isinstance(compression, str):
             compression = from_name(compression)
-        self._reduction = Reduction(comms, "avg", algorithm=algorithm, compression=compression)
+        self._reduction = BucketReduction(comms, "avg", algorithm=algorithm, compression=compression)
         self._names = {p: name for name, p in module.named_parameters()}
         self.reducer = self._make_reducer(in_backward_order([(name, p) for p, name in self._names.items()]))
         self._rebuilt = not self._reduction.overlaps  # the order matters only where something overlaps

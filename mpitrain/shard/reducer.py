@@ -17,8 +17,7 @@ from mpitrain.comm import Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import refuse_sparse
 from mpitrain.shard.in_place import InPlace
-from mpitrain.shard.sharded_gradients import ShardedGradients
-from mpitrain.shard.whole_gradients import WholeGradients
+from mpitrain.shard.protocols import Gradients
 
 
 class Reducer:
@@ -33,7 +32,7 @@ class Reducer:
 
     def __init__(
         self,
-        gradients: WholeGradients | ShardedGradients,
+        gradients: Gradients,
         names: Mapping[nn.Parameter, str],
         module: nn.Module | None,
         *,
@@ -48,7 +47,7 @@ class Reducer:
         self.passes = 0  # backward passes reduced so far
         self.factor = 1.0  # on the result of a reduction
         self._forget = forget_unused and (unused_allowed or static)
-        self._as_it_goes = gradients.reduction.overlaps or isinstance(gradients, ShardedGradients)
+        self._as_it_goes = gradients.reduction.overlaps or gradients.reduces_each_pass
         self._bucket: dict[nn.Parameter, int] = {}
         first = 0
         for group in gradients.groups:
@@ -74,7 +73,6 @@ class Reducer:
 
     def take_over(self, earlier: Reducer) -> None:
         """Go on after another reducer of the same parameters, which is closed: with what their gradients hold."""
-        assert isinstance(self.gradients, WholeGradients)
         for parameter in self._bucket:
             if parameter.grad is not None:
                 self.gradients.arrived(parameter)

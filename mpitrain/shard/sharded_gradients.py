@@ -1,4 +1,4 @@
-"""Gradients of which each rank keeps its shares alone."""
+"""Gradients of which each rank keeps its shares of the sums alone (stages 2 and 3)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,45 @@ from torch import nn
 
 from mpitrain.comm import Arena, Work
 from mpitrain.shard.flat import FlatGroup, numbered
-from mpitrain.shard.reduction import Reduction
+from mpitrain.shard.protocols import Gradients
+from mpitrain.shard.reduction import BucketReduction
 
-_LAGGING = 3  # slots in which buckets are reduced one behind the other
+_DEFERRING = 3  # slots, where a bucket is reduced in split phases, after the next one was made
 _UNDER_WAY = 2  # reductions that may be under way at once
 
 
-class ShardedGradients:
-    """Every rank keeps its shares of the reduced gradients; a parameter's own lasts until its bucket is reduced.
+class ShardedGradients(Gradients):
+    """This rank's shares of the reduced gradients; a parameter's whole gradient lasts until its bucket is reduced.
 
-    Buckets pass through slots in arenas, so the memory beside the shares is constant: one slot; two where communication
-    overlaps backward; three where a bucket is reduced after the next one was made, so that a rank which is a little
-    late keeps nobody waiting. The first backward pass of a step reduces buckets into the shares, further ones within
-    the slot, and add that. Collective to make.
+    A bucket is copied into a slot, which is an arena as long as the longest bucket, and reduced from there. So the
+    memory beside the shares is constant: one slot; two where communication overlaps backward; three where a bucket is
+    reduced after the next one was made (in split phases), so that a rank which is a little late keeps nobody waiting.
+
+        backward    bucket 0 | bucket 1 | bucket 2 | bucket 3 ...
+        slot        0          1          2          0              with three slots
+
+    The first backward pass of a step reduces each bucket into its share; further passes reduce it within the slot and
+    add the result to the share. Collective to make.
+
+    Args:
+        groups: The parameters and where each lies.
+        reduction: Over which ranks gradients are reduced, and how.
+        dtype: In which gradients are added up and reduced; None: the parameters' own.
+        taken: Called with the number of a bucket in its group when its parameters' gradients have been copied.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], reduction: Reduction, *, dtype: torch.dtype | None = None) -> None:
-        self.groups, self.reduction = groups, reduction
-        self.at_once = None
-        self.taken: Callable[[int], None] | None = None  # told when the gradients of a bucket have been taken
+    reduces_each_pass = True
+    at_once = None
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        reduction: BucketReduction,
+        *,
+        dtype: torch.dtype | None = None,
+        taken: Callable[[int], None] | None = None,
+    ) -> None:
+        self.groups, self.reduction, self._taken = groups, reduction, taken
         self._numbers = numbered(groups)
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in self._numbers]
         parts = groups[0].layout.parts if groups else 1
@@ -39,12 +59,13 @@ class ShardedGradients:
         self._slots = [
             _slots(reduction, n, shard.dtype, shard.device) for n, shard in zip(longest, self._shards, strict=True)
         ]
+        # by slot, the last reduction that reads it: to be released before the slot is written again
         self._readers: list[list[Work | None]] = [[None] * len(slots) for slots in self._slots]
-        self._stale: set[int] = set()  # buckets whose shares the next reduction replaces
+        self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
         self._members: list[list[nn.Parameter]] = [[] for _ in self._numbers]
         self._next = 0  # the bucket to be started next
-        self._given: set[nn.Parameter] = set()  # whose place in a slot is where a gradient on its way lies
+        self._given: set[nn.Parameter] = set()  # whose place in a slot holds a gradient that is not yet its `.grad`
         self._where: dict[nn.Parameter, tuple[int, int]] = {}  # (bucket, number in it)
         offsets: list[list[int]] = [[] for _ in self._numbers]  # of the members in the bucket
         first = 0
@@ -55,9 +76,13 @@ class ShardedGradients:
                 self._members[bucket].append(parameter)
                 offsets[bucket].append(place.offset - group.layout.bounds[place.bucket])
             first += group.layout.buckets
-        self._views = [  # by bucket, of the slot it passes through
+        self._views = [  # by bucket
             _Slot.of(self._slot(bucket), self._members[bucket], offsets[bucket]) for bucket in range(len(self._numbers))
         ]
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        return self._shards
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         bucket, number = self._where[parameter]
@@ -73,10 +98,10 @@ class ShardedGradients:
         return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        return
+        return  # `start` takes it
 
     def settle(self) -> None:
-        return
+        return  # `start` takes them, and zeros where there are none
 
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]
@@ -85,12 +110,12 @@ class ShardedGradients:
         self._next = bucket + 1
         slot = self._slot(bucket)
         self._fill(bucket, self._views[bucket])
-        if self.taken is not None:
-            self.taken(b)
+        if self._taken is not None:
+            self._taken(b)
         shapes = self._compressed[bucket]
         share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.own(slot)
-        lag = len(slots) == _LAGGING
-        work = self.reduction.scatter(share, slot, bucket, shapes, background=background, lag=lag)
+        defer = len(slots) == _DEFERRING
+        work = self.reduction.scatter(share, slot, bucket, shapes, background=background, defer=defer)
         if work is None:
             self._collect(bucket, share)
         else:
@@ -99,13 +124,13 @@ class ShardedGradients:
         return work
 
     def _slot(self, bucket: int) -> torch.Tensor:
-        """What the bucket takes of its slot."""
+        """The bucket's slot, as far as the bucket reaches."""
         g, b = self._numbers[bucket]
         lo, hi = self.groups[g].layout.bounds[b : b + 2]
         return self._slots[g][bucket % len(self._slots[g])].tensor[: hi - lo]
 
     def _make_room(self, bucket: int) -> None:
-        """Have the slot of the bucket to be started next free."""
+        """Complete older reductions until the slot of the bucket to be started next may be written."""
         while len(self._started) >= _UNDER_WAY:
             self._collect(*self._started.pop(0))
         readers = self._readers[self._numbers[bucket][0]]
@@ -114,7 +139,7 @@ class ShardedGradients:
             reader.release()
 
     def _fill(self, bucket: int, slot: _Slot) -> None:
-        """Move the gradients of a bucket into the slot; missing ones and gaps are zeros."""
+        """Copy a bucket's gradients into the slot, with zeros for missing ones and gaps, and drop them."""
         empty, into, of = list(slot.gaps), [], []
         for parameter, view in zip(self._members[bucket], slot.views, strict=True):
             gradient = parameter.grad
@@ -132,6 +157,7 @@ class ShardedGradients:
             torch._foreach_zero_(empty)
 
     def _collect(self, bucket: int, share: torch.Tensor, work: Work | None = None) -> None:
+        """Put the reduced share of a bucket where this rank keeps it, or add it there."""
         if work is not None:
             work.wait()
         self.reduction.among_replicas(share)
@@ -191,7 +217,7 @@ class ShardedGradients:
 
 
 class _Slot(NamedTuple):
-    """A slot as a bucket sees it. views: of its parameters, in order. gaps: what is between them and after."""
+    """A slot as a bucket sees it: a view for each of its parameters, in order, and the gaps between and after them."""
 
     views: list[torch.Tensor]
     gaps: list[torch.Tensor]
@@ -207,8 +233,8 @@ class _Slot(NamedTuple):
         return _Slot(views, [gap for gap in gaps if gap.numel()])
 
 
-def _slots(reduction: Reduction, numel: int, dtype: torch.dtype, device: torch.device) -> list[Arena]:
-    """Collective."""
+def _slots(reduction: BucketReduction, numel: int, dtype: torch.dtype, device: torch.device) -> list[Arena]:
+    """The slots of one group, of `numel` elements each. Collective."""
     first = reduction.comm.arena(numel, dtype, device)
-    count = _LAGGING if reduction.lags(first) else 2 if reduction.overlaps else 1
+    count = _DEFERRING if reduction.can_defer(first) else 2 if reduction.overlaps else 1
     return [first, *(reduction.comm.arena(numel, dtype, device) for _ in range(count - 1))]

@@ -24,11 +24,11 @@ from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.offload import HOST
-from mpitrain.shard.parameters import NodeParameters, PrivateParameters, shard_order
+from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
 from mpitrain.shard.placement import STAGES
-from mpitrain.shard.protocols import Parameters
+from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.reduction import Reduction
+from mpitrain.shard.reduction import BucketReduction
 from mpitrain.shard.segments import Segment, hand_over, refuse_strangers, shared_out_segments, whole_segments
 from mpitrain.shard.sharded_gradients import ShardedGradients
 from mpitrain.shard.units import ShardedParameters, members, unit_groups, units_of
@@ -95,8 +95,6 @@ class Sharding:
         self.reducer = Reducer(
             gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states and not staged
         )
-        if isinstance(self.parameters, ShardedParameters) and isinstance(gradients, ShardedGradients):
-            gradients.taken = self.parameters.bucket_done
         self.segments = self._segments(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.segments):
             hand_over(optimizer, self.segments)
@@ -124,7 +122,7 @@ class Sharding:
         self._made.append(made)
         return made
 
-    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters | None]:
+    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
         options, shard = self.options, self.shard
         multiple = EXACT_BLOCK if options.reproducible else 16
         parts = shard.size if self.stage.states else 1
@@ -132,7 +130,7 @@ class Sharding:
         bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
         if not self.stage.states:
-            return groups, None
+            return groups, ReplicatedParameters(groups)
         placed = self._on_node(groups)
         if placed is not None:
             return groups, placed
@@ -168,9 +166,9 @@ class Sharding:
             carriers = self._split(comm.local_rank, 0, "carriers")
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
-    def _place_gradients(self) -> WholeGradients | ShardedGradients:
+    def _place_gradients(self) -> Gradients:
         options = self.options
-        reduction = Reduction(
+        reduction = BucketReduction(
             [self.shard],
             "sum",
             algorithm=options.algorithm,
@@ -180,14 +178,13 @@ class Sharding:
             reproducible=options.reproducible or self._staged,
         )
         if self.stage.gradients and not options.reproducible:
-            return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype)
+            taken = self.parameters.gradients_taken if self.parameters.gathers else None
+            return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype, taken=taken)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=options.reduce_dtype)
 
-    def _segments(
-        self, gradients: WholeGradients | ShardedGradients, counted: Callable[[nn.Parameter], bool]
-    ) -> list[Segment]:
+    def _segments(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[Segment]:
         on_host = self.options.offload == HOST
-        if self.parameters is not None:
+        if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
             return shared_out_segments(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
@@ -207,23 +204,13 @@ class Sharding:
         return whole_segments(self.optimizer, gradient_of, counted, on_host=on_host)
 
     @property
-    def gradients(self) -> WholeGradients | ShardedGradients:
+    def gradients(self) -> Gradients:
         return self.reducer.gradients
-
-    def end_of_backward(self) -> None:
-        if isinstance(self.parameters, ShardedParameters):
-            self.parameters.end_of_backward()
-
-    def publish(self) -> None:
-        """Show all ranks the updated parameters. Collective."""
-        if self.parameters is not None:
-            self.parameters.publish()
 
     def close(self) -> None:
         """Give every parameter memory of its own, and release arenas and communicators. Collective."""
         self.reducer.close()
-        if self.parameters is not None:
-            self.parameters.free()
+        self.parameters.free()
         self.gradients.free()
         while self._made:
             self._made.pop().free()

@@ -27,6 +27,7 @@ from mpitrain.comm import Communicator, Work
 from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.layout import lay_out
 from mpitrain.shard.flat import FlatGroup, by_dtype
+from mpitrain.shard.protocols import Parameters
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -93,11 +94,19 @@ class _Unit:
         self.ready = False
 
 
-class ShardedParameters:
-    """groups: of `unit_groups`. shard: the ranks the shares are cut over. Collective to make.
+class ShardedParameters(Parameters):
+    """This rank's shares of every unit, and the whole of the units that compute now. Collective to make.
 
-    reshard_after_forward: free a unit after its forward pass and gather it again for backward; else keep it.
+    Args:
+        module: The model; its parameters become views of the memory that units are gathered into.
+        units: Of `units_of`.
+        groups: Of `unit_groups`, whose buckets are the units.
+        shard: The ranks that the shares are divided over.
+        reshard_after_forward: Drop a unit's whole parameters after its forward pass, and gather them again for
+            backward; else keep them until backward has gone through the unit.
     """
+
+    gathers = True
 
     def __init__(
         self,
@@ -123,7 +132,7 @@ class ShardedParameters:
                 self._by_bucket[place.bucket].append((g, parameter, offset))
         self._order: list[_Unit] = []  # of the units in the forward pass
         self._taken: dict[int, int] = {}  # buckets whose gradients were taken, by how many groups
-        self.saved: Callable[[torch.Tensor], None] | None = None  # told of what autograd keeps
+        self._saved: Callable[[torch.Tensor], None] | None = None  # called with what autograd keeps (`watch_saved`)
         self._hooks: list[Any] = []
         for unit in self._units:
             self._take_shares(unit)
@@ -177,7 +186,7 @@ class ShardedParameters:
         self._pool_bytes += buffer.numel() * buffer.element_size()
         return buffer
 
-    def _begin_gather(self, unit: _Unit) -> None:
+    def _begin_unshard(self, unit: _Unit) -> None:
         if unit.buffers:
             return
         background = self._shard.overlaps
@@ -187,11 +196,11 @@ class ShardedParameters:
             if work is not None:
                 unit.works.append(work)
 
-    def gather(self, unit: _Unit) -> None:
+    def unshard(self, unit: _Unit) -> None:
         """Make a unit's parameters whole. Collective."""
         if unit.ready:
             return
-        self._begin_gather(unit)
+        self._begin_unshard(unit)
         for work in unit.works:
             work.wait()
         unit.works.clear()
@@ -199,7 +208,8 @@ class ShardedParameters:
             parameter.data = unit.buffers[g][offset : offset + parameter.numel()].view(parameter.shape)
         unit.ready = True
 
-    def free_unit(self, unit: _Unit) -> None:
+    def reshard(self, unit: _Unit) -> None:
+        """Give back the memory of a unit's whole parameters; this rank's shares stay."""
         for work in unit.works:
             work.wait()
         unit.works.clear()
@@ -213,7 +223,7 @@ class ShardedParameters:
     # -- the passes
 
     def _before(self, unit: _Unit) -> None:
-        self.gather(unit)
+        self.unshard(unit)
         if unit not in self._order and not unit.root:
             self._order.append(unit)
         self._prefetch(unit, 1)
@@ -229,10 +239,10 @@ class ShardedParameters:
         for tensor in waiting if not unit.root else ():
             tensor.register_hook(lambda grad, u=unit: self._before_backward(u))
         if not waiting or (self._reshard and not unit.root):
-            self.free_unit(unit)
+            self.reshard(unit)
 
     def _before_backward(self, unit: _Unit) -> None:
-        self.gather(unit)
+        self.unshard(unit)
         self._prefetch(unit, -1)
 
     def _prefetch(self, unit: _Unit, step: int) -> None:
@@ -240,7 +250,7 @@ class ShardedParameters:
             return
         at = self._order.index(unit) + step
         if 0 <= at < len(self._order):
-            self._begin_gather(self._order[at])
+            self._begin_unshard(self._order[at])
 
     def _pack(self, unit: _Unit) -> Any:
         places = {buffer.untyped_storage().data_ptr(): g for g, buffer in unit.buffers.items()}
@@ -248,8 +258,8 @@ class ShardedParameters:
         def pack(tensor: torch.Tensor) -> Any:
             g = places.get(tensor.untyped_storage().data_ptr())
             if g is None:
-                if self.saved is not None:
-                    self.saved(tensor)
+                if self._saved is not None:
+                    self._saved(tensor)
                 return tensor
             return unit, g, tensor.storage_offset(), tensor.shape, tensor.stride()
 
@@ -262,16 +272,24 @@ class ShardedParameters:
         unit, g, offset, shape, stride = packed
         return unit.buffers[g].as_strided(shape, stride, offset)
 
-    def bucket_done(self, bucket: int) -> None:
-        """Free a unit once the gradients of its bucket have been taken in every group."""
+    @contextmanager
+    def watch_saved(self, saved: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        self._saved = saved
+        try:
+            yield
+        finally:
+            self._saved = None
+
+    def gradients_taken(self, bucket: int) -> None:
+        """Reshard a unit once the gradients of its bucket have been taken in every group."""
         self._taken[bucket] = self._taken.get(bucket, 0) + 1
         if self._taken[bucket] == len(self._groups) and bucket < len(self._units) - 1:
-            self.free_unit(self._units[len(self._units) - 2 - bucket])
+            self.reshard(self._units[len(self._units) - 2 - bucket])
 
     def end_of_backward(self) -> None:
         self._taken.clear()
         for unit in self._units:
-            self.free_unit(unit)
+            self.reshard(unit)
 
     # -- what others need
 
@@ -288,7 +306,6 @@ class ShardedParameters:
     def nbytes(self) -> float:
         return sum(a.tensor.numel() * a.tensor.element_size() for a in self._arenas)
 
-    @property
     def buffer_bytes(self) -> int:
         return self._pool_bytes
 
@@ -296,18 +313,18 @@ class ShardedParameters:
     def whole(self, *, written: bool = False) -> Iterator[None]:
         """All parameters whole inside. written: take over what was changed in them. Collective."""
         for unit in self._units:
-            self.gather(unit)
+            self.unshard(unit)
         try:
             yield
         finally:
             for unit in self._units:
                 if written:
                     self._take_shares(unit)
-                self.free_unit(unit)
+                self.reshard(unit)
 
     def free(self) -> None:
         for unit in self._units:
-            self.gather(unit)
+            self.unshard(unit)
             for _, parameter, _ in self._members(unit):
                 parameter.data = parameter.data.clone()
         for hook in self._hooks:

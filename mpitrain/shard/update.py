@@ -15,7 +15,6 @@ from mpitrain.layout import split
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.segments import Segment
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
-from mpitrain.shard.whole_gradients import WholeGradients
 
 SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
 
@@ -31,6 +30,7 @@ class Updater:
         # whether the norm is that of all gradients there are
         counted = {p for s in sharding.segments if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
+        self._parts = self._parts_of_norm()
 
     def norm(self) -> float:
         """The 2-norm of all gradients as they are, over all axes. Collective; the same on every rank."""
@@ -49,14 +49,20 @@ class Updater:
 
     def _squared(self) -> tuple[list[torch.Tensor], bool]:
         """The gradients whose squares this rank sums, and whether the others sum those of the rest."""
+        if self._parts:
+            return self._parts, True
+        counted = [s.gradient() for s in self._sharding.segments if s.counted]
+        return [g for g in counted if g is not None], self._sharding.stage.states
+
+    def _parts_of_norm(self) -> list[torch.Tensor]:
+        """Where all ranks have all gradients, with zeros between them: the part of each bucket that is this rank's."""
         sharding, shard = self._sharding, self._sharding.shard
-        whole = sharding.gradients
-        if sharding.stage.states or shard.size == 1 or not self._all or not isinstance(whole, WholeGradients):
-            counted = [s.gradient() for s in sharding.segments if s.counted]
-            return [g for g in counted if g is not None], sharding.stage.states
-        # all ranks have all gradients, with zeros between them: each takes its part
-        bounds = [split(bucket.numel(), shard.size)[shard.rank :][:2] for bucket in whole.buckets]
-        return [bucket[lo:hi] for bucket, (lo, hi) in zip(whole.buckets, bounds, strict=True)], True
+        if sharding.stage.states or shard.size == 1 or not self._all:
+            return []
+        pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
+        buckets = [bucket for group, flat in pairs for bucket in group.buckets(flat)]
+        bounds = [split(bucket.numel(), shard.size)[shard.rank :][:2] for bucket in buckets]
+        return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
     def _exact_squares(self) -> float:
         """The sum of squares, the same bits for any number of ranks: of fixed blocks, then summed exactly."""
@@ -89,7 +95,7 @@ class Updater:
                 segment.store()
                 if self._files is not None:
                     self._files.take(segment, optimizer.state[segment.value])
-        self._sharding.publish()
+        self._sharding.parameters.publish()
 
     def _gradient(self, segment: Segment, factor: float) -> torch.Tensor | None:
         gradient = segment.gradient()

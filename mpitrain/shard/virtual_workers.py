@@ -22,8 +22,7 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
-from mpitrain.shard.sharded_gradients import ShardedGradients
-from mpitrain.shard.whole_gradients import WholeGradients
+from mpitrain.shard.protocols import Gradients
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,13 @@ class Cut:
 class TreeSum:
     """Adds up what a rank's leaves leave in its gradients; holds log2(leaves) further copies of them at most."""
 
-    def __init__(self, gradients: WholeGradients | ShardedGradients) -> None:
-        assert isinstance(gradients, WholeGradients)
+    def __init__(self, gradients: Gradients) -> None:
+        if gradients.reduces_each_pass:
+            raise InputError(
+                "several virtual workers on a rank need room for all gradients; set run.reproducible, or use "
+                "parallel.zero 0 or 1",
+                agreed=True,
+            )
         self._gradients, self._flat = gradients, gradients.flat
         self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k leaves; the k descend
         self._leaves = 0

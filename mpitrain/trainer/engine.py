@@ -25,7 +25,6 @@ from mpitrain.shard.axes import Axes, Microbatch, Stages
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
-from mpitrain.shard.units import ShardedParameters
 from mpitrain.shard.update import Updater
 from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, Memory, measure
@@ -89,7 +88,7 @@ class Engine:
 
     def forward(self, x: Any, y: Any) -> torch.Tensor:
         """The mean loss of the samples."""
-        if self._gathers:
+        if self.sharding.parameters.gathers:
             self._example = (x, y)
         return self.compute(lambda x: self.loss(self.module(x), y), x)
 
@@ -109,28 +108,15 @@ class Engine:
         if meter is None or not torch.is_grad_enabled():
             yield
             return
-        if isinstance(self.sharding.parameters, ShardedParameters):
-            self.sharding.parameters.saved = meter.add
-        with meter:
+        with self.sharding.parameters.watch_saved(meter.add), meter:
             yield
         self._activations, self._meter = meter.nbytes, None
-        if isinstance(self.sharding.parameters, ShardedParameters):
-            self.sharding.parameters.saved = None
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
         """Gradients of a scalar. reduce: this is the last backward pass before the step (stages 0 and 1)."""
-        self.sharding.reducer.enabled = reduce or self._reduces_always
+        self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
-        self.sharding.end_of_backward()
-
-    @property
-    def _reduces_always(self) -> bool:
-        return self.sharding.stage.gradients and not self.options.reproducible
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether forward and backward are themselves collective."""
-        return isinstance(self.sharding.parameters, ShardedParameters)
+        self.sharding.parameters.end_of_backward()
 
     # -- a step
 
@@ -171,7 +157,7 @@ class Engine:
             if tree is not None:
                 tree.add(last=number == len(leaves) - 1)
         self._keep_up(done, rounds)
-        if tree is not None or (done == 0 and not self._reduces_always):
+        if tree is not None or (done == 0 and not self.sharding.gradients.reduces_each_pass):
             self.sharding.reducer.finish()
         return losses
 
@@ -188,9 +174,9 @@ class Engine:
     def _keep_up(self, done: int, rounds: int) -> None:
         """Take part in what the other ranks do with their further microbatches."""
         for _ in range(done, rounds):
-            if self._gathers:
+            if self.sharding.parameters.gathers:
                 self.backward(self.forward(*self._some_example()) * 0.0, reduce=False)
-            elif self._reduces_always:
+            elif self.sharding.gradients.reduces_each_pass:
                 self.sharding.reducer.finish()
 
     def _some_example(self) -> Microbatch:
@@ -227,7 +213,7 @@ class Engine:
         Without samples: take part in the forward pass of other ranks; the result means nothing.
         """
         if x is None:
-            if not self._gathers:
+            if not self.sharding.parameters.gathers:
                 return 0.0
             x, y = self._some_example()
         if self._pipeline is not None:
@@ -287,10 +273,7 @@ class Engine:
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """All of the module's parameters can be read inside. Collective."""
-        if isinstance(self.sharding.parameters, ShardedParameters):
-            with self.sharding.parameters.whole():
-                yield
-        else:
+        with self.sharding.parameters.whole():
             yield
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.shard.placement import formula
 from mpitrain.shard.sharding import Sharding
-from mpitrain.shard.units import ShardedParameters
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,10 @@ class Memory:
 
 
 def measure(sharding: Sharding, activations: int) -> Memory:
-    trained = [p for group in sharding.groups for p in group.parameters]
     counts = [(g, sum(p.numel() for p in g.parameters)) for g in sharding.groups]
-    if sharding.parameters is not None:
-        parameters = sharding.parameters.nbytes()
-    else:
-        parameters = sum(p.numel() * p.element_size() for p in trained)
+    parameters = sharding.parameters.nbytes()
     gradients, buffers = sharding.gradients.nbytes()
-    if isinstance(sharding.parameters, ShardedParameters):
-        buffers += sharding.parameters.buffer_bytes
+    buffers += sharding.parameters.buffer_bytes()
     kept = [t for s in sharding.segments for t in sharding.optimizer.state.get(s.value, {}).values()]
     moments = [t for t in kept if torch.is_tensor(t) and t.numel() > 1]
     masters = [s.value for s in sharding.segments if s.stored is not None]
@@ -62,7 +56,7 @@ def measure(sharding: Sharding, activations: int) -> Memory:
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
     narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
     wide = sum(gap * (4 * per_element + (4 if item < 4 else 0)) for gap, item in gaps) / sharding.shard.size
-    held = (parameters if sharding.parameters is not None else 0) + gradients
+    held = (parameters if sharding.stage.states else 0) + gradients
     padding = held * narrow + (wide if sharding.stage.states else 0)
     return Memory(round(parameters), gradients, states, activations, buffers, round(padding), expected)
 

@@ -95,7 +95,7 @@ class State:
     def _shares(self) -> list[Holding]:
         """The parameters in this rank's shares."""
         sharding = self._sharding
-        if sharding.parameters is None:
+        if not sharding.stage.states:
             return []
         found = []
         for g, group in enumerate(sharding.groups):
@@ -253,7 +253,7 @@ class State:
         for tensor, filled in self._pending:
             tensor.copy_(filled.view(tensor.shape))
         self._pending = []
-        self._sharding.publish()
+        self._sharding.parameters.publish()
         optimizer = self._sharding.optimizer
         optimizer.state.clear()
         for value, state in self._states.items():
