@@ -29,7 +29,7 @@ from mpitrain.data import Batch, Dataset, Loader, SampleOrder, evaluation_batche
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError, NothingLearned
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
-from mpitrain.shard.virtual_workers import Cut
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.elastic import Survivors, keep_training
 from mpitrain.trainer.engine import Engine
@@ -79,7 +79,7 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
     torch.manual_seed(config.run.seed)
     task = build_model(config.model, data.description)
     mesh = Mesh.make(world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
-    cut = Cut.of(mesh.data, config.run.reproducible, config.run.workers)
+    cut = VirtualWorkers.of(mesh.data, config.run.reproducible, config.run.workers)
     assembled = assemble(config, mesh, task, data)
     engine = assembled.engine
     rounds = cut.rounds(config.train.batch, microbatch_size(config, mesh))
@@ -165,9 +165,9 @@ def make_store(config: Config, world: Communicator, run: Run) -> Store:
 
 
 def forward_backward(
-    config: Config, mesh: Mesh, engine: Engine, cut: Cut, batch: Batch, step: int, rounds: int
+    config: Config, mesh: Mesh, engine: Engine, cut: VirtualWorkers, batch: Batch, step: int, rounds: int
 ) -> list[float]:
-    """Gradients of one step; the part of its loss that each of this rank's leaves has.
+    """Gradients of one step; the part of its loss that each of this rank's virtual workers has.
 
     rounds: most microbatches of a step that any rank has.
     """
@@ -175,12 +175,12 @@ def forward_backward(
     leaves = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in cut.within(size)]
 
     def seed(leaf: int) -> None:
-        seed_leaf(config.run.seed, step, cut.own[leaf] + mesh.pipeline.rank * cut.leaves)
+        seed_leaf(config.run.seed, step, cut.own[leaf] + mesh.pipeline.rank * cut.count)
 
     return engine.forward_backward(leaves, size, rounds=rounds, before=seed)
 
 
-def batches(config: Config, cut: Cut, data: Dataset, position: int) -> Loader:
+def batches(config: Config, cut: VirtualWorkers, data: Dataset, position: int) -> Loader:
     """This rank's share of every global batch from `position` on."""
     return Loader(
         data,
@@ -193,7 +193,7 @@ def batches(config: Config, cut: Cut, data: Dataset, position: int) -> Loader:
 
 
 def microbatch_size(config: Config, mesh: Mesh) -> int:
-    """Samples of a microbatch; 0: all of a leaf. A pipeline gets two a stage unless told otherwise."""
+    """Samples of a microbatch; 0: all of a virtual worker's. A pipeline gets two a stage unless told otherwise."""
     if config.train.microbatch or mesh.pipeline.size == 1:
         return config.train.microbatch
     return max(1, -(-config.train.batch // (mesh.data.size * 2 * mesh.pipeline.size)))
@@ -229,7 +229,7 @@ def saves_between(step: int, config: Config) -> int:
     return steps // every - step // every + (steps % every > 0) if every else 1
 
 
-def evaluate(config: Config, mesh: Mesh, engine: Engine, cut: Cut, held_out: Dataset | None) -> float | None:
+def evaluate(config: Config, mesh: Mesh, engine: Engine, cut: VirtualWorkers, held_out: Dataset | None) -> float | None:
     """The mean loss of held-out samples, each counted once; None where none are held out. Collective."""
     if held_out is None:
         return None

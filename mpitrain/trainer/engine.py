@@ -122,40 +122,45 @@ class Engine:
 
     def forward_backward(
         self,
-        leaves: Sequence[Sequence[Microbatch]],
+        workers: Sequence[Sequence[Microbatch]],
         samples: int,
         *,
         rounds: int = 1,
-        before: Callable[[int], None] = lambda leaf: None,
+        before: Callable[[int], None] = lambda worker: None,
     ) -> list[float]:
-        """Gradients of one step, and the part of its loss that each leaf has.
+        """Gradients of one step, and the part of its loss that each virtual worker of this rank has.
 
-        leaves: the parts this rank has of the global batch, each a list of microbatches (x, y), possibly empty.
-        Gradients are summed within a leaf in order, over leaves as a binary tree. samples: of the global batch.
-        rounds: most microbatches any rank has. before: called with the leaf's number, to seed what is random in it.
+        Gradients are summed in order within a virtual worker, and over virtual workers as a binary tree.
+
+        Args:
+            workers: Of each of this rank's virtual workers its microbatches (x, y), possibly none.
+            samples: Of the global batch.
+            rounds: The most microbatches that any rank has.
+            before: Called with the number of a virtual worker on this rank before its passes, to seed what is
+                random in them.
         """
         self.sharding.gradients.zero()
         if self._pipeline is not None:
             before(0)
-            return [self._through_pipeline(self._pipeline, [m for leaf in leaves for m in leaf], samples)]
-        if self.synchronous and sum(map(len, leaves)) != rounds:
+            return [self._through_pipeline(self._pipeline, [m for worker in workers for m in worker], samples)]
+        if self.synchronous and sum(map(len, workers)) != rounds:
             raise InputError(
                 "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
                 "the ranks, and of train.microbatch on each of them"
             )
         losses, done = [], 0
-        tree = TreeSum(self.sharding.gradients) if len(leaves) > 1 else None
-        for number, leaf in enumerate(leaves):
+        tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
+        for number, worker in enumerate(workers):
             before(number)
             total = 0.0
-            for m, (x, y) in enumerate(leaf):
+            for m, (x, y) in enumerate(worker):
                 loss = self.forward(x, y) * (len(x) / samples)
-                self.backward(loss, reduce=tree is None and m == len(leaf) - 1)
+                self.backward(loss, reduce=tree is None and m == len(worker) - 1)
                 total += float(loss.detach())
                 done += 1
             losses.append(total)
             if tree is not None:
-                tree.add(last=number == len(leaves) - 1)
+                tree.add(last=number == len(workers) - 1)
         self._keep_up(done, rounds)
         if tree is not None or (done == 0 and not self.sharding.gradients.reduces_each_pass):
             self.sharding.reducer.finish()
