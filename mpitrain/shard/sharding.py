@@ -31,7 +31,8 @@ from mpitrain.shard.reducer import Reducer
 from mpitrain.shard.reduction import BucketReduction
 from mpitrain.shard.segments import Segment, hand_over, refuse_strangers, shared_out_segments, whole_segments
 from mpitrain.shard.sharded_gradients import ShardedGradients
-from mpitrain.shard.units import ShardedParameters, members, unit_groups, units_of
+from mpitrain.shard.sharded_parameters import ShardedParameters
+from mpitrain.shard.units import members, unit_groups, units_of
 from mpitrain.shard.whole_gradients import WholeGradients
 
 CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
