@@ -25,14 +25,14 @@ from mpitrain.shard.protocols import Parameters
 
 
 class _Unit:
-    """buffers: by group, the gathered bucket; empty while the unit is not gathered."""
+    """A unit and where it stands between two reshards. bucket: the number of its bucket in every group."""
 
     def __init__(self, module: nn.Module, bucket: int, root: bool) -> None:
         self.module, self.bucket, self.root = module, bucket, root
-        self.buffers: dict[int, torch.Tensor] = {}
-        self.works: list[Work] = []
-        self.saving: saved_tensors_hooks | None = None
-        self.ready = False
+        self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
+        self.works: list[Work] = []  # all-gathers under way
+        self.saving: saved_tensors_hooks | None = None  # entered during its forward pass
+        self.ready = False  # the parameters are views of the buffers
 
 
 class ShardedParameters(Parameters):
@@ -77,7 +77,7 @@ class ShardedParameters(Parameters):
         self._hooks: list[Any] = []
         for unit in self._units:
             self._take_shares(unit)
-            self._hollow(unit)
+            self._drop_values(unit)
             self._hooks.append(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._before(u)))
             self._hooks.append(
                 unit.module.register_forward_hook(lambda m, a, out, u=unit: self._after(u, out), always_call=True)
@@ -86,22 +86,23 @@ class ShardedParameters(Parameters):
     # -- memory
 
     def _buckets(self, unit: _Unit) -> Iterator[tuple[int, FlatGroup, int, int]]:
-        """(group number, group, lo, hi) of a unit's buckets that hold anything."""
+        """The unit's buckets that hold anything: (group number, group, lo, hi) in the group's layout."""
         for g, group in enumerate(self._groups):
             lo, hi = group.layout.bounds[unit.bucket : unit.bucket + 2]
             if lo < hi:
                 yield g, group, lo, hi
 
     def _members(self, unit: _Unit) -> list[tuple[int, nn.Parameter, int]]:
-        """(group number, parameter, offset in the unit's bucket)."""
+        """The unit's parameters: (group number, parameter, offset in the unit's bucket of that group)."""
         return self._by_bucket[unit.bucket]
 
     def _share(self, g: int, lo: int, hi: int) -> torch.Tensor:
+        """This rank's share of the bucket [lo, hi) of a group, a view."""
         parts = self._groups[g].layout.parts
         return self._arenas[g].tensor[lo // parts : hi // parts]
 
     def _take_shares(self, unit: _Unit) -> None:
-        """Keep this rank's shares of the values the parameters have now."""
+        """Copy this rank's shares of the values that a unit's parameters have now into its arenas."""
         for g, group, lo, hi in self._buckets(unit):
             full = torch.zeros(hi - lo, dtype=group.dtype, device=group.device)
             for h, parameter, offset in self._members(unit):
@@ -110,14 +111,15 @@ class ShardedParameters(Parameters):
             length = (hi - lo) // group.layout.parts
             self._share(g, lo, hi).copy_(full[self._shard.rank * length : (self._shard.rank + 1) * length])
 
-    def _hollow(self, unit: _Unit) -> None:
-        """Parameters keep their shape; their values, which are elsewhere, read as NaN."""
+    def _drop_values(self, unit: _Unit) -> None:
+        """Leave the parameters their shapes without memory behind them: whoever reads them now gets NaN."""
         for _, parameter, _ in self._members(unit):
             parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
             )
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
+        """Memory for at least `length` elements of a group: from the pool, or new."""
         free = self._pool.setdefault(g, [])
         for number, buffer in enumerate(free):
             if buffer.numel() >= length:
@@ -128,6 +130,7 @@ class ShardedParameters(Parameters):
         return buffer
 
     def _begin_unshard(self, unit: _Unit) -> None:
+        """Start the all-gathers of a unit's buckets, if they have not been. Collective."""
         if unit.buffers:
             return
         background = self._shard.overlaps
@@ -138,7 +141,7 @@ class ShardedParameters(Parameters):
                 unit.works.append(work)
 
     def unshard(self, unit: _Unit) -> None:
-        """Make a unit's parameters whole. Collective."""
+        """Gather a unit's buckets, and make its parameters views of them. Collective."""
         if unit.ready:
             return
         self._begin_unshard(unit)
@@ -155,7 +158,7 @@ class ShardedParameters(Parameters):
             work.wait()
         unit.works.clear()
         if unit.ready:
-            self._hollow(unit)
+            self._drop_values(unit)
             unit.ready = False
         for g, buffer in unit.buffers.items():
             self._pool[g].append(buffer)
@@ -164,6 +167,7 @@ class ShardedParameters(Parameters):
     # -- the passes
 
     def _before(self, unit: _Unit) -> None:
+        """Hook before a unit's forward pass."""
         self.unshard(unit)
         if unit not in self._order and not unit.root:
             self._order.append(unit)
@@ -173,6 +177,7 @@ class ShardedParameters(Parameters):
             unit.saving.__enter__()
 
     def _after(self, unit: _Unit, output: Any) -> None:
+        """Hook after a unit's forward pass. What its output's gradient arrives at unshards it for backward."""
         if unit.saving is not None:
             unit.saving.__exit__(None, None, None)
             unit.saving = None
@@ -183,10 +188,12 @@ class ShardedParameters(Parameters):
             self.reshard(unit)
 
     def _before_backward(self, unit: _Unit) -> None:
+        """Hook on the gradients of a unit's output: autograd is about to enter it."""
         self.unshard(unit)
         self._prefetch(unit, -1)
 
     def _prefetch(self, unit: _Unit, step: int) -> None:
+        """Start to gather the unit that comes `step` units after this one in the forward pass's order."""
         if not self._shard.overlaps or unit.root:
             return
         at = self._order.index(unit) + step
@@ -194,6 +201,7 @@ class ShardedParameters(Parameters):
             self._begin_unshard(self._order[at])
 
     def _pack(self, unit: _Unit) -> Any:
+        """The function that autograd saves tensors of a unit by: views of gathered memory by their place in it."""
         places = {buffer.untyped_storage().data_ptr(): g for g, buffer in unit.buffers.items()}
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -206,7 +214,7 @@ class ShardedParameters(Parameters):
 
         return pack
 
-    @staticmethod
+    @staticmethod  # the buffers are those of the unit's backward pass, into which it has been gathered again
     def _unpack(packed: Any) -> torch.Tensor:
         if torch.is_tensor(packed):
             return packed

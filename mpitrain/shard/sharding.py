@@ -1,13 +1,13 @@
 """One mechanism for DDP and ZeRO: a stage's placements of parameters, gradients and optimizer states, put together.
 
-                     stage 0            1                    2                    3
-    parameters       the module's own   one per node, or     one per node, or     one per node, or shares,
-                                        private and gathered private and gathered gathered unit by unit
-    gradients        whole              whole                shares               shares
-    optimizer states whole              shares               shares               shares
+    stage   parameters, where a node's ranks ... share memory / do not    gradients            optimizer states
+    0       ReplicatedParameters     ReplicatedParameters                 WholeGradients       whole
+    1       NodeParameters           PrivateParameters                    WholeGradients       shares
+    2       NodeParameters           PrivateParameters                    ShardedGradients     shares
+    3       NodeParameters           ShardedParameters                    ShardedGradients     shares
 
-Where the ranks of a node can share memory, stages 1 to 3 keep one copy of the parameters per node: a rank updates
-its share in place, and nothing has to be gathered inside the node.
+With NodeParameters a rank updates its share in place, and nothing has to be gathered inside the node. Reproducible
+training keeps WholeGradients at every stage, because it sums the gradients of several virtual workers in them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,21 @@ EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must
 
 @dataclass(frozen=True)
 class Options:
-    """zero: the stage. bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce
-    them in the middle of backward (stages 2 and 3, no core free to overlap). share_node: keep one copy of the
-    parameters per node where memory can be shared. shard_within: "all" ranks, or the "node": shares are then cut
-    inside each node and replicated over the nodes.
-    reduce_dtype: in which gradients are added up and reduced; None: the parameters' own.
-    offload: "host", for optimizer states in host memory, or a folder for files they are kept in.
-    reproducible: reduce in an order that does not depend on the number of ranks.
+    """How training is placed over the data-parallel ranks.
+
+    Attributes:
+        zero: The stage of ZeRO, 0 to 3.
+        bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce them in the
+            middle of backward (stages 2 and 3, no core free to overlap).
+        algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
+        compression: What gradients are compressed with on their way; None to send them as they are.
+        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
+        share_node: Keep one copy of the parameters per node where memory can be shared.
+        shard_within: "all": shares are divided over all ranks. "node": over the ranks of each node, and replicated
+            over the nodes (the hybrid sharding of FSDP).
+        reshard_after_forward: Drop a unit's whole parameters after its forward pass (stage 3 without shared memory).
+        reproducible: Reduce in an order that does not depend on the number of ranks.
+        offload: "host", for optimizer states in host memory, or a folder for files that they are kept in.
     """
 
     zero: int = 0
@@ -63,11 +71,25 @@ class Options:
 
 
 class Sharding:
-    """A module and its optimizer, placed over the ranks of `comm` by `options`. Collective to make.
+    """A module and its optimizer, placed over the data-parallel ranks. Collective to make.
 
-    Parameters must be the same on all ranks. counted: whether a parameter's gradient belongs to this rank's part of
-    the norm (False for what a rank of another axis counts). staged: the module is a stage of a pipeline, whose
-    gradients are added up without backward hooks.
+    Args:
+        module: Whose parameters are trained; they must be the same on all ranks.
+        optimizer: Of those parameters; where states are sharded it is handed this rank's segments instead.
+        comm: The data-parallel ranks.
+        options: How everything is placed.
+        counted: Whether a parameter's gradient belongs to this rank's part of the norm (False for what a rank of
+            another axis counts).
+        staged: The module is a stage of a pipeline, whose gradients are added up without backward hooks.
+
+    Attributes:
+        shard: The ranks that shares are divided over.
+        replicas: The ranks that have the same share as this one; None where there are no others.
+        groups: The trained parameters and where each lies.
+        segments: What this rank's optimizer updates.
+
+    Raises:
+        InputError: Options that do not go together, with each other or with the optimizer.
     """
 
     def __init__(
@@ -101,7 +123,7 @@ class Sharding:
             hand_over(optimizer, self.segments)
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
-        """The ranks the shares are cut over, and those that have the same share as this one."""
+        """The ranks that shares are divided over, and those that have the same share as this one."""
         comm = self.comm
         if not self.stage.states or comm.size == 1:
             return comm, None
@@ -117,13 +139,14 @@ class Sharding:
         return comm, None
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        """Some of the ranks, until `close`."""
+        """A communicator of the ranks that give the same color, freed by `close`. Collective."""
         made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
         assert made is not None
         self._made.append(made)
         return made
 
     def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
+        """Lay the parameters out, and move them to where the stage keeps them. Collective."""
         options, shard = self.options, self.shard
         multiple = EXACT_BLOCK if options.reproducible else 16
         parts = shard.size if self.stage.states else 1
@@ -151,6 +174,7 @@ class Sharding:
         return groups, ShardedParameters(self.module, units, groups, shard, reshard_after_forward=reshard)
 
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
+        """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
         comm = self.comm
         if not self.options.share_node or any(g.device.type != "cpu" for g in groups) or shard_order(comm) is None:
             return None
@@ -168,6 +192,7 @@ class Sharding:
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
     def _place_gradients(self) -> Gradients:
+        """Memory for the gradients, as the stage keeps them. Collective."""
         options = self.options
         reduction = BucketReduction(
             [self.shard],
@@ -175,7 +200,7 @@ class Sharding:
             algorithm=options.algorithm,
             compression=options.compression,
             replicas=self.replicas,
-            # in a fixed order also for stages, so that copies of tied parameters stay equal to the bit
+            # stages of a pipeline add in a fixed order too, so that copies of tied parameters stay equal to the bit
             reproducible=options.reproducible or self._staged,
         )
         if self.stage.gradients and not options.reproducible:
@@ -184,6 +209,7 @@ class Sharding:
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=options.reduce_dtype)
 
     def _segments(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[Segment]:
+        """What this rank's optimizer updates."""
         on_host = self.options.offload == HOST
         if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
@@ -206,6 +232,7 @@ class Sharding:
 
     @property
     def gradients(self) -> Gradients:
+        """Where the gradients of the parameters are kept."""
         return self.reducer.gradients
 
     def close(self) -> None:

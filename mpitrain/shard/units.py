@@ -17,7 +17,10 @@ from mpitrain.shard.flat import FlatGroup, by_dtype
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks of a model that train: the children of its outermost ModuleLists and Sequentials, in order."""
+    """The blocks of a model that have parameters to train, in order.
+
+    Blocks are the children of its outermost nn.ModuleLists and nn.Sequentials.
+    """
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -38,7 +41,10 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
 
 def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """The trained parameters of each unit, and of the root last. A unit inside another has its own for itself."""
+    """The trained parameters of each unit, in the order of `units`, and those of the root unit last.
+
+    A parameter belongs to the innermost unit around it; one that several units use belongs to the root.
+    """
     numbers = {unit: number for number, unit in enumerate(units)}
     owners: dict[nn.Parameter, set[int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -55,9 +61,16 @@ def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Param
 
 
 def unit_groups(parameters: Sequence[Sequence[nn.Parameter]], parts: int, multiple: int) -> list[FlatGroup]:
-    """Flat groups whose buckets are the units, in the order in which backward finishes them, the root last.
+    """Flat groups, one for each dtype and device, whose buckets are the units.
 
-    parameters: of each unit, the root last.
+    Args:
+        parameters: Of each unit in the order of the forward pass, and of the root last (see `members`).
+        parts: Shares that each bucket is divided into.
+        multiple: Elements that a share is a multiple of.
+
+    Returns:
+        Groups whose buckets are in the order in which backward finishes the units, the root last. Every group has as
+        many buckets as there are units and the root; those of units without a parameter of its dtype are empty.
     """
     ordered = [list(unit)[::-1] for unit in (*parameters[-2::-1], parameters[-1])]
     groups = []

@@ -20,14 +20,18 @@ SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit traini
 
 
 class Updater:
-    """axes: communicators of the other axes of the mesh, over which the norm is summed further. files: where the
-    optimizer's states are to be kept.
+    """The last part of a step, on what a sharding gives this rank to update.
+
+    Args:
+        sharding: Whose segments are updated.
+        axes: Communicators of the other axes of the mesh, over which the norm is summed as well.
+        files: Where the optimizer's states are kept; None: in memory.
     """
 
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
         self._rounds = _rounds(sharding.segments, files is not None)
-        # whether the norm is that of all gradients there are
+        # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.segments if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
         self._parts = self._parts_of_norm()
@@ -48,7 +52,7 @@ class Updater:
         return math.sqrt(float(total)) if math.isfinite(total) else math.nan
 
     def _squared(self) -> tuple[list[torch.Tensor], bool]:
-        """The gradients whose squares this rank sums, and whether the others sum those of the rest."""
+        """The gradients whose squares this rank sums, and whether the other ranks of the shard sum further ones."""
         if self._parts:
             return self._parts, True
         counted = [s.gradient() for s in self._sharding.segments if s.counted]
@@ -65,7 +69,11 @@ class Updater:
         return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
     def _exact_squares(self) -> float:
-        """The sum of squares, the same bits for any number of ranks: of fixed blocks, then summed exactly."""
+        """The sum of all squares, with the same bits for any number of ranks.
+
+        Squares are summed within blocks of EXACT_BLOCK elements, which never lie across two shares, and the blocks'
+        sums are then added exactly.
+        """
         sharding = self._sharding
         sums = []
         for g, group in enumerate(sharding.groups):
@@ -98,20 +106,22 @@ class Updater:
         self._sharding.parameters.publish()
 
     def _gradient(self, segment: Segment, factor: float) -> torch.Tensor | None:
+        """The segment's gradient times `factor`, in the dtype and on the device of its value."""
         gradient = segment.gradient()
         if gradient is None:
             return None
-        gradient = gradient.to(segment.value)  # in its type, where it is
+        gradient = gradient.to(segment.value)
         return gradient.mul_(factor) if factor != 1.0 else gradient
 
 
 def _wide(*gradients: torch.Tensor) -> torch.dtype:
-    """In which their squares are summed."""
+    """The dtype that the squares of these gradients are summed in."""
     return torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
 
 
 def _rounds(segments: Sequence[Segment], files: bool) -> list[list[Segment]]:
-    """Segments updated together: all of them, or, where memory is needed for it meanwhile, about SCRATCH elements."""
+    """The segments that one call of the optimizer updates: all of them, or, where gradients or states need other
+    memory meanwhile (fp32 copies, files), as many as have about SCRATCH elements."""
     if not files and all(s.stored is None for s in segments):
         return [list(segments)]
     total = sum(s.value.numel() for s in segments)
