@@ -29,7 +29,7 @@ from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
-from mpitrain.tensor import Axis, Column, Way, parallelize
+from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -95,7 +95,7 @@ def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) ->
     x, weights = torch.randn(shape), torch.randn(shape)
     axis, along = Axis(world), Axis(world)
     qkv = Column(sections=1, heads=shape[2] // HEAD)
-    plan: dict[str, str | Way] = {"*.qkv": qkv, "*.out": "row", "*.up": "column", "*.down": "row"}
+    plan: dict[str, str | ParallelStyle] = {"*.qkv": qkv, "*.out": "row", "*.up": "column", "*.down": "row"}
     mine = split(shape[1], world.size)
     part = slice(mine[world.rank], mine[world.rank + 1])
     steps = {
@@ -137,13 +137,13 @@ def _of_torch(model: nn.Module, world: Communicator) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (world.size,))
-    ways: dict[str, Any] = {}
+    styles: dict[str, Any] = {}
     for layer in range(LAYERS):
-        ways[f"{layer}.attention.qkv"] = ColwiseParallel()
-        ways[f"{layer}.attention.out"] = RowwiseParallel()
-        ways[f"{layer}.mlp.up"] = ColwiseParallel()
-        ways[f"{layer}.mlp.down"] = RowwiseParallel()
-    return parallelize_module(model, mesh, ways)
+        styles[f"{layer}.attention.qkv"] = ColwiseParallel()
+        styles[f"{layer}.attention.out"] = RowwiseParallel()
+        styles[f"{layer}.mlp.up"] = ColwiseParallel()
+        styles[f"{layer}.mlp.down"] = RowwiseParallel()
+    return parallelize_module(model, mesh, styles)
 
 
 def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

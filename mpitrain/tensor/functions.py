@@ -23,26 +23,32 @@ from mpitrain.tensor.axis import Axis
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x itself; backward sums its gradient over the ranks."""
     return _Copy.apply(x, axis) if axis.size > 1 else x
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of every rank's x; backward gives each rank the gradient as it is."""
     return _Reduce.apply(x, axis) if axis.size > 1 else x
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Every rank's x put together along a dimension; backward gives each rank its part of the gradient."""
     return _Gather.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
     return _Scatter.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Every rank's x put together along a dimension; backward sums the gradients and gives each rank its part."""
     return _AllGather.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
     return _ReduceScatter.apply(x, axis, dim) if axis.size > 1 else x
 
 
