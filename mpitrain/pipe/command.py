@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises InputError."""
+    """Print a schedule, or write a picture of it. Raises InputError for what cannot be read, made or drawn."""
     if arguments.recording is not None:
         drawn, unit = load(arguments.recording), "s"
     else:

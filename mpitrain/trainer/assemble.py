@@ -22,7 +22,7 @@ from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
-from mpitrain.pipe.cut import listed_blocks, time_costs
+from mpitrain.pipe.partition import listed_blocks, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.slices import cannot_look_back, check_slices
 from mpitrain.shard.axes import Axes
