@@ -37,7 +37,7 @@ from mpitrain.bench.report import Report, Table, Target
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved
 from mpitrain.errors import InputError
 from mpitrain.layout import split
-from mpitrain.models.gpt import Block
+from mpitrain.models.gpt import TransformerBlock
 from mpitrain.models.losses import cross_entropy
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.record import from_json
@@ -160,7 +160,7 @@ class _Case:
 
 
 def _gpt(layers: int) -> nn.Sequential:
-    blocks = [Block(WIDTH, HEADS, 0.0) for _ in range(layers)]
+    blocks = [TransformerBlock(WIDTH, HEADS, 0.0) for _ in range(layers)]
     head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.LayerNorm(WIDTH), head)
 

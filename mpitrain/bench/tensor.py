@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-class Block(nn.Module):
+class DivisibleBlock(nn.Module):
     """Attention, whose fused layer is laid out [heads, 3, head_dim] so that torch can divide it, and an MLP."""
 
     def __init__(self, width: int) -> None:
@@ -91,7 +91,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) -> dict[str, dict[str, float]]:
     torch.manual_seed(1)
-    whole = nn.Sequential(*(Block(shape[2]) for _ in range(LAYERS)))
+    whole = nn.Sequential(*(DivisibleBlock(shape[2]) for _ in range(LAYERS)))
     x, weights = torch.randn(shape), torch.randn(shape)
     axis, along = Axis(world), Axis(world)
     qkv = Column(sections=1, heads=shape[2] // HEAD)

@@ -37,7 +37,7 @@ _STEADY = 3  # the training batch that is recorded into a file: memory is touche
 
 
 class Pipeline:
-    """Stages of a model on the ranks of a pipeline. Making one and calling its methods is collective, unless said otherwise.
+    """Stages of a model on the ranks of a pipeline. Making one and calling its methods is collective.
 
     Args:
         model: An nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list; the same on all ranks.

@@ -27,28 +27,44 @@ from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.shard.update import Updater
 from mpitrain.shard.virtual_workers import TreeSum
-from mpitrain.trainer.memory import ActivationMeter, Memory, measure
+from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
 from mpitrain.trainer.optimizer import state_bytes
 from mpitrain.trainer.precision import DTYPES, LossScale, convert, narrowed
-from mpitrain.trainer.state import State
+from mpitrain.trainer.state import EngineState
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """norm: of the gradients, before clipping. skipped: nothing was updated, because the norm is not finite."""
+    """What `Engine.step` did.
+
+    Attributes:
+        norm: The 2-norm of all gradients, before clipping.
+        skipped: Nothing was updated, because the norm is not finite.
+    """
 
     norm: float
     skipped: bool
 
 
 class Engine:
-    """A module, its loss and its optimizer on the data-parallel ranks of `comm`. Collective to make.
+    """A module, its loss and its optimizer on the data-parallel ranks. Collective to make.
 
-    loss(module(x), y): the mean over the samples given. clip: largest global gradient norm, 0 for none.
-    precision: fp32, bf16 or fp16; 16-bit parameters and activations, fp32 copy and states in the optimizer.
-    axes: the module's place in a mesh of more axes. scale: of the loss; None: as the precision needs it.
+    Args:
+        module: The model, or this rank's part of it; every rank gets rank 0's values.
+        loss: loss(module(x), y): the mean over the samples given.
+        optimizer: Of the module's parameters, without a state yet.
+        comm: The data-parallel ranks.
+        options: How parameters, gradients and optimizer states are placed.
+        clip: The largest global gradient norm; 0 for no clipping.
+        precision: fp32, bf16 or fp16: of parameters and activations. The optimizer's states and copy are fp32.
+        axes: The module's place in a mesh of more axes.
+        scale: Of the loss; None: as the precision needs it.
+
+    Attributes:
+        settled: Whether parameters and states are those between two updates, not half-way through one.
+        synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
     """
 
     def __init__(
@@ -73,12 +89,12 @@ class Engine:
         convert(module, precision)
         self.sharding = Sharding(module, optimizer, comm, self.options, axes.counted, staged=self._pipeline is not None)
         self.scale = scale if scale is not None else LossScale.of(precision)
-        self.settled = True  # whether parameters and states are those between two updates
+        self.settled = True
         folder = self.options.offload
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
-        self._state = State(self.sharding, axes, first=all(other.rank == 0 for other in others))
+        self._state = EngineState(self.sharding, axes, first=all(other.rank == 0 for other in others))
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter = ActivationMeter(module) if self._pipeline is None else None
         self._activations = 0
@@ -113,7 +129,10 @@ class Engine:
         self._activations, self._meter = meter.nbytes, None
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
-        """Gradients of a scalar. reduce: this is the last backward pass before the step (stages 0 and 1)."""
+        """Add the gradients of a scalar.
+
+        reduce: whether this is the last backward pass before the step; stages 2 and 3 reduce every pass anyway.
+        """
         self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         self.sharding.parameters.end_of_backward()
@@ -177,7 +196,7 @@ class Engine:
         return loss / self.scale.value
 
     def _keep_up(self, done: int, rounds: int) -> None:
-        """Take part in what the other ranks do with their further microbatches."""
+        """Take part in the collective passes of the ranks that have more microbatches than this one."""
         for _ in range(done, rounds):
             if self.sharding.parameters.gathers:
                 self.backward(self.forward(*self._some_example()) * 0.0, reduce=False)
@@ -185,6 +204,7 @@ class Engine:
                 self.sharding.reducer.finish()
 
     def _some_example(self) -> Microbatch:
+        """Samples that this rank had before, for passes whose result does not matter."""
         if self._example is None:
             raise InputError(
                 "a rank has no samples yet, but sharded parameters need all ranks to compute; raise train.batch"
@@ -192,9 +212,9 @@ class Engine:
         return self._example
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Clip and update, unless the gradients are not finite on some rank. Collective.
+        """Clip the gradients and update, unless they are not finite on some rank. Collective.
 
-        lr: the learning rate; None leaves the optimizer's own.
+        lr: The learning rate; None leaves the optimizer's own.
         """
         if lr is not None:
             for settings in self.optimizer.param_groups:
@@ -264,14 +284,14 @@ class Engine:
         return self._state.parts_to_load(manifest)
 
     def finish_load(self, manifest: Manifest) -> None:
-        """Take over what `parts_to_load` named, once all of it is filled. Collective."""
+        """Put what `parts_to_load` named in place, once all of it is filled. Collective."""
         self._state.finish_load()
         if "loss_scale" in manifest.values:
             self.scale.load(manifest.values["loss_scale"])
 
     # -- for people
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, as they are, and by formula."""
         return measure(self.sharding, self._activations)
 

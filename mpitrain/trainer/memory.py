@@ -15,12 +15,18 @@ from mpitrain.shard.sharding import Sharding
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on this rank. parameters: in the precision of forward; of a copy that the ranks of a node share, this
-    rank's part. states: the optimizer's, with its fp32 copy of 16-bit parameters. activations: what autograd kept
-    in the first forward pass. buffers: what communication passes through. expected: parameters, gradients and
-    states by the formula of `placement`, without padding and without sharing. padding: bytes in parameters,
-    gradients and states that hold no element.
+class MemoryAccount:
+    """Bytes on this rank, by category.
+
+    Attributes:
+        parameters: In the precision of forward; of a copy that the ranks of a node share, this rank's part.
+        gradients: Where they are kept.
+        states: The optimizer's, with its fp32 copy of 16-bit parameters.
+        activations: What autograd kept in the first forward pass.
+        buffers: What communication passes through.
+        padding: Bytes in parameters, gradients and states that hold no element.
+        expected: Parameters, gradients and states by the formula of `mpitrain.shard.placement`, without padding and
+            without memory that ranks share.
     """
 
     parameters: int
@@ -36,7 +42,8 @@ class Memory:
         return self.parameters + self.gradients + self.states + self.activations + self.buffers
 
 
-def measure(sharding: Sharding, activations: int) -> Memory:
+def measure(sharding: Sharding, activations: int) -> MemoryAccount:
+    """Count the bytes of everything that a sharding holds on this rank. activations: as metered, in bytes."""
     counts = [(g, sum(p.numel() for p in g.parameters)) for g in sharding.groups]
     parameters = sharding.parameters.nbytes()
     gradients, buffers = sharding.gradients.nbytes()
@@ -58,7 +65,7 @@ def measure(sharding: Sharding, activations: int) -> Memory:
     wide = sum(gap * (4 * per_element + (4 if item < 4 else 0)) for gap, item in gaps) / sharding.shard.size
     held = (parameters if sharding.stage.states else 0) + gradients
     padding = held * narrow + (wide if sharding.stage.states else 0)
-    return Memory(round(parameters), gradients, states, activations, buffers, round(padding), expected)
+    return MemoryAccount(round(parameters), gradients, states, activations, buffers, round(padding), expected)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -66,7 +73,16 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class ActivationMeter:
-    """Bytes that autograd keeps for backward while it is entered; parameters do not count, each memory once."""
+    """Counts the bytes that autograd keeps for backward while it is entered.
+
+    Parameters do not count, and memory that several tensors share counts once.
+
+    Args:
+        module: Whose parameters do not count.
+
+    Attributes:
+        nbytes: Counted so far.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -74,6 +90,7 @@ class ActivationMeter:
         self.nbytes = 0
 
     def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that autograd keeps."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())

@@ -39,7 +39,7 @@ from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reason
 from mpitrain.trainer.engine import StepResult
 from mpitrain.trainer.fruitless import Fruitless
-from mpitrain.trainer.memory import Memory
+from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.stopping import Stopping
 
 CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
@@ -266,7 +266,7 @@ class Run:
         result: StepResult,
         seconds: float,
         ids: list[int] | None,
-        memory: Memory | None,
+        memory: MemoryAccount | None,
         recovered: float | None = None,
     ) -> None:
         """Record a finished step. ids: of all samples in it, in order, or None. memory: by category, once.

@@ -31,9 +31,15 @@ MASTER, OPTIMIZER, COMPRESSION = "master/", "optimizer/", "compression/"
 
 @dataclass(frozen=True)
 class Holding:
-    """Elements [first, last) of a rank's tensor, which is `slice` of the logical tensor `name`.
+    """What a rank has of one logical tensor.
 
-    data: holds them, in any shape. written: whether this rank writes it, rather than one of another axis.
+    Attributes:
+        name: Of the logical tensor.
+        slice: What part of it the rank's tensor is.
+        first: The first element of the rank's tensor that it has.
+        last: One more than the last.
+        data: Holds those elements, in any shape.
+        written: Whether this rank writes them, rather than a rank along another axis.
     """
 
     name: str
@@ -48,16 +54,18 @@ class Holding:
         return TensorSpec(self.name, self.slice.shape, str(self.data.dtype).removeprefix("torch."))
 
     def parts(self, flat: torch.Tensor, lo: int, hi: int) -> Iterator[Part]:
-        """Its elements [lo, hi), counted from its first; flat: all of them."""
+        """Its elements [lo, hi), counted from its first one, as parts of a checkpoint; flat: `data`, flattened."""
         for offset, piece in self.slice.pieces(self.name, self.first + lo, self.first + hi):
             yield Part(self.spec, piece, flat[lo + offset : lo + offset + piece.numel])
 
 
-class State:
-    """What a rank holds of a checkpoint's tensors.
+class EngineState:
+    """What a rank holds of a checkpoint's tensors, to be written and to be filled.
 
-    axes: the module's place in the mesh: which parameters this rank writes. first: whether it is the first along all
-    axes but data.
+    Args:
+        sharding: The module and its optimizer.
+        axes: The module's place in the mesh, which says which parameters this rank writes.
+        first: Whether this rank is the first along all axes but data.
     """
 
     def __init__(self, sharding: Sharding, axes: Axes, first: bool) -> None:
@@ -135,7 +143,7 @@ class State:
     def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
         """What this rank writes into a checkpoint, and the values that go with it.
 
-        alone: also what the other data-parallel ranks have as well, and would write.
+        alone: write what other data-parallel ranks have as well too, instead of a share of it.
         """
         sharding = self._sharding
         rank, size = (0, 1) if alone else (sharding.comm.rank, sharding.comm.size)
@@ -179,7 +187,7 @@ class State:
         return tensors, values
 
     def _left_out(self) -> list[Holding]:
-        """The memory of this rank's compression; other ranks have other ones, and only as many can take them over."""
+        """What this rank's compression left out so far; it differs from rank to rank."""
         compression = self._sharding.options.compression
         tensors = compression.state_dict() if compression is not None else {}
         return [self._memory(name, tensor) for name, tensor in tensors.items()]
@@ -189,7 +197,7 @@ class State:
         return Holding(prefix + name, Slice.whole(tensor.shape), 0, tensor.numel(), tensor, True)
 
     def _left_out_before(self, manifest: Manifest) -> list[Holding]:
-        """The same, to be filled."""
+        """The same to be filled, where the checkpoint was written by as many data-parallel ranks."""
         prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
         self._memories = {}
         if self._sharding.options.compression is None or manifest.values.get("data_ranks") != self._sharding.comm.size:
@@ -250,6 +258,7 @@ class State:
 
     @torch.no_grad()
     def finish_load(self) -> None:
+        """Put what has been filled in place. Collective."""
         for tensor, filled in self._pending:
             tensor.copy_(filled.view(tensor.shape))
         self._pending = []
