@@ -34,7 +34,7 @@ from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.elastic import Survivors, keep_training
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.fruitless import Fruitless
-from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.run import Run, refuse_what_is_not_there_yet, set_threads, settled
 
 FRUITLESS_STEPS = 50  # in a row, after which a run is given up
@@ -83,7 +83,7 @@ def train(config: Config, world: Communicator, run: Run, survivors: Survivors | 
     assembled = assemble(config, mesh, task, data)
     engine = assembled.engine
     rounds = cut.rounds(config.train.batch, microbatch_size(config, mesh))
-    schedule = Schedule.of(config.optim, config.train.steps)
+    schedule = LearningRate.of(config.optim, config.train.steps)
     del task  # a stage needs no more than its own blocks
     with make_store(config, world, run) as store:
         identity = data.description.identity

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from mpitrain.bench.jobs import Benchmark, parser, run
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
@@ -179,14 +179,18 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             "sequence",
         )
         note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; then torch's time over ours."
-        tables.append(Table(f"{ranks} ranks", columns, rows, note))
+        tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         ratios = [row[5] for row in rows]
         wanted = f"at least {WANTED:g} times"
         mean, least = geometric_mean(ratios), min(ratios)
         met = None if options.quick else mean >= WANTED
-        targets.append(Target(f"{ranks} ranks: as fast as torch, geometric mean", wanted, f"{mean:.2f} times", met))
+        targets.append(
+            ReportTarget(f"{ranks} ranks: as fast as torch, geometric mean", wanted, f"{mean:.2f} times", met)
+        )
         met = None if options.quick else least >= 1.0
-        targets.append(Target(f"{ranks} ranks: as fast as torch, worst shape", "at least 1 times", f"{least:.2f}", met))
+        targets.append(
+            ReportTarget(f"{ranks} ranks: as fast as torch, worst shape", "at least 1 times", f"{least:.2f}", met)
+        )
     return Report("Tensor parallelism", tables, targets, lambda figure: _draw(figure, results))
 
 

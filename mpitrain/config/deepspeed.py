@@ -18,7 +18,7 @@ from mpitrain.errors import InputError
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.sharding import Options
 from mpitrain.storage.disk import read_plain
-from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.options import Settings, accumulation
 from mpitrain.trainer.precision import LossScale
 
@@ -256,7 +256,7 @@ def _precision(values: Mapping[str, Any], origin: str) -> tuple[str, LossScale |
     return "fp16", dynamic, hints
 
 
-def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> Schedule | None:
+def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> LearningRate | None:
     if not section:
         return None
     name, params = f"{origin}: scheduler", section.get("params", {})
@@ -269,7 +269,7 @@ def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], o
     if kind != "constant" and "total_num_steps" not in params:
         raise InputError(f"{name}.params needs total_num_steps for {section['type']}", agreed=True)
     peak = params.get("warmup_max_lr", optimizer.get("lr", 1e-3))
-    return Schedule(
+    return LearningRate(
         kind,
         peak=float(peak),
         first=float(params.get("warmup_min_lr", float(peak) * params.get("warmup_min_ratio", 0.0))),

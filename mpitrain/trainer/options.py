@@ -10,7 +10,7 @@ from mpitrain.comm import compression
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.shard.sharding import Options
-from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.precision import LossScale
 
 
@@ -32,7 +32,7 @@ class Settings:
     scale: LossScale | None = None
     any_optimizer: bool = False
     optimizer: tuple[str, dict[str, Any]] | None = None
-    schedule: Schedule | None = None
+    schedule: LearningRate | None = None
     timeout: float | None = None
     without_effect: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
         clip=train.clip,
         recompute=train.recompute,
         options=options_of(config),
-        schedule=None if own_optimizer else Schedule.of(config.optim, train.steps),
+        schedule=None if own_optimizer else LearningRate.of(config.optim, train.steps),
         timeout=config.comm.timeout if "timeout" in config.comm.model_fields_set else None,
     )
 
