@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mpitrain.errors import InputError
-from mpitrain.shard.segments import Segment
+from mpitrain.shard.flat_parameters import FlatParameter
 
 HOST = "host"  # instead of a folder
 
@@ -58,11 +58,11 @@ class MappedFiles:
             os.unlink(name)
         return mapped.view(tensor.shape).copy_(tensor.detach())
 
-    def take(self, segment: Segment, state: dict[str, object]) -> None:
-        """Move a segment's fp32 copy and its optimizer states to files, as far as they are not there yet."""
-        if segment.stored is not None and id(segment.value) not in self._moved:
-            segment.value.data = self.move(segment.value)
-            self._moved.add(id(segment.value))
+    def take(self, flat_parameter: FlatParameter, state: dict[str, object]) -> None:
+        """Move a flat parameter's fp32 copy and its optimizer states to files, as far as they are not there yet."""
+        if flat_parameter.stored is not None and id(flat_parameter.value) not in self._moved:
+            flat_parameter.value.data = self.move(flat_parameter.value)
+            self._moved.add(id(flat_parameter.value))
         for key, tensor in state.items():
             if torch.is_tensor(tensor) and tensor.numel() > 1 and tensor.data_ptr() not in self._places:
                 mapped = self.move(tensor)

@@ -23,13 +23,19 @@ from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.flat_parameters import (
+    FlatParameter,
+    hand_over,
+    refuse_strangers,
+    replicated_flat_parameters,
+    sharded_flat_parameters,
+)
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
 from mpitrain.shard.reduction import BucketReduction
-from mpitrain.shard.segments import Segment, hand_over, refuse_strangers, shared_out_segments, whole_segments
 from mpitrain.shard.sharded_gradients import ShardedGradients
 from mpitrain.shard.sharded_parameters import ShardedParameters
 from mpitrain.shard.units import members, unit_groups, units_of
@@ -75,7 +81,7 @@ class Sharding:
 
     Args:
         module: Whose parameters are trained; they must be the same on all ranks.
-        optimizer: Of those parameters; where states are sharded it is handed this rank's segments instead.
+        optimizer: Of those parameters; where states are sharded it is handed this rank's flat parameters instead.
         comm: The data-parallel ranks.
         options: How everything is placed.
         counted: Whether a parameter's gradient belongs to this rank's part of the norm (False for what a rank of
@@ -86,7 +92,7 @@ class Sharding:
         shard: The ranks that shares are divided over.
         replicas: The ranks that have the same share as this one; None where there are no others.
         groups: The trained parameters and where each lies.
-        segments: What this rank's optimizer updates.
+        flat_parameters: What this rank's optimizer updates.
 
     Raises:
         InputError: Options that do not go together, with each other or with the optimizer.
@@ -118,9 +124,9 @@ class Sharding:
         self.reducer = Reducer(
             gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states and not staged
         )
-        self.segments = self._segments(gradients, counted)
-        if self.stage.states or any(s.stored is not None for s in self.segments):
-            hand_over(optimizer, self.segments)
+        self.flat_parameters = self._flat_parameters(gradients, counted)
+        if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
+            hand_over(optimizer, self.flat_parameters)
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
         """The ranks that shares are divided over, and those that have the same share as this one."""
@@ -208,12 +214,12 @@ class Sharding:
             return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype, taken=taken)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=options.reduce_dtype)
 
-    def _segments(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[Segment]:
+    def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """What this rank's optimizer updates."""
         on_host = self.options.offload == HOST
         if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
-            return shared_out_segments(
+            return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
             )
         places = {
@@ -228,7 +234,7 @@ class Sharding:
                 return gradients.own(*places[parameter]).view(parameter.shape)
             return parameter.grad
 
-        return whole_segments(self.optimizer, gradient_of, counted, on_host=on_host)
+        return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
     @property
     def gradients(self) -> Gradients:

@@ -48,11 +48,11 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     parameters = sharding.parameters.nbytes()
     gradients, buffers = sharding.gradients.nbytes()
     buffers += sharding.parameters.buffer_bytes()
-    kept = [t for s in sharding.segments for t in sharding.optimizer.state.get(s.value, {}).values()]
+    kept = [t for s in sharding.flat_parameters for t in sharding.optimizer.state.get(s.value, {}).values()]
     moments = [t for t in kept if torch.is_tensor(t) and t.numel() > 1]
-    masters = [s.value for s in sharding.segments if s.stored is not None]
+    masters = [s.value for s in sharding.flat_parameters if s.stored is not None]
     states = _nbytes(moments) + _nbytes(masters)
-    per_element = round(_nbytes(moments) / 4 / max(1, sum(s.value.numel() for s in sharding.segments)))
+    per_element = round(_nbytes(moments) / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
     accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
     expected = {
         "parameters": round(sum(a.parameters for a in accounts)),

@@ -23,7 +23,7 @@ from mpitrain.checkpoint import MODEL, Manifest, Part, TensorSpec
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, Slice, logical_of, shares
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.segments import Segment
+from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
 MASTER, OPTIMIZER, COMPRESSION = "master/", "optimizer/", "compression/"
@@ -114,24 +114,24 @@ class EngineState:
                     found.append(Holding(MODEL + self._names[p], logical_of(p), first, last, data, self._writes(p)))
         return found
 
-    def _of_segments(self, prefix: str, tensor_of: Callable[[Segment], torch.Tensor | None]) -> list[Holding]:
-        """A tensor of each segment that has as many elements."""
+    def _of_optimizer(self, prefix: str, tensor_of: Callable[[FlatParameter], torch.Tensor | None]) -> list[Holding]:
+        """A tensor of each flat parameter that has as many elements."""
         found = []
-        for segment in self._sharding.segments:
-            tensor = tensor_of(segment)
+        for flat_parameter in self._sharding.flat_parameters:
+            tensor = tensor_of(flat_parameter)
             if tensor is None:
                 continue
-            for p, first, last, at in segment.contents:
+            for p, first, last, at in flat_parameter.contents:
                 data = tensor if tensor.numel() == last - first else tensor.view(-1)[at : at + last - first]
                 found.append(Holding(prefix + self._names[p], logical_of(p), first, last, data, self._writes(p)))
         return found
 
     def _masters(self) -> list[Holding]:
-        return self._of_segments(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
+        return self._of_optimizer(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
 
-    def _elementwise(self, key: str, segment: Segment) -> torch.Tensor | None:
-        value = self._sharding.optimizer.state.get(segment.value, {}).get(key)
-        return value if torch.is_tensor(value) and value.shape == segment.value.shape and value.dim() else None
+    def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
+        value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
+        return value if torch.is_tensor(value) and value.shape == flat_parameter.value.shape and value.dim() else None
 
     def trained(self) -> int:
         """Elements of the trained parameters that the data-parallel ranks write between them."""
@@ -148,7 +148,7 @@ class EngineState:
         sharding = self._sharding
         rank, size = (0, 1) if alone else (sharding.comm.rank, sharding.comm.size)
         keys = sorted({key for state in sharding.optimizer.state.values() for key in state})
-        states = [h for key in keys for h in self._of_segments(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
+        states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._odd_states()
         alike, own = self._alike(), self._shares()
         (own if sharding.stage.states else alike).extend([*self._masters(), *states, *small])
@@ -167,12 +167,12 @@ class EngineState:
         """States that are not one number per element: small tensors, and values; of the rank with a first element."""
         tensors: list[Holding] = []
         values: dict[str, dict[str, Any]] = {}
-        for segment in self._sharding.segments:
-            for key, value in self._sharding.optimizer.state.get(segment.value, {}).items():
-                for p, first, _, _ in segment.contents:
+        for flat_parameter in self._sharding.flat_parameters:
+            for key, value in self._sharding.optimizer.state.get(flat_parameter.value, {}).items():
+                for p, first, _, _ in flat_parameter.contents:
                     name = self._names[p]
                     if torch.is_tensor(value):
-                        if self._elementwise(key, segment) is None and first == 0:
+                        if self._elementwise(key, flat_parameter) is None and first == 0:
                             part = Slice.whole(value.shape)
                             written = self._writes(p)
                             tensors.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, value, written))
@@ -225,7 +225,7 @@ class EngineState:
         return found
 
     def _empty_states(self, manifest: Manifest) -> list[Holding]:
-        """Optimizer states to fill, as the checkpoint has them for the parameters of each segment."""
+        """Optimizer states to fill, as the checkpoint has them for the parameters of each flat parameter."""
         keys: dict[str, list[tuple[str, TensorSpec]]] = {}
         for name, spec in manifest.tensors.items():
             if name.startswith(OPTIMIZER):
@@ -235,15 +235,17 @@ class EngineState:
         values = manifest.value("optimizer")
         found: list[Holding] = []
         self._states = {}
-        for segment in self._sharding.segments:
-            state = self._states.setdefault(segment.value, {})
-            for p, first, last, at in segment.contents:
+        for flat_parameter in self._sharding.flat_parameters:
+            state = self._states.setdefault(flat_parameter.value, {})
+            for p, first, last, at in flat_parameter.contents:
                 name = self._names[p]
                 for key, spec in keys.get(name, ()):
                     if tuple(spec.shape) == logical_of(p).shape and spec.shape:
                         if key not in state:
                             kind = getattr(torch, spec.dtype)
-                            state[key] = torch.zeros(segment.value.shape, dtype=kind, device=segment.value.device)
+                            state[key] = torch.zeros(
+                                flat_parameter.value.shape, dtype=kind, device=flat_parameter.value.device
+                            )
                         data = state[key].view(-1)[at : at + last - first]
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
                     elif key not in state:

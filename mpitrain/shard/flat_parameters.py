@@ -1,9 +1,9 @@
-"""Segments: what this rank's optimizer updates in place of the model's parameters.
+"""Flat parameters: what this rank's optimizer updates in place of the model's parameters.
 
-Where optimizer states are replicated, a segment is a parameter. Where they are sharded, it is a flat stretch of this
-rank's share of a bucket, whose parameters have the same settings in the optimizer; the gaps between parameters in it
-are zeros that stay zeros. In 16-bit training the optimizer works on an fp32 copy of the segment (the master weights
-of Micikevicius et al. 2018), which is rounded into the parameters after each update.
+Where optimizer states are replicated, a flat parameter is a parameter. Where they are sharded, it is a stretch of this
+rank's share of a bucket, whose parameters have the same settings in the optimizer (Zhao et al. 2023, PyTorch FSDP,
+section 3.2.1); the gaps between parameters in it are zeros that stay zeros. In 16-bit training the optimizer works on
+an fp32 copy (the master weights of Micikevicius et al. 2018), which is rounded into the parameters after each update.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ELEMENTWISE = (
 
 
 @dataclass
-class Segment:
+class FlatParameter:
     """What the optimizer updates as if it were one parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Segment:
         stored: The parameter, or the stretch of flat memory, that `value` is a copy of; None where it is that itself.
         gradient: Gives the reduced gradient in the gradients' dtype; None when there is none.
         contents: (parameter, first, last, offset) of every parameter in it: its elements [first, last) begin at
-            `offset` of the segment.
+            `offset` of the flat parameter.
         settings: The number of the optimizer's parameter group.
         counted: Whether its gradient belongs to this rank's part of the norm.
     """
@@ -60,14 +60,14 @@ class Segment:
             self.stored.copy_(self.value)
 
 
-def whole_segments(
+def replicated_flat_parameters(
     optimizer: torch.optim.Optimizer,
     gradient: Callable[[nn.Parameter], torch.Tensor | None],
     counted: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
-) -> list[Segment]:
-    """One segment for each parameter that the optimizer trains.
+) -> list[FlatParameter]:
+    """One flat parameter for each parameter that the optimizer trains.
 
     Args:
         optimizer: Whose parameters are meant.
@@ -75,14 +75,14 @@ def whole_segments(
         counted: Whether a parameter's gradient belongs to this rank's part of the norm.
         on_host: The optimizer works on copies in host memory of what is on a device.
     """
-    segments = []
+    flat_parameters = []
     for number, settings in enumerate(optimizer.param_groups):
         for parameter in settings["params"]:
             if not parameter.requires_grad:
                 continue
             copied = parameter.element_size() < 4 or (on_host and parameter.is_cuda)
-            segments.append(
-                Segment(
+            flat_parameters.append(
+                FlatParameter(
                     _copy(parameter, on_host) if copied else parameter,
                     parameter.detach() if copied else None,
                     lambda p=parameter: gradient(p),  # type: ignore[misc]
@@ -91,10 +91,10 @@ def whole_segments(
                     counted(parameter),
                 )
             )
-    return segments
+    return flat_parameters
 
 
-def shared_out_segments(
+def sharded_flat_parameters(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[FlatGroup],
     share: int,
@@ -103,8 +103,8 @@ def shared_out_segments(
     counted: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
-) -> list[Segment]:
-    """The segments of one share of every bucket.
+) -> list[FlatParameter]:
+    """The flat parameters of one share of every bucket.
 
     Args:
         optimizer: Whose parameters are meant.
@@ -120,7 +120,7 @@ def shared_out_segments(
     """
     refuse_unless_elementwise(optimizer)
     settings_of = _settings_of(optimizer)
-    segments = []
+    flat_parameters = []
     for g, group in enumerate(groups):
         for b in range(group.layout.buckets):
             for lo, hi, number, count, contents in _stretches(
@@ -130,8 +130,8 @@ def shared_out_segments(
                     continue
                 stored = own(g, lo, hi)
                 copied = group.dtype.itemsize < 4 or (on_host and stored.is_cuda)
-                segments.append(
-                    Segment(
+                flat_parameters.append(
+                    FlatParameter(
                         _copy(stored, on_host) if copied else nn.Parameter(stored),
                         stored if copied else None,
                         lambda view=gradient(g, lo, hi): view,  # type: ignore[misc]
@@ -140,7 +140,7 @@ def shared_out_segments(
                         count,
                     )
                 )
-    return segments
+    return flat_parameters
 
 
 def _copy(tensor: torch.Tensor, on_host: bool) -> nn.Parameter:
@@ -194,8 +194,8 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def hand_over(optimizer: torch.optim.Optimizer, segments: Sequence[Segment]) -> None:
-    """Let the optimizer update the segments in place of the parameters it was made for.
+def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatParameter]) -> None:
+    """Let the optimizer update the flat parameters in place of the parameters it was made for.
 
     Raises:
         InputError: It has made steps already, so that it has states of those parameters.
@@ -206,4 +206,4 @@ def hand_over(optimizer: torch.optim.Optimizer, segments: Sequence[Segment]) -> 
             agreed=True,
         )
     for number, settings in enumerate(optimizer.param_groups):
-        settings["params"] = [s.value for s in segments if s.settings == number]
+        settings["params"] = [s.value for s in flat_parameters if s.settings == number]
