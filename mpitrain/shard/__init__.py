@@ -6,7 +6,8 @@ protocols                       what parameters and gradients offer, wherever th
 parameters, sharded_parameters  the placements of parameters; units: which modules are gathered together
 whole_gradients, sharded_gradients, reduction, reducer, in_place
                                 the placements of gradients, and how backward fills and reduces them
-flat_parameters, update, offload       what this rank's optimizer updates, and where its states are
+flat_parameters, update, offload
+                                    what this rank's optimizer updates, and where its states are
 virtual_workers                 the parts that a global batch is always divided into
 ddp, join                       DistributedDataParallel, the replicated case by itself
 axes                            the module's place in a mesh of more axes
