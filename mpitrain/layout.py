@@ -77,6 +77,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Elements in the piece."""
         return self.hi - self.lo
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -163,6 +164,7 @@ class Slice:
 
     @property
     def numel(self) -> int:
+        """Elements of the rank's tensor."""
         return sum(box.numel for box in self.boxes)
 
     def pieces(self, name: str, lo: int, hi: int) -> list[tuple[int, Piece]]:
@@ -230,6 +232,7 @@ class Flat:
 
     @property
     def buckets(self) -> int:
+        """How many buckets there are."""
         return len(self.bounds) - 1
 
     def share(self, bucket: int, part: int) -> tuple[int, int]:

@@ -143,6 +143,7 @@ class Executor:
     # -- compute
 
     def _forward(self, number: int, stage: Stage, microbatch: int) -> None:
+        """Compute a stage's output of a microbatch, and pass it on."""
         batch = self._batch
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
         past = self._past_of(number, microbatch)
@@ -181,6 +182,7 @@ class Executor:
         stage: Stage,
         microbatch: int,
     ) -> None:
+        """Compute gradients of a stage, and pass those of its input on. release: nothing is left for a weight half."""
         gradients = [] if number == self._last else self._take(number + 1, microbatch, True)
         kept = self._kept[number, microbatch]
         if release:
@@ -190,6 +192,7 @@ class Executor:
             self._pass_on(number, microbatch, True, found, number - 1)
 
     def _backward_weight(self, number: int, stage: Stage, microbatch: int) -> None:
+        """Add a stage's weight gradients of a microbatch, and drop what was kept of it."""
         stage.backward_weight(self._kept.pop((number, microbatch)))
 
     # -- messages
@@ -203,11 +206,13 @@ class Executor:
             self._leaving[key] = tensors
 
     def _send(self, number: int, microbatch: int, gradient: bool, to: int) -> None:
+        """Begin to send what a step made, after its header where one is wanted."""
         if self._headers and not gradient:
             self.wire.send_header(self._batch.known[microbatch][number], to)
         self.wire.send(self._leaving.pop((number, microbatch, gradient)), to, gradient)
 
     def _receive(self, number: int, microbatch: int, gradient: bool, source: int) -> None:
+        """Begin to receive what a step will use, after its header where one is wanted."""
         if self._headers and not gradient:
             self._tell(number, microbatch, self.wire.receive_header(source))
         known = self._batch.known[microbatch]

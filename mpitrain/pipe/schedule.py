@@ -105,6 +105,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Stages of the whole model."""
         return len(self.rank_of)
 
     @property

@@ -200,6 +200,7 @@ def _numbered(order: Iterable[Entry], microbatches: int) -> tuple[Compute, ...]:
 
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:
+    """Raise InputError for numbers that a schedule cannot be made with. possible: chunks a rank may have."""
     if ranks < 1 or microbatches < 1:
         raise InputError(
             f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each", agreed=True

@@ -169,4 +169,5 @@ def held(steps: Sequence[Compute], costs: Costs) -> tuple[int, float]:
 
 
 def _of(cost: Cost, stage: int) -> float:
+    """The cost of one stage."""
     return cost if isinstance(cost, int | float) else cost[stage]

@@ -122,6 +122,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
 
 
 def _refused(name: str, block: nn.Module, slices: int, what: str) -> InputError:
+    """The error that names a block and why it cannot take slices."""
     return InputError(
         f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "
         f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1",
@@ -137,4 +138,5 @@ def _part(value: Any, lo: int, hi: int) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensor, or those of a tuple."""
     return [value] if isinstance(value, torch.Tensor) else list(value)

@@ -42,6 +42,7 @@ class _Check:
         self.sent: set[tuple[int, int, bool]] = set()
 
     def run(self) -> None:
+        """Let every rank go on as far as it can, until nobody can."""
         moved = True
         while moved:
             moved = False
@@ -143,6 +144,7 @@ class _Check:
                 raise ScheduleError(f"{schedule.name}: rank {rank} ends with {sorted(left)} that nobody used")
 
     def _error(self, rank: int, what: str) -> ScheduleError:
+        """An error at the step that a rank has come to."""
         steps = self.program.steps[rank]
         at = self.at[rank]
         return ScheduleError(f"{self.schedule.name}: rank {rank}, step {at} ({steps[at]}) {what}")

@@ -32,10 +32,12 @@ class FlatGroup:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the parameters."""
         return self.parameters[0].dtype
 
     @property
     def device(self) -> torch.device:
+        """Of the parameters."""
         return self.parameters[0].device
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

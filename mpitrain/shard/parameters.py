@@ -117,6 +117,7 @@ class NodeParameters(Parameters):
         self._node_barrier()
 
     def _node_barrier(self) -> None:
+        """After it every rank of the node sees what the others wrote before."""
         for copy in self._copies:
             copy.publish()
 

@@ -48,6 +48,7 @@ class Account:
 
     @property
     def total(self) -> float:
+        """Bytes of all categories."""
         return self.parameters + self.gradients + self.states
 
 

@@ -174,6 +174,7 @@ class Reducer:
                 parameter.grad = None
 
     def _unused_message(self, unused: Sequence[nn.Parameter]) -> str:
+        """The message about parameters that got no gradient."""
         names = [self.names[p] for p in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         mend = (

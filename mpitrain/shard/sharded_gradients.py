@@ -224,6 +224,7 @@ class _Slot(NamedTuple):
 
     @staticmethod
     def of(flat: torch.Tensor, members: Sequence[nn.Parameter], offsets: Sequence[int]) -> _Slot:
+        """The views of a bucket whose members begin at these offsets of `flat`."""
         views, gaps, at = [], [], 0
         for parameter, begin in zip(members, offsets, strict=True):
             gaps.append(flat[at:begin])

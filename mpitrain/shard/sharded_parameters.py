@@ -216,6 +216,7 @@ class ShardedParameters(Parameters):
 
     @staticmethod  # the buffers are those of the unit's backward pass, into which it has been gathered again
     def _unpack(packed: Any) -> torch.Tensor:
+        """What `_pack` saved, as the tensor it stands for."""
         if torch.is_tensor(packed):
             return packed
         unit, g, offset, shape, stride = packed

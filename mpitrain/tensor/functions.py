@@ -53,6 +53,8 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class _Copy(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -65,6 +67,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """All-reduce forward, identity backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return axis.all_reduce(x)
@@ -76,6 +80,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """All-gather forward, own part backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         out, lengths = axis.all_gather(x, dim)
@@ -89,6 +95,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
+    """Own part forward, all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -101,6 +109,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         out, ctx.lengths = axis.all_gather(x, dim)
@@ -114,6 +124,8 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim

@@ -142,6 +142,7 @@ def _check_heads(name: str, sections: Sequence[int], unit: int, ranks: int) -> N
 
 
 def _unshareable(name: str, heads: int, ranks: int) -> InputError:
+    """The error that names numbers of ranks and of heads that would fit."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
@@ -153,5 +154,6 @@ def _unshareable(name: str, heads: int, ranks: int) -> InputError:
 
 
 def _listed(numbers: Sequence[int]) -> str:
+    """Numbers as they are listed in a sentence."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last

@@ -108,6 +108,8 @@ class VocabularyCrossEntropy(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Computes the loss, and keeps what its gradient needs of this rank's part of the scores."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -186,6 +186,7 @@ class Engine:
         return losses
 
     def _through_pipeline(self, pipeline: Stages, microbatches: Sequence[Microbatch], samples: int) -> float:
+        """Gradients of one step through the pipeline; returns the step's loss on this rank's share of the batch."""
         self.sharding.reducer.enabled = False
         weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
         cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
@@ -269,6 +270,7 @@ class Engine:
         return parts, values | self._settings()
 
     def _settings(self) -> dict[str, Any]:
+        """The values that the engine adds to those of a checkpoint."""
         return {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:

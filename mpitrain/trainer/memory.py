@@ -39,6 +39,7 @@ class MemoryAccount:
 
     @property
     def total(self) -> int:
+        """Bytes of all categories."""
         return self.parameters + self.gradients + self.states + self.activations + self.buffers
 
 
@@ -69,6 +70,7 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all these tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -51,6 +51,7 @@ class Holding:
 
     @property
     def spec(self) -> TensorSpec:
+        """The logical tensor, as the manifest lists it."""
         return TensorSpec(self.name, self.slice.shape, str(self.data.dtype).removeprefix("torch."))
 
     def parts(self, flat: torch.Tensor, lo: int, hi: int) -> Iterator[Part]:
@@ -97,6 +98,7 @@ class EngineState:
 
     @staticmethod
     def _whole(name: str, owner: torch.Tensor, data: torch.Tensor, written: bool) -> Holding:
+        """A rank's whole tensor; owner: the parameter that says what part of the model's it is."""
         part = logical_of(owner)
         return Holding(name, part, 0, part.numel, data, written)
 
@@ -127,9 +129,11 @@ class EngineState:
         return found
 
     def _masters(self) -> list[Holding]:
+        """The optimizer's fp32 copies."""
         return self._of_optimizer(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
 
     def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
+        """An optimizer state that has one number per element; None for any other."""
         value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
         return value if torch.is_tensor(value) and value.shape == flat_parameter.value.shape and value.dim() else None
 
@@ -193,6 +197,7 @@ class EngineState:
         return [self._memory(name, tensor) for name, tensor in tensors.items()]
 
     def _memory(self, name: str, tensor: torch.Tensor) -> Holding:
+        """One buffer of this rank's compression."""
         prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
         return Holding(prefix + name, Slice.whole(tensor.shape), 0, tensor.numel(), tensor, True)
 
@@ -295,6 +300,7 @@ def _divided(alike: Sequence[Holding], rank: int, size: int) -> Iterator[Part]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements on the host, one after the other."""
     return tensor.detach().contiguous().view(-1).cpu()
 
 
