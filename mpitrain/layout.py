@@ -1,4 +1,4 @@
-"""Who owns which slice of which tensor. Nobody else computes an offset into somebody's share.
+"""Which rank owns which slice of which tensor. No other module computes an offset into a share.
 
 Tensors here are logical: a name, a shape, elements numbered in row-major order, wherever they are kept. A rank
 holds `Piece`s of them. A piece is a stretch [lo, hi) of a `Box`, which is the tensor, or the part of it along
@@ -25,14 +25,14 @@ _SLICE = "_mpitrain_slice"  # attribute of a parameter that is a part of the mod
 
 
 def split(length: int, parts: int) -> list[int]:
-    """Bounds (parts + 1) that cut `length` into nearly equal parts, the longer ones first."""
+    """Divide `length` into nearly equal parts, the longer ones first; returns the parts + 1 bounds."""
     base, extra = divmod(length, parts)
     return [p * base + min(p, extra) for p in range(parts + 1)]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A tensor viewed as [outer, dim, inner], and of it the part [:, start:stop, :]."""
+    """The part [:, start:stop, :] of a tensor viewed as [outer, dim, inner]."""
 
     outer: int
     dim: int
@@ -42,6 +42,7 @@ class Box:
 
     @staticmethod
     def whole(numel: int) -> Box:
+        """All of a tensor of `numel` elements."""
         return Box(1, numel, 1, 0, numel)
 
     @staticmethod
@@ -56,6 +57,7 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """Elements in the box."""
         return self.outer * self.row
 
 
@@ -70,14 +72,21 @@ class Piece:
 
     @staticmethod
     def whole(name: str, numel: int) -> Piece:
+        """All of a tensor of `numel` elements."""
         return Piece(name, Box.whole(numel), 0, numel)
 
     @property
     def numel(self) -> int:
+        """Elements in the piece."""
         return self.hi - self.lo
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The piece as stretches of the tensor: first elements there, lengths, and places in the piece."""
+        """The piece as stretches that are contiguous in the tensor.
+
+        Returns:
+            Three int64 arrays with one number for each stretch: its first element in the tensor, its length, and its
+            first element in the piece.
+        """
         if self.hi <= self.lo:
             empty = np.empty(0, dtype=np.int64)
             return empty, empty, empty
@@ -90,9 +99,11 @@ class Piece:
 
 
 def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The elements two pieces of one tensor have in common, as the longest stretches contiguous in both.
+    """The elements that two pieces of one tensor have in common, as the longest stretches contiguous in both.
 
-    Returns their places in the source, in the target, and their lengths, in ascending order.
+    Returns:
+        Three int64 arrays with one number for each stretch, in ascending order: its first element in the source, its
+        first element in the target, and its length.
     """
     a_starts, a_lengths, a_places = source.runs()
     b_starts, b_lengths, b_places = target.runs()
@@ -111,9 +122,16 @@ def stretches(source: Piece, target: Piece) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> list[tuple[int, int, int]]:
-    """One of `parts` nearly equal shares of tensors laid end to end: (tensor number, lo, hi) of each stretch in it.
+    """One of `parts` nearly equal shares of tensors laid end to end.
 
-    sizes: elements of the tensors. Cuts fall on multiples of `multiple` elements of the whole.
+    Args:
+        sizes: Elements of the tensors.
+        parts: How many shares.
+        part: Which share.
+        multiple: Shares begin at multiples of so many elements of the whole.
+
+    Returns:
+        (number of the tensor, lo, hi) of each stretch of a tensor in the share.
     """
     total = sum(sizes)
     units = split(-(-total // multiple), parts)
@@ -129,21 +147,32 @@ def shares(sizes: Sequence[int], parts: int, part: int, multiple: int = 16) -> l
 
 @dataclass(frozen=True)
 class Slice:
-    """What a rank's tensor is of a logical one of `shape`: the elements of the boxes, one box after the other."""
+    """What part of a logical tensor a rank's tensor is.
+
+    Attributes:
+        shape: Of the logical tensor.
+        boxes: Whose elements the rank's tensor has, one box after the other.
+    """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Slice:
+        """All of a tensor of this shape."""
         return Slice(tuple(shape), (Box.whole(prod(shape)),))
 
     @property
     def numel(self) -> int:
+        """Elements of the rank's tensor."""
         return sum(box.numel for box in self.boxes)
 
     def pieces(self, name: str, lo: int, hi: int) -> list[tuple[int, Piece]]:
-        """Elements [lo, hi) of the rank's tensor: (place in that stretch, the piece of the logical tensor)."""
+        """Elements [lo, hi) of the rank's tensor, as pieces of the logical tensor `name`.
+
+        Returns:
+            (where the piece begins, counted from lo; the piece) of each box that the stretch touches.
+        """
         found, begin = [], 0
         for box in self.boxes:
             first, last = max(lo, begin), min(hi, begin + box.numel)
@@ -154,22 +183,22 @@ class Slice:
 
 
 def logical_of(tensor: Any) -> Slice:
-    """What a parameter is of the whole model's: the whole, unless `mark` said otherwise."""
+    """What part of the model's tensor a rank's parameter is: the whole, unless `mark` said otherwise."""
     return getattr(tensor, _SLICE, None) or Slice.whole(tensor.shape)
 
 
 def mark(tensor: Any, part: Slice) -> None:
-    """Say what a parameter is a part of. It stays with the parameter object, whatever becomes of its data."""
+    """Note on a parameter what it is a part of; the note stays with the object, whatever becomes of its data."""
     setattr(tensor, _SLICE, part)
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Whether every rank of the tensor axis has the same: a norm over the axis must count it once."""
+    """Whether every rank of the tensor axis has the same parameter, so that norms must count it once."""
     return getattr(tensor, _SLICE, None) is None
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatPlace:
     """Where a tensor's elements lie in a flat layout, and in which bucket of it."""
 
     offset: int
@@ -179,35 +208,45 @@ class Place:
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors of one dtype laid end to end in buckets, and each bucket cut into `parts` equal shares.
+    """Tensors of one dtype laid end to end in buckets, each of which is divided into equal shares.
 
         bucket 0                | bucket 1
         share 0   | share 1     | share 0   | share 1          parts = 2
 
-    bounds: element offsets of the buckets, one more than there are. Tensors begin at multiples of 64 bytes and
-    buckets are as long as `parts` equal shares need; the gaps hold zeros.
+    Tensors begin at multiples of 64 bytes, and buckets are as long as `parts` equal shares need; the gaps hold zeros.
+
+    Attributes:
+        places: Where each tensor lies, in order.
+        bounds: Element offsets of the buckets, one more than there are buckets.
+        parts: Shares of each bucket.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[FlatPlace, ...]
     bounds: tuple[int, ...]
     parts: int
 
     @property
     def numel(self) -> int:
+        """Elements of the whole, gaps included."""
         return self.bounds[-1]
 
     @property
     def buckets(self) -> int:
+        """How many buckets there are."""
         return len(self.bounds) - 1
 
     def share(self, bucket: int, part: int) -> tuple[int, int]:
-        """The elements of a bucket that are one part's, as offsets of the whole."""
+        """One part's share of a bucket: [lo, hi) in elements of the whole."""
         lo, hi = self.bounds[bucket], self.bounds[bucket + 1]
         length = (hi - lo) // self.parts
         return lo + part * length, lo + (part + 1) * length
 
     def within(self, lo: int, hi: int) -> list[tuple[int, int, int, int]]:
-        """The tensors in [lo, hi): (number, first, last, offset): elements [first, last) of it begin at offset."""
+        """What of the tensors lies in elements [lo, hi) of the whole.
+
+        Returns:
+            (number of the tensor, first, last, offset) of each: its elements [first, last) begin at `offset`.
+        """
         found = []
         for number, place in enumerate(self.places):
             first, last = max(lo, place.offset), min(hi, place.offset + place.numel)
@@ -217,14 +256,21 @@ class Flat:
 
 
 def lay_out(buckets: Sequence[Sequence[int]], itemsize: int, parts: int = 1, multiple: int = 16) -> Flat:
-    """Lay tensors of the given sizes (elements), by bucket, end to end; shares are multiples of `multiple` elements."""
+    """Lay tensors end to end in buckets.
+
+    Args:
+        buckets: Of each bucket the sizes of its tensors, in elements.
+        itemsize: Bytes of an element.
+        parts: Shares of each bucket.
+        multiple: Elements that a share is a multiple of.
+    """
     unit = max(1, 64 // itemsize)
-    places: list[Place] = []
+    places: list[FlatPlace] = []
     bounds = [0]
     for number, sizes in enumerate(buckets):
         offset = bounds[-1]
         for size in sizes:
-            places.append(Place(offset, size, number))
+            places.append(FlatPlace(offset, size, number))
             offset += -(-size // unit) * unit
         whole = parts * max(multiple, unit)
         bounds.append(bounds[-1] + -(-(offset - bounds[-1]) // whole) * whole)
@@ -232,7 +278,17 @@ def lay_out(buckets: Sequence[Sequence[int]], itemsize: int, parts: int = 1, mul
 
 
 def in_buckets(sizes: Sequence[int], itemsize: int, bucket_bytes: int, first_bytes: int) -> list[list[int]]:
-    """Numbers of tensors, in order, cut into buckets of about bucket_bytes, the first of about first_bytes."""
+    """Divide tensors, in order, into buckets of about `bucket_bytes`, the first of about `first_bytes`.
+
+    Args:
+        sizes: Elements of each tensor.
+        itemsize: Bytes of an element.
+        bucket_bytes: Bytes from which on a bucket is full.
+        first_bytes: The same of the first bucket, which is smaller so that its reduction starts early.
+
+    Returns:
+        Of each bucket the numbers of its tensors.
+    """
     found: list[list[int]] = [[]]
     limit, held = min(first_bytes, bucket_bytes), 0
     for number, size in enumerate(sizes):

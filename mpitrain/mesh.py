@@ -19,9 +19,15 @@ from mpitrain.errors import InputError
 
 @dataclass(frozen=True)
 class Mesh:
-    """world: all ranks. data, pipeline, tensor: the ranks that differ from this one along that axis alone.
+    """All ranks and this rank's three axes (torch's DeviceMesh has the same idea).
 
-    Their sizes are the mesh's shape and their ranks this rank's coordinates.
+    The sizes of the axes are the mesh's shape, and this rank's numbers in them are its coordinates.
+
+    Attributes:
+        world: All ranks.
+        data: The ranks that differ from this one along the data axis alone: they have the same part of the model.
+        pipeline: The ranks that differ along the pipeline axis alone.
+        tensor: The ranks that differ along the tensor axis alone.
     """
 
     world: Communicator
@@ -31,9 +37,16 @@ class Mesh:
 
     @staticmethod
     def make(world: Communicator, data: int | str = "auto", pipeline: int = 1, tensor: int = 1) -> Mesh:
-        """Collective. data: a number, or "auto" for what the ranks allow.
+        """Put all ranks into a mesh. Collective.
 
-        Raises InputError, on all ranks alike, when the shape does not fit the number of ranks.
+        Args:
+            world: All ranks.
+            data: Ranks along the data axis, or "auto" for what is left by the others.
+            pipeline: Ranks along the pipeline axis.
+            tensor: Ranks along the tensor axis.
+
+        Raises:
+            InputError: On all ranks alike, when the shape does not fit the number of ranks.
         """
         shape = mesh_shape(world.size, data, pipeline, tensor)
         _, p, t = shape
@@ -70,13 +83,17 @@ class Mesh:
 
 
 def coordinates(rank: int, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """A rank's place along data, pipeline and tensor."""
+    """A rank's number along data, pipeline and tensor in a mesh of this shape."""
     _, p, t = shape
     return rank // (p * t), rank // t % p, rank % t
 
 
 def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple[int, int, int]:
-    """(data, pipeline, tensor), whose product is the number of ranks. Raises InputError naming what would fit."""
+    """The shape (data, pipeline, tensor) of a mesh of so many ranks, with "auto" filled in.
+
+    Raises:
+        InputError: The product is not the number of ranks; names shapes that would fit.
+    """
     if pipeline < 1 or tensor < 1 or (data != "auto" and int(data) < 1):
         raise InputError(
             f"parallel.data {data}, parallel.pipeline {pipeline}, parallel.tensor {tensor}: each must be at least 1",
@@ -97,7 +114,11 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
 def tensor_groups_first(nodes: Sequence[int], tensor: int) -> list[int]:
     """An order of ranks in which groups of `tensor` neighbours lie inside a node as far as that can be.
 
-    nodes: of each rank. The ranks that are left over on their nodes come last.
+    The ranks that are left over on their nodes come last.
+
+    Args:
+        nodes: The node of each rank.
+        tensor: Ranks of a tensor group.
     """
     groups: list[int] = []
     over: list[int] = []
@@ -110,7 +131,7 @@ def tensor_groups_first(nodes: Sequence[int], tensor: int) -> list[int]:
 
 
 def _what_fits(ranks: int, pipeline: int, tensor: int) -> str:
-    """The nearest shapes that fit, that with this pipeline and tensor first."""
+    """The nearest shapes that fit, for a message."""
     shapes = [
         (ranks // (p * t), p, t) for p in range(1, ranks + 1) for t in range(1, ranks // p + 1) if ranks % (p * t) == 0
     ]
@@ -120,4 +141,5 @@ def _what_fits(ranks: int, pipeline: int, tensor: int) -> str:
 
 
 def _crosses_nodes(nodes: tuple[int, ...], tensor: int) -> bool:
+    """Whether some group of `tensor` neighbouring ranks has ranks on several nodes."""
     return any(len(set(nodes[lo : lo + tensor])) > 1 for lo in range(0, len(nodes), tensor))

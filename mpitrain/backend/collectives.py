@@ -18,7 +18,7 @@ from mpitrain.backend.reductions import Reducing, all_reduce_sparse
 from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
 
 
-class Collectives(Issuing):
+class GroupCollectives(Issuing):
     """Old and new names of the same operations: torch's releases and its C++ code differ in which they call."""
 
     # -- reductions --------------------------------------------------------------------------------------

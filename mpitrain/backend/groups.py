@@ -57,7 +57,7 @@ def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
 
 
 @dataclass
-class Place:
+class GroupRegistry:
     """What the process groups of a process share.
 
     control: a communicator over all ranks, for agreements between the members of groups. store: what torch is given
@@ -135,12 +135,12 @@ def _hear(control: Communicator, rank: int, tag: int) -> Any:
 
 
 @functools.cache
-def place() -> Place:
+def place() -> GroupRegistry:
     """This process's one. Collective over all ranks the first time."""
     world = init(abort_on_error=False)
     control = world.subgroup(range(world.size), label="torch.distributed")
     assert control is not None
-    return Place(control)
+    return GroupRegistry(control)
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from mpitrain.backend.debug import Comparison
 from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import on_stream
-from mpitrain.backend.work import Finished, Operation, Several
+from mpitrain.backend.work import FinishedWork, Operation, Several
 
 
 class Issuing(versions.Base):
@@ -40,7 +40,7 @@ class Issuing(versions.Base):
         """
         if watched():
             issue = partial(self._issue, name, call, outputs, options, alike)
-            return dispatch(shown[0], shown[1:], self, issue) or Finished(outputs)
+            return dispatch(shown[0], shown[1:], self, issue) or FinishedWork(outputs)
         return self._issue(name, call, outputs, options, alike)
 
     def _issue(
@@ -50,7 +50,7 @@ class Issuing(versions.Base):
         at_once = not versions.asynchronous(options) and self._coalesced is None
         if at_once and self._queue.limit is None:
             self._queue.perform(call)
-            return Finished(outputs)
+            return FinishedWork(outputs)
         title = f"{name} of {self.comm.label}"
         work = self._queue.submit(Operation(title, on_stream(outputs, call), outputs, self._queue))
         if at_once:  # by a thread, because nobody can be called back from inside MPI

@@ -22,7 +22,7 @@ _STEPS = 8  # sizes between one power of two and the next: at most so much of a 
 _LEAST = 4096  # bytes
 
 
-class Memory:
+class TensorMemory:
     """The blocks of one process group. Any thread may drop a tensor."""
 
     def __init__(self) -> None:

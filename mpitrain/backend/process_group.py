@@ -17,15 +17,15 @@ import torch.distributed as dist
 from mpitrain.backend import versions
 from mpitrain.backend.arguments import listed
 from mpitrain.backend.barrier import Barriers
-from mpitrain.backend.collectives import Collectives
+from mpitrain.backend.collectives import GroupCollectives
 from mpitrain.backend.debug import Comparison
 from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
-from mpitrain.backend.memory import Memory
+from mpitrain.backend.memory import TensorMemory
 from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import Written, to_read
-from mpitrain.backend.work import Finished, Message
+from mpitrain.backend.work import FinishedWork, MessageWork
 from mpitrain.comm import ANY_SOURCE, Communicator
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
@@ -33,7 +33,7 @@ from mpitrain.errors import MpitrainError
 _SHORT = 300.0  # seconds: groups with at most this timeout raise after it, the watchdog ends the job after others'
 
 
-class MPIProcessGroup(Collectives):
+class MPIProcessGroup(GroupCollectives):
     """A process group over a communicator. Ranks here are those of the group; options are torch's."""
 
     def __init__(self, comm: Communicator, name: str, store: dist.Store, timeout: timedelta) -> None:
@@ -45,9 +45,9 @@ class MPIProcessGroup(Collectives):
         self._queue = Queue(comm.overlaps, self._waiting, self.timeout if self.timeout <= _SHORT else None)
         self._barriers = Barriers(comm, self._waiting)
         self._comparison = Comparison(comm) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
-        self._memory = Memory()
+        self._memory = TensorMemory()
         self._coalesced: list[dist.Work] | None = None
-        self._in_flight: set[Message] = set()
+        self._in_flight: set[MessageWork] = set()
         self._surplus = 0  # messages sent more than received
         self._closed = False
 
@@ -80,7 +80,7 @@ class MPIProcessGroup(Collectives):
         """shown: as `_run` has it."""
         if watched():
             begun = dispatch(shown[0], shown[1:], self, lambda: self._begun(name, begin, tensor, land))
-            return begun or Finished([tensor])
+            return begun or FinishedWork([tensor])
         return self._begun(name, begin, tensor, land)
 
     def _begun(
@@ -92,7 +92,7 @@ class MPIProcessGroup(Collectives):
             raise translation(error) from error
         self._surplus += 1 if land is None else -1
         name = f"{name} of {self.group_name}"
-        return self._remember(Message(name, work, [tensor], self.timeout, self._waiting, self._in_flight, land))
+        return self._remember(MessageWork(name, work, [tensor], self.timeout, self._waiting, self._in_flight, land))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self.recv(tensors, ANY_SOURCE, tag)
@@ -108,7 +108,7 @@ class MPIProcessGroup(Collectives):
             return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
         self._compare("barrier", [])
         self._queue.perform(lambda: self._barriers.wait(seconds))  # which can be left after its own limit
-        return Finished([])
+        return FinishedWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier after which rank 0 knows, and says, which ranks did not come in time."""

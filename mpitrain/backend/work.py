@@ -20,7 +20,7 @@ _POLLS = 200  # before sleeping between them
 _NAP = 5e-5  # seconds
 
 
-class Finished(dist.Work):
+class FinishedWork(dist.Work):
     """An operation that is complete. outputs: the tensors it wrote."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -146,7 +146,7 @@ class Operation(dist.Work):
         return self.outputs
 
 
-class Message(dist.Work):
+class MessageWork(dist.Work):
     """A send or a receive that MPI carries by itself. land: puts what arrived in its place."""
 
     def __init__(
@@ -156,7 +156,7 @@ class Message(dist.Work):
         outputs: Sequence[torch.Tensor],
         timeout: float,
         waiting: Waiting,
-        in_flight: set[Message],
+        in_flight: set[MessageWork],
         land: Callable[[], None] | None = None,
     ) -> None:
         """in_flight: keeps it until it is complete, because MPI uses its memory, whether or not the caller does."""

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.bench.jobs import Benchmark, parser, run
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.errors import CommunicationError
 from mpitrain.models.gpt import GPT
@@ -137,12 +137,14 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             rows.append((name, ours * 1e3, theirs * 1e3, theirs / ours))
             ratios.append((name.split()[0], theirs / ours))
         columns = ("operation or step", "mpitrain", "gloo", "gloo / mpitrain")
-        tables.append(Table(f"{ranks} ranks", columns, rows, "Milliseconds, median; a step: samples x tokens a rank."))
+        tables.append(
+            ReportTable(f"{ranks} ranks", columns, rows, "Milliseconds, median; a step: samples x tokens a rank.")
+        )
         for kind, wanted in WANTED.items():
             least = min(ratio for name, ratio in ratios if name == kind)
             met = None if options.quick else least >= wanted
             what = f"{ranks} ranks: {kind}, as fast as over gloo, worst case"
-            targets.append(Target(what, f"at least {wanted:g} times", f"{least:.2f} times", met))
+            targets.append(ReportTarget(what, f"at least {wanted:g} times", f"{least:.2f} times", met))
     return Report("PyTorch over our backend and over gloo", tables, targets, lambda figure: _draw(figure, results))
 
 

@@ -21,7 +21,7 @@ import torch
 
 from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.layout import Box, Piece
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     return run(Benchmark("checkpoint", options, measure, report), arguments)
 
 
-class State:
+class BenchState:
     """Tensors of 4 MiB, this rank's rows of each; to be loaded: its columns."""
 
     def __init__(self, world: Communicator, mb: int) -> None:
@@ -89,7 +89,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     warnings.filterwarnings("ignore", module="torch.distributed")
-    state = State(world, 16 if options.quick else options.mb)
+    state = BenchState(world, 16 if options.quick else options.mb)
     parts, wanted = state.parts(), state.empty_parts()
     with (
         temporary_folder(world, options, "checkpoint") as folder,
@@ -148,7 +148,7 @@ def _raw(path: Path, slices: Sequence[torch.Tensor]) -> None:
         os.close(descriptor)
 
 
-def _torch_save(path: Path, state: State) -> None:
+def _torch_save(path: Path, state: BenchState) -> None:
     with open(path, "wb") as file:
         torch.save(dict(zip(state.names, state.slices, strict=True)), file)
         file.flush()
@@ -156,8 +156,8 @@ def _torch_save(path: Path, state: State) -> None:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    tables: list[Table] = []
-    targets: list[Target] = []
+    tables: list[ReportTable] = []
+    targets: list[ReportTarget] = []
     for ranks, result in results.items():
         median = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in result["seconds"].items()}
         tables.append(_table(ranks, result["bytes"] / 2**20, median, f"Ours hash with {result['hashes']}."))
@@ -165,23 +165,25 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     return Report("Checkpoints", tables, targets)
 
 
-def _table(ranks: int, mib: float, median: dict[str, float], note: str) -> Table:
+def _table(ranks: int, mib: float, median: dict[str, float], note: str) -> ReportTable:
     rows = [(f"save {name}", median[name] * 1e3, mib / median[name], median[_RAW] / median[name]) for name in _SAVES]
     others = [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
-    return Table(f"{ranks} rank(s), {mib:.0f} MiB", ("what", "ms (median)", "MiB/s", "of raw"), [*rows, *others], note)
+    return ReportTable(
+        f"{ranks} rank(s), {mib:.0f} MiB", ("what", "ms (median)", "MiB/s", "of raw"), [*rows, *others], note
+    )
 
 
-def _targets(ranks: int, median: dict[str, float]) -> list[Target]:
-    def ratio(what: str, over: str, under: str, least: float) -> Target:
+def _targets(ranks: int, median: dict[str, float]) -> list[ReportTarget]:
+    def ratio(what: str, over: str, under: str, least: float) -> ReportTarget:
         found = median[over] / median[under]
-        return Target(f"{what}, {ranks} rank(s)", f"at least {least:g}", f"{found:.2f}", found >= least)
+        return ReportTarget(f"{what}, {ranks} rank(s)", f"at least {least:g}", f"{found:.2f}", found >= least)
 
     stall = median[_STALL] / median[_COPY]
     return [
         ratio("saving speed to raw writing", _RAW, _OURS, 0.9),
         ratio("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
         ratio("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
-        Target(
+        ReportTarget(
             f"stall of a background save to one memory copy, {ranks} rank(s)",
             "at most 1.5",
             f"{stall:.2f}",

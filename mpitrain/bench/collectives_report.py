@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import geometric_mean, rank_correlation
 from mpitrain.comm.collectives.tuning import describe
 
@@ -20,7 +20,7 @@ Result = dict[str, Any]  # of one rank count
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
-    tables: list[Table] = []
+    tables: list[ReportTable] = []
     for ranks, result in results.items():
         if "tuned" in result:
             tables.append(_tuned(ranks, result))
@@ -52,24 +52,24 @@ def _large(size: int) -> bool:
     return size >= _LARGE
 
 
-def _targets(ranks: int, result: Result) -> list[Target]:
-    def mean(what: str, values: dict[int, float], least: float) -> Target:
+def _targets(ranks: int, result: Result) -> list[ReportTarget]:
+    def mean(what: str, values: dict[int, float], least: float) -> ReportTarget:
         """A geometric mean that must reach `least`."""
         if not values:
-            return Target(f"{ranks} ranks: {what}", f"≥ {least:g}", "not measured", None)
+            return ReportTarget(f"{ranks} ranks: {what}", f"≥ {least:g}", "not measured", None)
         reached = geometric_mean(list(values.values()))
         worst = min(values, key=values.__getitem__)
         text = f"{reached:.2f} (least {values[worst]:.2f} at {size_text(worst)})"
-        return Target(f"{ranks} ranks: {what}", f"≥ {least:g}", text, reached >= least)
+        return ReportTarget(f"{ranks} ranks: {what}", f"≥ {least:g}", text, reached >= least)
 
-    def every(what: str, values: dict[int, float], least: float = -math.inf, most: float = math.inf) -> Target:
+    def every(what: str, values: dict[int, float], least: float = -math.inf, most: float = math.inf) -> ReportTarget:
         """A ratio that must lie within bounds at every size."""
         wanted = f"≥ {least:g} at each size" if most == math.inf else f"≤ {most:g} at each size"
         if not values:
-            return Target(f"{ranks} ranks: {what}", wanted, "not measured", None)
+            return ReportTarget(f"{ranks} ranks: {what}", wanted, "not measured", None)
         worst = (min if most == math.inf else max)(values, key=values.__getitem__)
         text = f"{values[worst]:.2f} at {size_text(worst)} (mean {geometric_mean(list(values.values())):.2f})"
-        return Target(f"{ranks} ranks: {what}", wanted, text, least <= values[worst] <= most)
+        return ReportTarget(f"{ranks} ranks: {what}", wanted, text, least <= values[worst] <= most)
 
     def over(operation: str, slower: str, faster: str, least: int = _LARGE, most: int = 1 << 62) -> dict[int, float]:
         return ratios(result, operation, slower, faster, lambda size: least <= size <= most)
@@ -96,7 +96,7 @@ def _targets(ranks: int, result: Result) -> list[Target]:
     ]
 
 
-def _overhead(ranks: int, result: Result) -> Target:
+def _overhead(ranks: int, result: Result) -> ReportTarget:
     """Microseconds more than mpi4py's bare call, below 64 KiB; of best times, since the difference is small."""
     what, wanted = f"{ranks} ranks: all_reduce of ordinary tensors, ours - library, below 64 KiB", "≤ 10 µs"
     more = {
@@ -105,9 +105,9 @@ def _overhead(ranks: int, result: Result) -> Target:
         if int(size) < 64 * KIB
     }
     if not more:
-        return Target(what, wanted, "not measured", None)
+        return ReportTarget(what, wanted, "not measured", None)
     worst = max(more, key=more.__getitem__)
-    return Target(what, wanted, f"{more[worst]:.1f} µs at {size_text(worst)}", more[worst] <= 10)
+    return ReportTarget(what, wanted, f"{more[worst]:.1f} µs at {size_text(worst)}", more[worst] <= 10)
 
 
 def correlation(result: Result, size: str) -> float:
@@ -120,7 +120,7 @@ def correlation(result: Result, size: str) -> float:
 # -- tables ----------------------------------------------------------------------------------------------
 
 
-def _means(results: dict[int, Result]) -> Table:
+def _means(results: dict[int, Result]) -> ReportTable:
     """One row per rank count."""
     columns = (
         "ranks", "library / arena", "gloo / arena", "arena / memcpy", "library / tensor",
@@ -140,10 +140,10 @@ def _means(results: dict[int, Result]) -> Table:
         ]
         rows.append([ranks, *(geometric_mean(list(v.values())) if v else None for v in values)])
     note = "Geometric means of time ratios over the sizes from 256 KiB up (memcpy: 4 MiB, ordinary tensors: 1 MiB)."
-    return Table("Geometric means", columns, rows, note)
+    return ReportTable("Geometric means", columns, rows, note)
 
 
-def _all_reduce(ranks: int, result: Result) -> Table:
+def _all_reduce(ranks: int, result: Result) -> ReportTable:
     columns = (
         "size", "arena µs", "tensor µs", "library µs", "gloo µs", "memcpy µs",
         "library / arena", "gloo / arena", "arena / memcpy", "library / tensor",
@@ -161,10 +161,10 @@ def _all_reduce(ranks: int, result: Result) -> Table:
                 us["library"] / us["tensor"],
             ]
         )
-    return Table(f"all_reduce, fp32, {ranks} ranks", columns, rows, "Medians over the repetitions.")
+    return ReportTable(f"all_reduce, fp32, {ranks} ranks", columns, rows, "Medians over the repetitions.")
 
 
-def _halves(ranks: int, result: Result) -> Table:
+def _halves(ranks: int, result: Result) -> ReportTable:
     columns = ("size", "fp16 µs", "bf16 µs", "library fp16 µs", "library / fp16", "library / bf16")
     rows: list[list[Any]] = []
     for size, times in result["halves"].items():
@@ -176,10 +176,10 @@ def _halves(ranks: int, result: Result) -> Table:
                 theirs / us["fp16"] if theirs else None, theirs / us["bf16"] if theirs else None,
             ]
         )  # fmt: skip
-    return Table(f"all_reduce in an arena, 16-bit, {ranks} ranks", columns, rows)
+    return ReportTable(f"all_reduce in an arena, 16-bit, {ranks} ranks", columns, rows)
 
 
-def _others(ranks: int, result: Result) -> Table:
+def _others(ranks: int, result: Result) -> ReportTable:
     names = ("reduce_scatter", "all_gather")
     columns = ["size"]
     for name in names:
@@ -191,10 +191,10 @@ def _others(ranks: int, result: Result) -> Table:
             ours, theirs = (result[name][size][who]["median"] * 1e6 for who in ("arena", "library"))
             row += [ours, theirs, theirs / ours]
         rows.append(row)
-    return Table(f"reduce_scatter and all_gather, fp32, {ranks} ranks", columns, rows)
+    return ReportTable(f"reduce_scatter and all_gather, fp32, {ranks} ranks", columns, rows)
 
 
-def _algorithms(ranks: int, result: Result) -> Table:
+def _algorithms(ranks: int, result: Result) -> ReportTable:
     names = list(next(iter(result["algorithms"].values())))
     columns = ["size", *(f"{name} µs" for name in names), "measured order", "predicted order", "Spearman"]
     rows: list[list[Any]] = []
@@ -213,13 +213,13 @@ def _algorithms(ranks: int, result: Result) -> Table:
     found = [value for value in (correlation(result, size) for size in result["algorithms"]) if not math.isnan(value)]
     mean = f"{sum(found) / len(found):.2f}" if found else "unknown"
     note = f"Fastest first; times within {_EQUAL:.0%} of each other count as equal. Mean rank correlation {mean}."
-    return Table(f"all_reduce algorithms in an arena, {ranks} ranks, measured and simulated", columns, rows, note)
+    return ReportTable(f"all_reduce algorithms in an arena, {ranks} ranks, measured and simulated", columns, rows, note)
 
 
-def _tuned(ranks: int, result: Result) -> Table:
+def _tuned(ranks: int, result: Result) -> ReportTable:
     rules = result["tuned"]["rules"]
     rows = [[place.rpartition("/")[0], describe([(limit, name) for limit, name in rules[place]])] for place in rules]
-    return Table(f"Rules, {ranks} ranks", ("place", "algorithm"), rows)
+    return ReportTable(f"Rules, {ranks} ranks", ("place", "algorithm"), rows)
 
 
 def _tuning_sentence(results: dict[int, Result]) -> str:

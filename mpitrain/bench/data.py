@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.step_contenders import RATE, Shape
 from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.config.training import ModelSection
@@ -97,10 +97,10 @@ def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dic
     _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
     contenders = {_PLAIN: Contender(lambda: _take(plain(), count), single=True)}
     for workers in (0, 1):
-        known = _Known(folder)
+        known = _OpenedOnce(folder)
         for name, data in (("first epoch", _New(folder)), ("later epochs", known)):
 
-            def epoch(data: _Known = data, workers: int = workers) -> None:
+            def epoch(data: _OpenedOnce = data, workers: int = workers) -> None:
                 _take(_ours(data.set, order, batch, world, workers), count)
 
             contenders[f"mpitrain, workers {workers}, {name}"] = Contender(epoch, data.prepare, single=True)
@@ -109,7 +109,7 @@ def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dic
     return {"samples": samples, "seconds": {name: list(of.all) for name, of in times.items()}}
 
 
-class _Known:
+class _OpenedOnce:
     """The set, opened once: after the first epoch of it nothing is hashed."""
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +120,7 @@ class _Known:
         """Nothing is to be done between epochs."""
 
 
-class _New(_Known):
+class _New(_OpenedOnce):
     """The set, opened anew for each epoch."""
 
     def prepare(self) -> None:
@@ -207,17 +207,17 @@ def _time(
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    tables: list[Table] = []
-    targets: list[Target] = []
+    tables: list[ReportTable] = []
+    targets: list[ReportTarget] = []
     for ranks, result in results.items():
         speed = _speeds(result["loading"])
         rows = [(name, of, of / speed[_PLAIN]) for name, of in speed.items()]
         title = f"{ranks} rank(s): samples a second, all ranks together"
         note = f"Of {SEQUENCE} tokens, {options.batch} a rank and batch; the median over the epochs."
-        tables.append(Table(title, ("loader", "samples/s", "of plain"), rows, note))
+        tables.append(ReportTable(title, ("loader", "samples/s", "of plain"), rows, note))
         shares = [(model, how, of) for model, hows in result["steps"].items() for how, of in hows.items()]
         tables.append(
-            Table(
+            ReportTable(
                 f"{ranks} rank(s): share of a training step",
                 ("model", "loader", "step ms", "loading ms", "loading %"),
                 [(m, how, of["step"] * 1e3, of["waiting"] * 1e3, of["share"] * 100) for m, how, of in shares],
@@ -226,11 +226,11 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         for model, how, of in shares:
             met = None if options.quick else of["share"] < MOST
             what = f"{ranks} rank(s), {model}, {how}: share of a step"
-            targets.append(Target(what, f"under {MOST:.0%}", f"{of['share']:.2%}", met))
+            targets.append(ReportTarget(what, f"under {MOST:.0%}", f"{of['share']:.2%}", met))
         for name, _, ratio in rows[1:]:
             met = None if options.quick else ratio >= 1
             targets.append(
-                Target(f"{ranks} rank(s), {name}: samples/s of plain", "at least 1 times", f"{ratio:.2f}", met)
+                ReportTarget(f"{ranks} rank(s), {name}: samples/s of plain", "at least 1 times", f"{ratio:.2f}", met)
             )
     return Report("Loading data", tables, targets, partial(_draw, results=results))
 

@@ -33,11 +33,11 @@ from torch import nn
 
 from mpitrain.bench.jobs import Benchmark, parser, run
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved
 from mpitrain.errors import InputError
 from mpitrain.layout import split
-from mpitrain.models.gpt import Block
+from mpitrain.models.gpt import TransformerBlock
 from mpitrain.models.losses import cross_entropy
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.record import from_json
@@ -160,7 +160,7 @@ class _Case:
 
 
 def _gpt(layers: int) -> nn.Sequential:
-    blocks = [Block(WIDTH, HEADS, 0.0) for _ in range(layers)]
+    blocks = [TransformerBlock(WIDTH, HEADS, 0.0) for _ in range(layers)]
     head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.LayerNorm(WIDTH), head)
 
@@ -228,7 +228,7 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
                 )
             wanted = 1.3 if size == "small" else 1.0
             targets.append(
-                Target(
+                ReportTarget(
                     f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule",
                     f"at least {wanted} times as fast",
                     f"{min(ratios):.2f} (geometric mean {geometric_mean(ratios):.2f})",
@@ -236,7 +236,7 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
                 )
             )
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
-    table = Table(
+    table = ReportTable(
         "One batch forward and backward",
         (
             "ranks",

@@ -20,7 +20,7 @@ Cell = str | float | int | None  # None: not measured
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows of cells under columns. note: one paragraph under the title."""
 
     title: str
@@ -30,7 +30,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Target:
+class ReportTarget:
     """What was wanted of a figure, and what was measured. met: None where this run could not tell."""
 
     what: str
@@ -44,8 +44,8 @@ class Report:
     """draw(figure): draws on a matplotlib figure; not called where matplotlib is missing."""
 
     title: str
-    tables: Sequence[Table]
-    targets: Sequence[Target] = ()
+    tables: Sequence[ReportTable]
+    targets: Sequence[ReportTarget] = ()
     draw: Callable[[Any], None] | None = None
 
 

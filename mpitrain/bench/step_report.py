@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.bench.report import Cell, Report, Table, Target
+from mpitrain.bench.report import Cell, Report, ReportTable, ReportTarget
 from mpitrain.bench.step_contenders import ALONE
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
             tables.append(_accounts(ranks, numel, found))
     targets = [t for ranks, _, batch, found in _each(results) if batch == HEAVY for t in _targets(ranks, found)]
     if options.quick:
-        targets = [Target(t.what, t.wanted, t.measured, None) for t in targets]
+        targets = [ReportTarget(t.what, t.wanted, t.measured, None) for t in targets]
     return Report("A training step", tables, targets, lambda figure: _draw(figure, results))
 
 
@@ -54,16 +54,16 @@ def _each(results: dict[int, Result]) -> list[tuple[int, int, str, Found]]:
 # -- targets -----------------------------------------------------------------------------------------------
 
 
-def _targets(ranks: int, found: Found) -> list[Target]:
+def _targets(ranks: int, found: Found) -> list[ReportTarget]:
     """Those for the communication-heavy batch; they were set for 2 ranks on 2 cores."""
     targets = []
     for name, most in (("ZeRO-1", 1.0), ("ZeRO-2", 1.0), ("ZeRO-3", 1.1), ("DDP", 1.1)):
         relative = found.get(name, {}).get("relative")
         what = f"{ranks} ranks: a step by {name} / one process'"
         if relative is None:
-            targets.append(Target(what, f"≤ {most:g}", "not measured", None))
+            targets.append(ReportTarget(what, f"≤ {most:g}", "not measured", None))
         else:
-            targets.append(Target(what, f"≤ {most:g}", f"{relative:.2f}", relative <= most))
+            targets.append(ReportTarget(what, f"≤ {most:g}", f"{relative:.2f}", relative <= most))
     for name in ("DDP", "ZeRO-1", "ZeRO-2"):
         targets.append(_faster(ranks, found, "torch DDP", name, 1.3))
     for theirs in ("FSDP2", "DeepSpeed ZeRO-3"):
@@ -73,21 +73,21 @@ def _targets(ranks: int, found: Found) -> list[Target]:
     return targets
 
 
-def _faster(ranks: int, found: Found, theirs: str, ours: str, least: float) -> Target:
+def _faster(ranks: int, found: Found, theirs: str, ours: str, least: float) -> ReportTarget:
     what, wanted = f"{ranks} ranks: a step by {theirs} / {ours}", f"≥ {least:g}"
     if "median" not in found.get(theirs, {}) or "median" not in found.get(ours, {}):
-        return Target(what, wanted, found.get(theirs, {}).get("why", "not measured"), None)
+        return ReportTarget(what, wanted, found.get(theirs, {}).get("why", "not measured"), None)
     ratio = found[theirs]["median"] / found[ours]["median"]
-    return Target(what, wanted, f"{ratio:.2f}", ratio >= least)
+    return ReportTarget(what, wanted, f"{ratio:.2f}", ratio >= least)
 
 
-def _smaller(ranks: int, found: Found, ours: str, theirs: str, where: str) -> Target:
+def _smaller(ranks: int, found: Found, ours: str, theirs: str, where: str) -> ReportTarget:
     what, wanted = f"{ranks} ranks: memory per {where}, {ours} / {theirs}", "< 1"
     mine, other = (found.get(name, {}).get("memory") for name in (ours, theirs))
     if not mine or not other:
-        return Target(what, wanted, found.get(theirs, {}).get("why", "not measured"), None)
+        return ReportTarget(what, wanted, found.get(theirs, {}).get("why", "not measured"), None)
     text = f"{mine[where] / other[where]:.2f} ({mine[where] / MIB:.0f} of {other[where] / MIB:.0f} MiB)"
-    return Target(what, wanted, text, mine[where] < other[where])
+    return ReportTarget(what, wanted, text, mine[where] < other[where])
 
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _rows(found: Found, cells: Callable[[dict[str, Any]], Sequence[Cell] | None]
     return rows
 
 
-def _times(ranks: int, numel: int, batch: str, found: Found) -> Table:
+def _times(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
     def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
         if "median" not in values:
             return None
@@ -123,10 +123,10 @@ def _times(ranks: int, numel: int, batch: str, found: Found) -> Table:
         "itself; below zero where a rank saves more by updating its share alone than communication costs. Loss: of "
         "the last step; all that communicate must agree."
     )
-    return Table(f"Step time, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
+    return ReportTable(f"Step time, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
 
 
-def _memory(ranks: int, numel: int, batch: str, found: Found) -> Table:
+def _memory(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
     def cells(values: dict[str, Any]) -> Sequence[Cell] | None:
         peaks = values.get("memory")
         return None if not peaks else [peaks[key] / MIB for key in ("rank", "node", "process")]
@@ -136,19 +136,19 @@ def _memory(ranks: int, numel: int, batch: str, found: Found) -> Table:
         "Peak proportional set size, shared memory counted once per node; the first two less what the process took "
         "before the model was made."
     )
-    return Table(f"Memory, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
+    return ReportTable(f"Memory, {_title(ranks, numel, batch)}", columns, _rows(found, cells), note)
 
 
-def _accounts(ranks: int, numel: int, found: Found) -> Table:
+def _accounts(ranks: int, numel: int, found: Found) -> ReportTable:
     rows: list[list[Cell]] = []
     for name, values in found.items():
         if account := values.get("account"):
             rows.append([name, *(account[category] / MIB for category in _CATEGORIES)])
     note = "MiB a rank by `engine.memory()`, counted from the tensors, of ours."
-    return Table(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
+    return ReportTable(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
 
 
-def _growth(results: dict[int, Result]) -> Table:
+def _growth(results: dict[int, Result]) -> ReportTable:
     """One row a rank count and size: each contender's step in one process' steps."""
     each = _each(results)
     names = [name for name in each[0][3] if name != ALONE]
@@ -159,7 +159,7 @@ def _growth(results: dict[int, Result]) -> Table:
         rows.append([ranks, numel / 1e6, None if alone is None else alone * 1e3, *relative])
     columns = ("ranks", "M parameters", "one process ms", *names)
     note = "Step time / one process' step with as many of them at once; -: not installed, or too large for this memory."
-    return Table(f"Growth, {HEAVY}", columns, rows, note)
+    return ReportTable(f"Growth, {HEAVY}", columns, rows, note)
 
 
 # -- plots -------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from torch.nn import functional
 
 from mpitrain.bench.jobs import Benchmark, parser, run
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.report import Report, Table, Target
+from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
-from mpitrain.tensor import Axis, Column, Way, parallelize
+from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-class Block(nn.Module):
+class DivisibleBlock(nn.Module):
     """Attention, whose fused layer is laid out [heads, 3, head_dim] so that torch can divide it, and an MLP."""
 
     def __init__(self, width: int) -> None:
@@ -91,11 +91,11 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) -> dict[str, dict[str, float]]:
     torch.manual_seed(1)
-    whole = nn.Sequential(*(Block(shape[2]) for _ in range(LAYERS)))
+    whole = nn.Sequential(*(DivisibleBlock(shape[2]) for _ in range(LAYERS)))
     x, weights = torch.randn(shape), torch.randn(shape)
     axis, along = Axis(world), Axis(world)
     qkv = Column(sections=1, heads=shape[2] // HEAD)
-    plan: dict[str, str | Way] = {"*.qkv": qkv, "*.out": "row", "*.up": "column", "*.down": "row"}
+    plan: dict[str, str | ParallelStyle] = {"*.qkv": qkv, "*.out": "row", "*.up": "column", "*.down": "row"}
     mine = split(shape[1], world.size)
     part = slice(mine[world.rank], mine[world.rank + 1])
     steps = {
@@ -137,13 +137,13 @@ def _of_torch(model: nn.Module, world: Communicator) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (world.size,))
-    ways: dict[str, Any] = {}
+    styles: dict[str, Any] = {}
     for layer in range(LAYERS):
-        ways[f"{layer}.attention.qkv"] = ColwiseParallel()
-        ways[f"{layer}.attention.out"] = RowwiseParallel()
-        ways[f"{layer}.mlp.up"] = ColwiseParallel()
-        ways[f"{layer}.mlp.down"] = RowwiseParallel()
-    return parallelize_module(model, mesh, ways)
+        styles[f"{layer}.attention.qkv"] = ColwiseParallel()
+        styles[f"{layer}.attention.out"] = RowwiseParallel()
+        styles[f"{layer}.mlp.up"] = ColwiseParallel()
+        styles[f"{layer}.mlp.down"] = RowwiseParallel()
+    return parallelize_module(model, mesh, styles)
 
 
 def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
@@ -179,14 +179,18 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
             "sequence",
         )
         note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; then torch's time over ours."
-        tables.append(Table(f"{ranks} ranks", columns, rows, note))
+        tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         ratios = [row[5] for row in rows]
         wanted = f"at least {WANTED:g} times"
         mean, least = geometric_mean(ratios), min(ratios)
         met = None if options.quick else mean >= WANTED
-        targets.append(Target(f"{ranks} ranks: as fast as torch, geometric mean", wanted, f"{mean:.2f} times", met))
+        targets.append(
+            ReportTarget(f"{ranks} ranks: as fast as torch, geometric mean", wanted, f"{mean:.2f} times", met)
+        )
         met = None if options.quick else least >= 1.0
-        targets.append(Target(f"{ranks} ranks: as fast as torch, worst shape", "at least 1 times", f"{least:.2f}", met))
+        targets.append(
+            ReportTarget(f"{ranks} ranks: as fast as torch, worst shape", "at least 1 times", f"{least:.2f}", met)
+        )
     return Report("Tensor parallelism", tables, targets, lambda figure: _draw(figure, results))
 
 

@@ -215,7 +215,7 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-class _Entry(BaseModel):
+class _TensorEntry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "C64"]
@@ -223,7 +223,7 @@ class _Entry(BaseModel):
     data_offsets: tuple[Size, Size]
 
 
-_HEADER = TypeAdapter(dict[str, _Entry])
+_HEADER = TypeAdapter(dict[str, _TensorEntry])
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
@@ -253,7 +253,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in entries}
 
 
-def _entries(header: bytes) -> dict[str, _Entry]:
+def _entries(header: bytes) -> dict[str, _TensorEntry]:
     """The tensors that a header tells of. Raises ValueError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

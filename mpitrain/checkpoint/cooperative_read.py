@@ -1,4 +1,4 @@
-"""Restoring by the ranks of a node together: what several of them need is read and checked by one, copied by all.
+"""Cooperative read: what several ranks of a node need of a checkpoint is read and checked by one, copied by all.
 
 Blocks that only one rank needs it reads by itself (`reading.read`). The others are read in rounds, each by one rank
 into its slot of a window that all ranks of the node see, while everybody copies what it needs of the round before.
@@ -32,11 +32,18 @@ if TYPE_CHECKING:
 SLOT = HASHED  # bytes that a rank reads in a turn; it has two slots
 
 
-def read_together(node: Communicator, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:
-    """Fill what this rank's plan is for. Collective over the ranks of a node, which all see `folder`.
+def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:
+    """Read blocks into the memory that they are planned for. Collective over the ranks of a node.
 
-    Raises CheckpointError or OSError on the rank that meets damaged bytes or a failing disk, on no other; what the
-    others were to get may then be wrong, so the ranks must agree on the outcome.
+    Args:
+        node: The ranks, which all see `folder`.
+        folder: Of the checkpoint.
+        manifest: Of the checkpoint.
+        blocks: What this rank needs (see `reading.plan`).
+
+    Raises:
+        CheckpointError, OSError: On the rank that meets damaged bytes or a failing disk, and on no other. What the
+            others were to get may then be wrong, so the ranks must agree on the outcome.
     """
     numbering = Numbering(manifest)
     mine = {numbering.number(block): block for block in blocks}

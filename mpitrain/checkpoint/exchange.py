@@ -22,8 +22,16 @@ _TAG = 32_000  # apart from those of the training's messages
 
 
 @dataclass(frozen=True)
-class Message:
-    """get(into): fills the bytes to send, called on `source`. put(data): takes them, called on `dest`."""
+class FileTransfer:
+    """Bytes that go from one rank's file to another's.
+
+    Attributes:
+        source: The rank that has them.
+        dest: The rank that gets them, which may be the same.
+        nbytes: How many.
+        get: Called on `source` with the memory to fill.
+        put: Called on `dest` with the bytes.
+    """
 
     source: int
     dest: int
@@ -32,7 +40,7 @@ class Message:
     put: Callable[[memoryview], None]
 
 
-def exchange(comm: Communicator, rounds: Iterable[Sequence[Message]]) -> None:
+def exchange(comm: Communicator, rounds: Iterable[Sequence[FileTransfer]]) -> None:
     """Send and receive the messages of each round, then those of the next. The same rounds on all ranks.
 
     Raises, after the last round, the first OSError or CheckpointError of this rank's get and put.

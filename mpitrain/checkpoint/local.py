@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
-from mpitrain.checkpoint.exchange import Message, exchange
+from mpitrain.checkpoint.exchange import FileTransfer, exchange
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, is_fruitful, read_manifest
 from mpitrain.checkpoint.parity import (
@@ -255,7 +255,7 @@ def _size(path: Path) -> int:
 
 def _rebuild(
     folder: Path, manifest: Manifest, name: str, damaged: bool, where: Mapping[str, int], builder: int
-) -> Iterator[Sequence[Message]]:
+) -> Iterator[Sequence[FileTransfer]]:
     """Messages that rebuild a file on rank `builder`. where: a rank that has each file. Raises CheckpointError."""
     one = next((s for s in manifest.parity if name in s.files), None)
     problem = f"{folder / name} is " + ("damaged on every node that has it" if damaged else "on no node of this job")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.checkpoint.exchange import WINDOW, Message
+from mpitrain.checkpoint.exchange import WINDOW, FileTransfer
 from mpitrain.checkpoint.manifest import ParitySet
 from mpitrain.checkpoint.reading import read_exactly
 from mpitrain.layout import split
@@ -96,11 +96,11 @@ def segment(member: int, holder: int) -> int:
     return holder if holder < member else holder - 1
 
 
-def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[list[Message]]:
+def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[list[FileTransfer]]:
     """Messages that copy files from this rank's `source` folder into other ranks' `dest`, and the reverse."""
     for first in range(0, max((m.size for m in moves), default=0), WINDOW):
         yield [
-            Message(
+            FileTransfer(
                 m.source,
                 m.dest,
                 min(WINDOW, m.size - first),
@@ -114,14 +114,14 @@ def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[lis
 
 def parity_rounds(
     sets: Sequence[tuple[ParitySet, tuple[int, ...]]], sizes: Mapping[str, int], folder: Path
-) -> Iterator[list[Message]]:
+) -> Iterator[list[FileTransfer]]:
     """Messages that make the parities."""
     for one, ranks in sets:
         size = len(one.files)
         for first in range(0, one.chunk, WINDOW):
             window = min(WINDOW, one.chunk - first)
             yield [
-                Message(
+                FileTransfer(
                     ranks[member],
                     ranks[holder],
                     window,
@@ -142,7 +142,7 @@ def rebuild_rounds(
     builder: int,
     folder: Path,
     target: Path,
-) -> Iterator[list[Message]]:
+) -> Iterator[list[FileTransfer]]:
     """Messages that rebuild member `lost`'s file as `target` on rank `builder`.
 
     holder_of: a rank that has a file of the set or a parity in its `folder`.
@@ -156,7 +156,7 @@ def rebuild_rounds(
             window = min(WINDOW, one.chunk - first)
             add = partial(_add, target, begin + first, total)
             messages = [
-                Message(
+                FileTransfer(
                     holder_of(one.parities[holder]),
                     builder,
                     window,
@@ -167,7 +167,7 @@ def rebuild_rounds(
             for member in range(len(one.files)):
                 if member not in (lost, holder) and one.files[member]:
                     get = partial(_read_segment, folder, one, sizes, member, holder, first)
-                    messages.append(Message(holder_of(one.files[member]), builder, window, get, add))
+                    messages.append(FileTransfer(holder_of(one.files[member]), builder, window, get, add))
             yield messages
 
 

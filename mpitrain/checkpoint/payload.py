@@ -21,19 +21,21 @@ FileName = Annotated[StrictStr, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)*\.(
 NoFile = Literal[""]
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 Scalar = StrictInt | StrictFloat | bool | StrictStr | None
-Place = tuple[Size, Size, Size, Size, Size, Size, Size]  # outer, dim, inner, start, stop, lo, hi
+PieceNumbers = tuple[Size, Size, Size, Size, Size, Size, Size]  # outer, dim, inner, start, stop, lo, hi
 
 
-class _Known(BaseModel):
+class _OpenPayload(BaseModel):
+    """Values of which some are known; a job may add others."""
+
     model_config = ConfigDict(extra="allow")
 
 
-class LossScale(_Known):
+class LossScalePayload(_OpenPayload):
     scale: Annotated[StrictFloat, Field(gt=0)] | Annotated[StrictInt, Field(gt=0)]
     good: Size
 
 
-class Engine(_Known):
+class EnginePayload(_OpenPayload):
     """What `mpitrain.initialize`'s engine keeps."""
 
     steps: Size
@@ -41,7 +43,7 @@ class Engine(_Known):
     values: dict[str, Any]
 
 
-class Values(_Known):
+class ValuesPayload(_OpenPayload):
     """The values that are known here, each of which may be missing; a job may have others."""
 
     position: Size = 0
@@ -49,8 +51,8 @@ class Values(_Known):
     tied: dict[str, StrictStr] = {}
     optimizer: dict[str, dict[str, Scalar]] = {}
     data_ranks: Size = 0
-    loss_scale: LossScale = LossScale(scale=1, good=0)
-    engine: Engine = Engine(steps=0, skipped=0, values={})
+    loss_scale: LossScalePayload = LossScalePayload(scale=1, good=0)
+    engine: EnginePayload = EnginePayload(steps=0, skipped=0, values={})
 
 
 class Payload(BaseModel):
@@ -65,8 +67,8 @@ class Payload(BaseModel):
     rest: dict[FileName, Crc]
     views: dict[FileName, tuple[Size, Crc]]
     parity: tuple[tuple[tuple[FileName | NoFile, ...], tuple[FileName, ...], Size], ...]
-    extents: tuple[tuple[StrictStr, Place, FileName, Size, tuple[Crc, ...]], ...]
-    values: Values
+    extents: tuple[tuple[StrictStr, PieceNumbers, FileName, Size, tuple[Crc, ...]], ...]
+    values: ValuesPayload
 
 
 def checked(content: Any) -> Payload:

@@ -1,7 +1,8 @@
 """Restoring: each rank reads the blocks that hold its elements, whoever wrote them, and checks their hashes.
 
 First a plan, from the manifest alone (which blocks of which files, and where their bytes belong); then the reading,
-block by block in the order of the files, by a few threads. Blocks that several ranks of a node need: `together`.
+block by block in the order of the files, by a few threads. Blocks that several ranks of a node need are read by one
+of them (see `cooperative_read`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     It is an error when the checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
-    cuts: dict[tuple[object, ...], _Cut] = {}  # the layers of a model are cut alike
+    overlaps: dict[tuple[object, ...], _Overlap] = {}  # many layers of a model overlap alike
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, wanted = part.spec.itemsize, part.piece
@@ -98,14 +99,14 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
             held = extent.piece
             key = (held.box, held.lo, held.hi, wanted.box, wanted.lo, wanted.hi, item)
-            if key not in cuts:
-                cuts[key] = _Cut.of(held, wanted, item)
-            cut = cuts[key]
-            if not len(cut.lengths):
+            if key not in overlaps:
+                overlaps[key] = _Overlap.of(held, wanted, item)
+            overlap = overlaps[key]
+            if not len(overlap.lengths):
                 continue
-            filled.append((cut.targets, cut.lengths))
+            filled.append((overlap.targets, overlap.lengths))
             size = held.numel * item
-            for number, stretches_of in cut.by_block:
+            for number, stretches_of in overlap.by_block:
                 place = (extent.file, extent.offset, number)
                 if place not in blocks:
                     blocks[place] = Block(extent, number, min(HASHED, size - number * HASHED))
@@ -120,7 +121,7 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Overlap:
     """What two pieces have in common: stretches of elements (places in the target, lengths), and as bytes by block.
 
     by_block: (number of the block, (firsts, places, lengths) of a `Use`).
@@ -131,11 +132,11 @@ class _Cut:
     by_block: list[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
     @staticmethod
-    def of(source: Piece, target: Piece, item: int) -> _Cut:
+    def of(source: Piece, target: Piece, item: int) -> _Overlap:
         """item: bytes of an element."""
         sources, targets, lengths = stretches(source, target)
         by_block = list(_by_block(sources * item, targets * item, lengths * item)) if len(lengths) else []
-        return _Cut(targets, lengths, by_block)
+        return _Overlap(targets, lengths, by_block)
 
 
 def _by_block(

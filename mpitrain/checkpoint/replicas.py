@@ -1,4 +1,4 @@
-"""Pieces that several ranks hold are written by one of them."""
+"""Replicas: pieces of a checkpoint that several ranks hold are written by one of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
 
-class Once:
-    """Remembers who writes what: that changes only when what a rank holds changes."""
+class Replicas:
+    """Which of the pieces that this rank holds it is to write; remembered until some rank holds other pieces."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -24,8 +24,8 @@ class Once:
         self._everyone: np.ndarray | None = None  # all ranks' digests when `_mine` was found
         self._mine: list[int] = []
 
-    def of(self, comm: Communicator, parts: Sequence[Part]) -> list[Part]:
-        """The parts whose pieces no rank before this one has, and this one not twice. Collective."""
+    def written_here(self, comm: Communicator, parts: Sequence[Part]) -> list[Part]:
+        """The parts that this rank writes: those whose pieces no rank before it holds, each piece once. Collective."""
         pieces = [part.piece for part in parts]
         if pieces != self._pieces or self._everyone is None:
             self._pieces, self._digest = pieces, _digest(repr(pieces))

@@ -52,7 +52,7 @@ def needed(parts: Sequence[Part]) -> int:
     return sum(-(-p.data.numel() * p.data.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parts)
 
 
-class Task:
+class BackgroundTask:
     """A function that runs in a thread."""
 
     def __init__(self, function: Callable[[], object]) -> None:

@@ -19,13 +19,13 @@ import numpy as np
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
-from mpitrain.checkpoint.cooperative_read import read_together
+from mpitrain.checkpoint.cooperative_read import cooperative_read
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.reading import Block, files_of, plan
-from mpitrain.checkpoint.replicas import Once
-from mpitrain.checkpoint.snapshot import Snapshot, Task
+from mpitrain.checkpoint.replicas import Replicas
+from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot
 from mpitrain.errors import CheckpointError, InputError, MpitrainError
 from mpitrain.storage import locks
 from mpitrain.storage.disk import reason
@@ -67,10 +67,10 @@ class Store:
         self._saving: Communicator | None = None  # of the thread that writes, made by the first save
         self._node: Communicator | None = None  # of the ranks that read together, made by the first load
         self._layout: Layout | None = None
-        self._once = Once()
+        self._replicas = Replicas()
         self._snapshot = Snapshot()
-        self._task: Task | None = None
-        self._removal: Task | None = None
+        self._task: BackgroundTask | None = None
+        self._removal: BackgroundTask | None = None
         self._since_flush = 0
         self.repairs: list[str] = []  # a sentence for each damaged file that was restored from other nodes
         self._verified: set[int] = set()  # steps that this job has written or read whole
@@ -214,7 +214,7 @@ class Store:
             self._layout = Layout(self._saving, self._nodes, self._files)
         if background:
             self._require_threads()
-        parts = self._once.of(self.comm, parts)
+        parts = self._replicas.written_here(self.comm, parts)
         self._since_flush += 1
         shared = self._local is None or durable or self._since_flush >= self.flush_every
         if shared:
@@ -222,7 +222,7 @@ class Store:
         write = partial(self._write, step, shared=shared)
         if background:
             copies = self._snapshot.copy(parts)
-            self._task = Task(partial(write, copies, values))
+            self._task = BackgroundTask(partial(write, copies, values))
         else:
             write(parts, values)
         return self.folder(step) if self._local is None or shared else self._local.folder(step)
@@ -303,7 +303,7 @@ class Store:
             old = folders.doomed(steps, self.keep, self._verified | {step}, self._unusable - {step}, self._was_fruitful)
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
-                self._removal = Task(partial(folders.remove, *hidden))
+                self._removal = BackgroundTask(partial(folders.remove, *hidden))
 
         write_checkpoint(comm, layout, target, step, parts, values, after=after)
         self._verified.add(step)
@@ -373,7 +373,7 @@ class Store:
         if self._node is None:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
             assert self._node is not None
-        fill = partial(read_together, self._node, folder, manifest, blocks)
+        fill = partial(cooperative_read, self._node, folder, manifest, blocks)
         if local and self._local is not None:
             self._fill_local(self._local, folder, manifest, blocks, fill)
         else:

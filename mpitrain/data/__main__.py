@@ -75,14 +75,14 @@ def _positive(text: str) -> float:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     from mpitrain.data.info import describe
-    from mpitrain.data.prepare import Options, prepare
+    from mpitrain.data.prepare import PrepareOptions, prepare
 
     with _Progress() as progress:
         manifest = prepare(
             arguments.sources,
             arguments.out,
             held_out=arguments.held_out,
-            options=Options(arguments.tokenizer, arguments.size, arguments.label),
+            options=PrepareOptions(arguments.tokenizer, arguments.size, arguments.label),
             shard_bytes=max(1, round(arguments.shard_mb * 2**20)),
             progress=progress if sys.stderr.isatty() else None,
         )

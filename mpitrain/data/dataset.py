@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.defaults import resolve
-from mpitrain.data.format import HELD_OUT, TRAIN, FieldSpec, Manifest, SplitSpec, read_manifest
+from mpitrain.data.format import HELD_OUT, TRAIN, DatasetManifest, FieldSpec, SplitSpec, read_manifest
 from mpitrain.data.shards import OpenShard
 from mpitrain.errors import InputError
 
@@ -119,7 +119,9 @@ class Dataset(ABC):
 class TokenDataset(Dataset):
     """Sample i is tokens[i*S : i*S + S + 1] of the stream: S inputs, and the same shifted by one as targets."""
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest, reader: RowReader, sequence: int | None) -> None:
+    def __init__(
+        self, folder: Path, split: str, manifest: DatasetManifest, reader: RowReader, sequence: int | None
+    ) -> None:
         if sequence is None or sequence < 1:
             raise InputError(f"data set {folder} is a stream of tokens; say how many a sample has (model.sequence)")
         tokens = manifest.splits[split].rows
@@ -166,7 +168,7 @@ class TokenDataset(Dataset):
 class ArrayDataset(Dataset):
     """Sample i is row i of the fields x and y."""
 
-    def __init__(self, split: str, manifest: Manifest, reader: RowReader) -> None:
+    def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
         x, y = manifest.fields
         super().__init__(
             Description(
@@ -284,7 +286,7 @@ class RowReader:
         return OpenShard(self._folder, self._spec.shards[number], self._fields, self._extent_bytes)
 
 
-def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
+def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
     """Reads every byte of every shard; yields one line for each extent or file that is damaged."""
     for split in (TRAIN, HELD_OUT):
         for spec in manifest.splits[split].shards if split in manifest.splits else ():

@@ -119,7 +119,7 @@ class Origin(_Part):
     notes: tuple[StrictStr, ...] = ()
 
 
-class Manifest(_Part):
+class DatasetManifest(_Part):
     """The content of dataset.json."""
 
     format: Literal["mpitrain-dataset"]
@@ -134,7 +134,7 @@ class Manifest(_Part):
     origin: Origin
 
     @model_validator(mode="after")
-    def _consistent(self) -> Manifest:
+    def _consistent(self) -> DatasetManifest:
         """Nothing is larger than the files that hold it, whose sizes are compared when they are opened."""
         names = [field.name for field in self.fields]
         if names != (["tokens"] if self.kind == "tokens" else ["x", "y"]):
@@ -166,7 +166,7 @@ def _canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
     """Writes dataset.json with its own CRC-32 as the last key, and makes it durable."""
     content = manifest.model_dump(mode="json")
     content["crc32"] = zlib.crc32(_canonical(content))
@@ -182,7 +182,7 @@ def is_dataset(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DatasetManifest:
     """Reads and checks dataset.json. Raises InputError: no such folder, not a data set, unreadable, damaged."""
     path = folder / MANIFEST
     try:
@@ -208,7 +208,7 @@ def _prepare(source: Path) -> str:
     return f"python -m mpitrain.data prepare {source} --out DIR"
 
 
-def _parse(text: bytes, folder: Path) -> Manifest:
+def _parse(text: bytes, folder: Path) -> DatasetManifest:
     again = f"prepare the data set again, or restore {MANIFEST}"
     try:
         content = json.loads(text)
@@ -225,6 +225,6 @@ def _parse(text: bytes, folder: Path) -> Manifest:
     if stated != zlib.crc32(_canonical(content)):
         raise InputError(f"data set {folder}: {MANIFEST} was changed or damaged (its hash does not match); {again}")
     try:
-        return Manifest.model_validate(content)
+        return DatasetManifest.model_validate(content)
     except ValidationError as error:
         raise InputError(f"data set {folder}: {MANIFEST}: {first_problem(error)}; {again}") from None

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, FieldSpec, Manifest, SplitSpec
+from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, DatasetManifest, FieldSpec, SplitSpec
 
 _MOST_CLASSES = 12  # shown by name
 _TITLES = {TRAIN: "train", HELD_OUT: "held out"}
 _GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
 
 
-def describe(folder: Path, manifest: Manifest) -> Iterator[str]:
+def describe(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
     """Lines `label   value`, labels aligned."""
     for label, value in _facts(folder, manifest):
         yield f"{label:<12}{value}"
 
 
-def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]:
     unit = "tokens" if manifest.kind == "tokens" else "samples"
     yield "data set", str(folder)
     yield "kind", _kind(manifest)
@@ -40,7 +40,7 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "identity", manifest.identity
 
 
-def _kind(manifest: Manifest) -> str:
+def _kind(manifest: DatasetManifest) -> str:
     if manifest.kind == "arrays":
         return "arrays (one row per sample)"
     return f"tokens (by {TOKENIZER}, a copy is in the folder)" if manifest.tokenizer_crc32 else "tokens (bytes)"
@@ -57,7 +57,7 @@ def _field(field: FieldSpec) -> str:
     return f"{shape}, stored as {field.dtype}, read as {_GIVEN[field.given]}"
 
 
-def _classes(manifest: Manifest, classes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _classes(manifest: DatasetManifest, classes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     counts = [split.class_counts or (0,) * len(classes) for split in manifest.splits.values()]
     headings = ", ".join(_TITLES.get(name, name) for name in manifest.splits)
     yield "classes", f"{len(classes):,}; samples of each ({headings}):"

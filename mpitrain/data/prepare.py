@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.data.commit import make_dataset, os_errors
-from mpitrain.data.format import Manifest, read_manifest
+from mpitrain.data.format import DatasetManifest, read_manifest
 from mpitrain.data.sources import images, table
 from mpitrain.data.sources.arrays import arrays_source
 from mpitrain.data.sources.idx import idx_source, is_idx
@@ -35,7 +35,7 @@ _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several 
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What a person may add, each for one kind of input. tokenizer: file; size: height, width; label: column."""
 
     tokenizer: Path | None = None
@@ -57,7 +57,7 @@ class Kind:
 
     name: str
     matches: Callable[[Path], bool]
-    source: Callable[[Sequence[Found], Options], Source]
+    source: Callable[[Sequence[Found], PrepareOptions], Source]
     option: str | None
 
 
@@ -66,10 +66,10 @@ def prepare(
     out: Path,
     *,
     held_out: float = 0.05,
-    options: Options | None = None,
+    options: PrepareOptions | None = None,
     shard_bytes: int = 256 << 20,
     progress: Progress | None = None,
-) -> Manifest:
+) -> DatasetManifest:
     """Makes the data set folder `out` of the sources.
 
     held_out: fraction of rows kept for evaluation, 0 to 0.5; an input that brings its own test set keeps that.
@@ -79,7 +79,7 @@ def prepare(
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
     if os.path.lexists(out):
         raise InputError(f"output folder {out} exists already; give another --out, or remove it")
-    source = recognise(sources, options or Options())
+    source = recognise(sources, options or PrepareOptions())
 
     def fill(folder: Path) -> None:
         write_dataset(folder, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, progress=progress)
@@ -88,7 +88,7 @@ def prepare(
     return read_manifest(out)
 
 
-def recognise(sources: Sequence[str], options: Options) -> Source:
+def recognise(sources: Sequence[str], options: PrepareOptions) -> Source:
     """Finds the one kind that all sources are of."""
     chosen: dict[str, list[Found]] = defaultdict(list)
     kinds: dict[str, Kind] = {}

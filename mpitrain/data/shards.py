@@ -92,14 +92,14 @@ class ShardWriter:
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldPlace:
     """Where a field lies in a shard file, in bytes from its start: its rows, and its table of hashes."""
 
     rows: int
     table: int
 
 
-def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int, rows: int) -> list[Place]:
+def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int, rows: int) -> list[FieldPlace]:
     """Makes a shard file whose data sets have their full size and no content yet."""
     # A full disk or a file over the allowed size must be met here, not by HDF5: see above. The space goes back to
     # HDF5 the moment it opens the file.
@@ -113,7 +113,7 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int,
     with h5py.File(path, "w", libver=VERSIONS, locking=False) as shard:
         shard.create_group("crc32")
         return [
-            Place(
+            FieldPlace(
                 _create_data_set(shard, field.name, (rows, *field.shape), field.stored),
                 _create_data_set(shard, f"crc32/{field.name}", (extents[field],), _TABLE),
             )

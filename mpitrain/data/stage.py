@@ -23,7 +23,7 @@ import numpy as np
 from mpitrain.data.commit import make_dataset
 from mpitrain.data.dataset import verify
 from mpitrain.data.defaults import resolve
-from mpitrain.data.format import MANIFEST, TOKENIZER, Manifest, ShardSpec, read_manifest
+from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, ShardSpec, read_manifest
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import sync
 
@@ -80,12 +80,12 @@ def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
     world.agree(failure[0] if failure else None)
 
 
-def _shards(manifest: Manifest) -> Iterator[ShardSpec]:
+def _shards(manifest: DatasetManifest) -> Iterator[ShardSpec]:
     for split in manifest.splits.values():
         yield from split.shards
 
 
-def _is_whole(folder: Path, manifest: Manifest) -> bool:
+def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
     """At first sight: the same shards, and all there in their size. Their content is hashed when it is read."""
     try:
         found = read_manifest(folder)
@@ -95,7 +95,7 @@ def _is_whole(folder: Path, manifest: Manifest) -> bool:
     return sizes and (found.kind, found.fields, found.splits) == (manifest.kind, manifest.fields, manifest.splits)
 
 
-def _copy(source: Path, manifest: Manifest, into: Path) -> None:
+def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
     shards = list(_shards(manifest))
     needed, free = sum(shard.bytes for shard in shards) + _LEFT, shutil.disk_usage(into).free
     if free < needed:

@@ -26,8 +26,8 @@ from mpitrain.data.format import (
     TOKENIZER,
     TRAIN,
     VERSION,
+    DatasetManifest,
     FieldSpec,
-    Manifest,
     Origin,
     ShardSpec,
     SplitSpec,
@@ -96,7 +96,7 @@ def write_dataset(
     _check_splits(splits, held_out, source.kind, names)
     write_manifest(
         folder,
-        Manifest(
+        DatasetManifest(
             format=FORMAT,
             version=VERSION,
             kind=source.kind,

@@ -1,7 +1,7 @@
 """Batch normalization over the batch of all ranks, so that a model trains alike on any number of them.
 
-Forward sums counts, means and squares over the ranks, backward the two sums of its formula (Ioffe & Szegedy,
-2015, section 3); each is one all-reduce. Every rank must take part in every training pass.
+Forward sums counts, values and squares over the ranks, backward the two sums of its formula (Ioffe and Szegedy 2015,
+section 3); each is one all-reduce. Every rank must take part in every forward and backward pass in training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from mpitrain.comm import Communicator
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks of `comm`.
 
-    Input [batch, features, ...]. In evaluation it is the plain one.
+    In evaluation it is the plain layer. Forward and backward are collective in training.
+
+    Args:
+        features: Size of the second dimension.
+        comm: The ranks whose batches are normalized as one.
+        options: Of torch's BatchNorm: eps, momentum, affine, track_running_stats.
+
+    Shape:
+        Input and output [batch, features, ...]; ranks may have batches of different sizes.
     """
 
     def __init__(self, features: int, comm: Communicator, **options: Any) -> None:
@@ -27,7 +35,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @staticmethod
     def convert(module: nn.Module, comm: Communicator) -> nn.Module:
-        """The module with every BatchNorm in it replaced, its parameters and statistics kept."""
+        """The module with every BatchNorm in it replaced, in place; parameters and statistics are kept.
+
+        Returns a new layer where the module is a BatchNorm itself.
+        """
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             return SyncBatchNorm._of(module, comm)
         for name, child in list(module.named_children()):
@@ -36,6 +47,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @staticmethod
     def _of(old: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
+        """A layer with the parameters, statistics and options of a plain one."""
         new = SyncBatchNorm(
             old.num_features,
             comm,
@@ -65,6 +77,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the running statistics towards those of this batch; variance: biased, count: of all ranks."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
@@ -75,6 +88,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
+    """Normalizes x, and gives the mean, biased variance and count of all ranks beside it."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,7 +1,7 @@
-"""A linear layer too large to be gathered at once, as a grid of smaller ones (memory-centric tiling).
+"""A linear layer too large to be gathered at once, as a grid of smaller ones.
 
-ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3): with sharded parameters each tile is a unit of its own, so
-that one tile at a time is whole. x [.., in], weight [out, in], 2 x 2 tiles:
+This is the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3): with sharded parameters
+each tile is a unit of its own, so that one tile at a time is whole. x [..., in], weight [out, in], 2 x 2 tiles:
 
     y0 = x0 W00' + x1 W01' + b0        x = [x0 x1]  along in
     y1 = x0 W10' + x1 W11' + b1        y = [y0 y1]  along out
@@ -19,7 +19,21 @@ from mpitrain.layout import split
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear(in_features, out_features, bias) in in_tiles x out_tiles tiles. Sizes need not be divisible."""
+    """nn.Linear in in_tiles x out_tiles tiles; the sizes need not be divisible.
+
+    Args:
+        in_features: Size of an input.
+        out_features: Size of an output.
+        bias: Whether a bias is added.
+        in_tiles: Tiles along the inputs.
+        out_tiles: Tiles along the outputs.
+
+    Shape:
+        Input [..., in_features], output [..., out_features].
+
+    Raises:
+        InputError: There are more tiles than features.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, in_tiles: int = 1, out_tiles: int = 1
@@ -42,7 +56,7 @@ class TiledLinear(nn.Module):
 
     @staticmethod
     def of(linear: nn.Linear, *, in_tiles: int = 1, out_tiles: int = 1) -> TiledLinear:
-        """The same layer in tiles."""
+        """A layer with the values of a plain one, in tiles."""
         made = TiledLinear(
             linear.in_features, linear.out_features, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles
         )

@@ -16,12 +16,12 @@ from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error
-from mpitrain.models.task import Description, Task
+from mpitrain.models.task import DataDescription, Task
 
 IMAGE_CHANNELS = (1, 3, 4)
 
 
-def build_model(section: ModelSection, description: Description) -> Task:
+def build_model(section: ModelSection, description: DataDescription) -> Task:
     """The model `section` names, shaped for the data `description` describes, on the CPU in fp32.
 
     Raises InputError (agreed: every rank comes to the same verdict) when the model does not fit the data, and
@@ -38,7 +38,7 @@ def build_model(section: ModelSection, description: Description) -> Task:
     return MODELS[section.name](section, description)
 
 
-def _gpt(section: ModelSection, description: Description) -> Task:
+def _gpt(section: ModelSection, description: DataDescription) -> Task:
     from mpitrain.models.gpt import GPT
 
     if description.kind != "tokens" or description.vocabulary is None:
@@ -54,7 +54,7 @@ def _gpt(section: ModelSection, description: Description) -> Task:
     return Task(model, model.loss)
 
 
-def _resnet(section: ModelSection, description: Description) -> Task:
+def _resnet(section: ModelSection, description: DataDescription) -> Task:
     from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
     if not _is_image(description):
@@ -76,7 +76,7 @@ def _resnet(section: ModelSection, description: Description) -> Task:
     return Task(model, model.loss)
 
 
-def _mlp(section: ModelSection, description: Description) -> Task:
+def _mlp(section: ModelSection, description: DataDescription) -> Task:
     from mpitrain.models.mlp import MLP
 
     if description.kind == "tokens":
@@ -86,22 +86,22 @@ def _mlp(section: ModelSection, description: Description) -> Task:
     return Task(model, model.loss)
 
 
-MODELS: dict[Model, Callable[[ModelSection, Description], Task]] = {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}
+MODELS: dict[Model, Callable[[ModelSection, DataDescription], Task]] = {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}
 
 
-def _target(description: Description) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+def _target(description: DataDescription) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """(outputs, loss): scores of the classes and cross-entropy, or y's numbers and squared error."""
     if description.classes:
         return len(description.classes), cross_entropy
     return math.prod(description.y_shape), squared_error
 
 
-def _is_image(description: Description) -> bool:
+def _is_image(description: DataDescription) -> bool:
     """[height, width], [channels, height, width] or [height, width, channels]."""
     return description.kind == "arrays" and len(description.x_shape) in (2, 3)
 
 
-def _misfit(section: ModelSection, description: Description) -> InputError:
+def _misfit(section: ModelSection, description: DataDescription) -> InputError:
     takes = {"gpt": "tokens", "resnet": "images", "mlp": "arrays"}[section.name]
     shape = tuple(description.x_shape)
     if description.kind == "tokens":

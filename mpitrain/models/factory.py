@@ -23,10 +23,10 @@ from typing import Any
 from torch import nn
 
 from mpitrain.errors import InputError
-from mpitrain.models.task import Description, Task
+from mpitrain.models.task import DataDescription, Task
 
 
-def build_from_factory(path: str, description: Description, options: Mapping[str, Any]) -> Task:
+def build_from_factory(path: str, description: DataDescription, options: Mapping[str, Any]) -> Task:
     """Import, call, check. Raises InputError for everything the user can mend."""
     function = _find(path)
     try:

@@ -41,7 +41,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False, device="meta")  # its own weight is never used
         self._initialise(layers)
@@ -83,7 +83,7 @@ class GPT(nn.Module):
     def _initialise(self, layers: int) -> None:
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             # each layer adds to the residual stream twice: scaled so that its variance stays put with depth
             into_residual = INIT_STD / math.sqrt(2 * layers)
             for linear, std in (
@@ -96,7 +96,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(linear.bias)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """[batch, sequence, width] -> the same: attention, then the MLP, each on the normed stream and added to it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:

@@ -44,7 +44,7 @@ class MLP(nn.Module):
         """
         linear = [f"hidden.{index}.0" for index in range(len(self.hidden))] + ["head"]
         pairs = zip(linear[::2], linear[1::2], strict=False)
-        return {name: way for pair in pairs for name, way in zip(pair, ("column", "row"), strict=True)}
+        return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _, block in self.pipeline_blocks():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-class Description(Protocol):
+class DataDescription(Protocol):
     """The part of a data set's description that a model is shaped by (mpitrain.data.Description has it)."""
 
     @property

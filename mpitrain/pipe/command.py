@@ -13,6 +13,7 @@ from mpitrain.pipe.simulate import Costs, simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
     names = [*SCHEDULES, "terapipe"]
     parser.add_argument("--schedule", choices=names, default="1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="P", help="pipeline ranks [4]")
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises InputError."""
+    """Print a schedule, or write a picture of it. Raises InputError for what cannot be read, made or drawn."""
     if arguments.recording is not None:
         drawn, unit = load(arguments.recording), "s"
     else:
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _costs(given: str) -> Costs:
+    """The argument of --costs."""
     try:
         forward, input_, weight, message = (float(part) for part in given.split(","))
     except ValueError:

@@ -108,6 +108,7 @@ def _block(axes: Any, simulation: Simulation, rank: int, step: Compute, begin: f
 
 
 def _letter(step: Compute, simulation: Simulation) -> str:
+    """The letter of a step: small for odd stages of a rank."""
     schedule = simulation.schedule
     chunk = schedule.stages_of(schedule.rank_of[step.stage]).index(step.stage)
     return _LETTERS[type(step)].lower() if chunk % 2 else _LETTERS[type(step)]

@@ -16,24 +16,41 @@ import torch
 from mpitrain.comm import Work
 from mpitrain.errors import InputError
 from mpitrain.pipe.record import Recorder
-from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Program, Receive, Send, Step
+from mpitrain.pipe.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    PipelineProgram,
+    Receive,
+    Send,
+    Step,
+)
 from mpitrain.pipe.simulate import needs
 from mpitrain.pipe.stage import Kept, Past, Stage
-from mpitrain.pipe.wire import Spec, Wire, as_tuple
+from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
-Known = dict[int, Spec]  # the outputs of stages on this rank or before it, of microbatches that look alike
+Known = dict[int, OutputSpec]  # by stage, of microbatches that look alike: the output
 
 
 @dataclass
-class Batch:
-    """What a program is run on. known[i]: of microbatch i; None of a stage: a header tells."""
+class PipelineBatch:
+    """What a program is run on.
+
+    Attributes:
+        inputs: Of each microbatch, for the first stage.
+        targets: Of each microbatch, for the loss.
+        weights: Of each microbatch in the loss.
+        known: Of each microbatch, the outputs of stages as far as they are known; others are told by headers.
+        losses: By microbatch, weighted; on the last stage's rank.
+    """
 
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: Sequence[float]
     known: Sequence[Known]
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # weighted, on the last stage's rank
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,11 +62,20 @@ class Arriving:
 
 
 class Executor:
-    """One program on one rank. stages: those of this rank by number; loss: None where the last stage is not."""
+    """One program on one rank.
+
+    Args:
+        program: Of all ranks.
+        rank: This rank's number in the pipeline.
+        stages: This rank's, by number.
+        loss: Of an output and a target; None where the last stage is not.
+        wire: Carries the messages.
+        recorder: Notes when each step runs; None to note nothing.
+    """
 
     def __init__(
         self,
-        program: Program,
+        program: PipelineProgram,
         rank: int,
         stages: Mapping[int, Stage],
         loss: Loss | None,
@@ -60,7 +86,7 @@ class Executor:
         self.stages, self.loss, self.wire = stages, loss, wire
         self._last = self.schedule.stages - 1
         self._headers = False
-        self._batch = Batch((), (), (), ())
+        self._batch = PipelineBatch((), (), (), ())
         self._arriving: dict[tuple[int, int, bool], Arriving] = {}
         self._abandoned: list[dict[tuple[int, int, bool], Arriving]] = []  # MPI may still write there
         self._leaving: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
@@ -75,8 +101,16 @@ class Executor:
             call = self._bind(step)
             self._calls.append(call if recorder is None else recorder.timed(step, call))
 
-    def run(self, batch: Batch, headers: bool) -> list[torch.Tensor]:
-        """The weighted losses, in order of microbatches, where the last stage is. headers: shapes are told anew."""
+    def run(self, batch: PipelineBatch, headers: bool) -> list[torch.Tensor]:
+        """Run the program on a batch.
+
+        Args:
+            batch: The batch.
+            headers: Whether the shapes of all messages are told before them.
+
+        Returns:
+            The weighted losses in the order of the microbatches, on the last stage's rank.
+        """
         self._batch, self._headers, self.most_kept = batch, headers, 0
         try:
             for call in self._calls:
@@ -88,11 +122,12 @@ class Executor:
             self._arriving = {}
             raise
         finally:
-            self._batch = Batch((), (), (), ())
+            self._batch = PipelineBatch((), (), (), ())
             for held in (self._leaving, self._kept, self._past):
                 held.clear()
 
     def _bind(self, step: Step) -> Callable[[], None]:
+        """The call that carries a step out."""
         if isinstance(step, Send):
             return partial(self._send, step.stage, step.microbatch, step.gradient, step.to)
         if isinstance(step, Receive):
@@ -108,6 +143,7 @@ class Executor:
     # -- compute
 
     def _forward(self, number: int, stage: Stage, microbatch: int) -> None:
+        """Compute a stage's output of a microbatch, and pass it on."""
         batch = self._batch
         x = batch.inputs[microbatch] if number == 0 else self._input(number - 1, microbatch)
         past = self._past_of(number, microbatch)
@@ -119,18 +155,18 @@ class Executor:
         if ending is not None:
             batch.losses[microbatch] = output.detach()
             return
-        self._tell(number, microbatch, Spec.of(output))
+        self._tell(number, microbatch, OutputSpec.of(output))
         self._pass_on(number, microbatch, False, list(as_tuple(output)), number + 1)
 
     def _past_of(self, number: int, microbatch: int) -> Past | None:
-        """What the stage has of the slices before this one; after the last one each slice keeps what it saw."""
+        """The states of the slices before this one; None without slices."""
         slices = self.schedule.slices
         if slices == 1:
             return None
         key = number, microbatch // slices
         past = self._past.setdefault(key, Past())
         if microbatch % slices == slices - 1:
-            del self._past[key]
+            del self._past[key]  # nobody asks again: what backward needs is in each slice's `Kept`
         return past
 
     def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
@@ -146,6 +182,7 @@ class Executor:
         stage: Stage,
         microbatch: int,
     ) -> None:
+        """Compute gradients of a stage, and pass those of its input on. release: nothing is left for a weight half."""
         gradients = [] if number == self._last else self._take(number + 1, microbatch, True)
         kept = self._kept[number, microbatch]
         if release:
@@ -155,12 +192,13 @@ class Executor:
             self._pass_on(number, microbatch, True, found, number - 1)
 
     def _backward_weight(self, number: int, stage: Stage, microbatch: int) -> None:
+        """Add a stage's weight gradients of a microbatch, and drop what was kept of it."""
         stage.backward_weight(self._kept.pop((number, microbatch)))
 
     # -- messages
 
     def _pass_on(self, number: int, microbatch: int, gradient: bool, tensors: list[torch.Tensor], to: int) -> None:
-        """Keep for the Send that follows, or hand to a stage of this rank."""
+        """Keep a step's results for the Send that follows, or hand them to a stage of this rank."""
         key = number, microbatch, gradient
         if to in self.stages:
             self._arriving[key] = Arriving([t.detach() for t in tensors], [])
@@ -168,11 +206,13 @@ class Executor:
             self._leaving[key] = tensors
 
     def _send(self, number: int, microbatch: int, gradient: bool, to: int) -> None:
+        """Begin to send what a step made, after its header where one is wanted."""
         if self._headers and not gradient:
             self.wire.send_header(self._batch.known[microbatch][number], to)
         self.wire.send(self._leaving.pop((number, microbatch, gradient)), to, gradient)
 
     def _receive(self, number: int, microbatch: int, gradient: bool, source: int) -> None:
+        """Begin to receive what a step will use, after its header where one is wanted."""
         if self._headers and not gradient:
             self._tell(number, microbatch, self.wire.receive_header(source))
         known = self._batch.known[microbatch]
@@ -180,15 +220,16 @@ class Executor:
         self._arriving[number, microbatch, gradient] = Arriving(*self.wire.receive(specs, source, gradient))
 
     def _wait(self, key: tuple[int, int, bool]) -> None:
+        """Wait until tensors from another rank are there."""
         for work in self._arriving[key].works:
             self.wire.wait(work)
 
     def _take(self, number: int, microbatch: int, gradient: bool) -> list[torch.Tensor]:
-        """What stage `number` made for its neighbour on this rank."""
+        """The tensors that stage `number` made for its neighbour on this rank."""
         return self._arriving.pop((number, microbatch, gradient)).tensors
 
     def _input(self, number: int, microbatch: int) -> Any:
-        """The output of stage `number` as input of the next: leaves of a graph of their own."""
+        """The output of stage `number` as input of the next stage, whose graph begins with these tensors."""
         spec = self._batch.known[microbatch][number]
         tensors = self._take(number, microbatch, False)
         if torch.is_grad_enabled():
@@ -196,8 +237,8 @@ class Executor:
                 t.requires_grad_(told.gradient)
         return tensors[0] if spec.single else tuple(tensors)
 
-    def _tell(self, number: int, microbatch: int, spec: Spec) -> None:
-        """Remember a stage's output; it must be as remembered."""
+    def _tell(self, number: int, microbatch: int, spec: OutputSpec) -> None:
+        """Remember the shapes of a stage's output. Raises InputError where others are remembered."""
         known = self._batch.known[microbatch].setdefault(number, spec)
         if known != spec:
             raise InputError(

@@ -18,7 +18,7 @@ from mpitrain.pipe.schedule import (
     BackwardWeight,
     Compute,
     Forward,
-    Program,
+    PipelineProgram,
     Receive,
     Schedule,
     Send,
@@ -27,10 +27,12 @@ from mpitrain.pipe.schedule import (
 from mpitrain.pipe.simulate import Costs, simulate
 
 
-def with_messages(schedule: Schedule, costs: Costs = Costs()) -> Program:
+def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram:
     """The schedule with a Send and a Receive wherever a stage and its neighbour are on different ranks.
 
-    costs: of the steps, to say in which order they end; every choice gives a right program.
+    Args:
+        schedule: The schedule.
+        costs: Of the steps, to say in which order they end; every choice gives a right program.
     """
     ends = [
         (run.end, rank, number, run.step)
@@ -42,16 +44,16 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> Program:
     now = 0.0
     for end, rank, _, step in sorted(ends, key=lambda e: e[:3]):
         if end > now:
-            _place(steps, pending)
+            _append(steps, pending)
             pending, now = [], end
         steps[rank].append(step)
         pending += [(message, rank) for message in _messages(schedule, rank, step)]
-    _place(steps, pending)
-    return Program(schedule, tuple(tuple(s) for s in steps))
+    _append(steps, pending)
+    return PipelineProgram(schedule, tuple(tuple(s) for s in steps))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The schedule of an evaluation."""
+    """The forward steps of a schedule alone, for an evaluation."""
     steps = tuple(tuple(s for s in steps if isinstance(s, Forward)) for steps in schedule.steps)
     return Schedule(
         f"{schedule.name} forward",
@@ -64,7 +66,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _messages(schedule: Schedule, rank: int, step: Compute) -> Iterator[Send]:
-    """What leaves the rank when a step is done."""
+    """What leaves the rank when a step has ended."""
     if isinstance(step, BackwardWeight):
         return
     gradient = not isinstance(step, Forward)
@@ -73,7 +75,8 @@ def _messages(schedule: Schedule, rank: int, step: Compute) -> Iterator[Send]:
         yield Send(step.stage, step.microbatch, gradient, schedule.rank_of[neighbour])
 
 
-def _place(steps: list[list[Step]], pending: list[tuple[Send, int]]) -> None:
+def _append(steps: list[list[Step]], pending: list[tuple[Send, int]]) -> None:
+    """Append each Send to its rank's steps, and its Receive to those of the rank it goes to."""
     for send, rank in pending:
         steps[rank].append(send)
         steps[send.to].append(Receive(send.stage, send.microbatch, send.gradient, rank))

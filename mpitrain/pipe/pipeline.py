@@ -1,4 +1,4 @@
-"""A model cut into stages over the ranks of a pipeline, and the training step of one batch through it.
+"""A model in stages over the ranks of a pipeline, and the training step of one batch through it.
 
 Every rank builds the same whole model (same seed), and keeps the blocks of its own stages; the rest is freed as
 soon as the caller drops the model. So while it is being built a rank needs memory for all of it: for a model that
@@ -21,13 +21,13 @@ from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
-from mpitrain.pipe.cut import cut_blocks, listed_blocks, parameter_costs, time_costs
-from mpitrain.pipe.executor import Batch, Executor, Known, Loss
+from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch
+from mpitrain.pipe.partition import listed_blocks, parameter_costs, partition_blocks, time_costs
 from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.record import Recorder, to_json
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.slices import cannot_look_back, cut_sequences
+from mpitrain.pipe.slices import cannot_look_back, slice_sequences
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.tied import Tied, find_tied, sum_gradients
 from mpitrain.pipe.wire import Wire, look
@@ -37,9 +37,29 @@ _STEADY = 3  # the training batch that is recorded into a file: memory is touche
 
 
 class Pipeline:
-    """Stages of a model on the ranks of a pipeline. Collective to make, and so is all of it unless it says otherwise.
+    """Stages of a model on the ranks of a pipeline. Making one and calling its methods is collective.
 
-    module: this rank's blocks under their names in the whole model.
+    Args:
+        model: An nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list; the same on all ranks.
+        loss: loss(output, y): a scalar, the mean over the samples. A method of the model keeps all of the model in
+            memory on the last stage's rank.
+        mesh: Whose pipeline axis is meant; or the ranks of the pipeline themselves.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble or terapipe.
+        microbatches: Of an evaluation; a training step runs as many as it is given.
+        chunks: Stages a rank.
+        slices: Of the sequence, where every block that looks at earlier positions has a `forward_slice` (see `stage`).
+        cut: What stages are made equal in: uniform (blocks), parameters, or time, which needs a `sample`; or what
+            each block costs.
+        sample: The input of a microbatch, to measure the blocks with.
+        recompute: Stages keep their input alone, and run forward again before backward.
+        record: Note when each step runs; into the file, if one is given, for one training batch.
+        static_shapes: Microbatches that look alike have the same shapes inside the model, so that these are told
+            once; False: they are told with every message.
+
+    Attributes:
+        module: This rank's blocks under their names in the whole model.
+        bounds: Stage s has blocks bounds[s] to bounds[s + 1] - 1.
+        peak_in_flight: Microbatches that this rank held at most in the last batch.
     """
 
     def __init__(
@@ -58,17 +78,6 @@ class Pipeline:
         record: bool | Path = False,
         static_shapes: bool = True,
     ) -> None:
-        """model: an nn.Sequential, a module with `pipeline_blocks()`, or its (name, module) list.
-
-        loss(output, y): a scalar, the mean over the samples; as a method of the model it keeps all of that in memory
-        on the last stage's rank. schedule: gpipe, 1f1b, interleaved, zero-bubble or terapipe. microbatches: of an
-        evaluation; a training step runs as many as it is given. chunks: stages a rank. slices: of the sequence, where
-        every block that looks at earlier positions has a forward_slice (see `stage`). cut: uniform, parameters, time,
-        which needs a `sample` input, or what each block costs. recompute: stages keep their input and run forward
-        again before backward. record: note when each step runs, and write that of one training batch into the file,
-        if one is given. static_shapes: microbatches that look alike have the same shapes inside the model, so that
-        these are told once; False: they are told with every message.
-        """
         self.comm = mesh.pipeline if isinstance(mesh, Mesh) else mesh
         self._named = schedule, chunks, slices
         self._microbatches, self._static = microbatches, static_shapes
@@ -76,10 +85,10 @@ class Pipeline:
         blocks = listed_blocks(model)
         if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
             raise cannot_look_back(model, slices)
-        bounds = cut_blocks(blocks, plan.stages, _costs(blocks, cut, sample, mesh))
+        bounds = partition_blocks(blocks, plan.stages, _costs(blocks, cut, sample, mesh))
         parts = [blocks[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
-        self.bounds = tuple(bounds)  # stage s has blocks bounds[s] .. bounds[s + 1] - 1
+        self.bounds = tuple(bounds)
         self.module = _named_tree([named for number in mine for named in parts[number]])
         halves = any(isinstance(step, BackwardInput) for step in plan.steps[self.comm.rank])
         self._stages = {
@@ -88,7 +97,7 @@ class Pipeline:
         }
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self._last_rank = plan.rank_of[-1]
-        self._loss = loss if self.comm.rank == self._last_rank else None  # elsewhere it may be the way to a whole model
+        self._loss = loss if self.comm.rank == self._last_rank else None  # a method keeps its model
         device = next((t.device for t in self.module.parameters() if t.device.type != "meta"), torch.device("cpu"))
         self._wire = Wire(self.comm, device)
         self._recorder = Recorder() if record else None
@@ -97,12 +106,17 @@ class Pipeline:
         self._recorded: Schedule | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._known: dict[Any, Known] = {}
-        self.peak_in_flight = 0.0  # microbatches this rank held at most in the last batch
+        self.peak_in_flight = 0.0
 
     def forward_backward(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float]) -> float:
-        """The sum of weights[i] * loss_i, on every rank; adds its gradients to the parameters' .grad.
+        """Add the gradients of the sum of weights[i] * loss_i to the parameters' `.grad`.
 
-        microbatches: (x, y), the same on all ranks; the first stage uses x, the last y.
+        Args:
+            microbatches: (x, y), the same on all ranks; the first stage uses x, the last y.
+            weights: Of each microbatch.
+
+        Returns:
+            The sum, on every rank.
         """
         if len(weights) != len(microbatches):
             raise InputError(f"{len(microbatches)} microbatches came with {len(weights)} weights; give one for each")
@@ -116,9 +130,9 @@ class Pipeline:
         return loss
 
     def evaluate(self, x: Any, y: Any) -> float:
-        """The loss of the samples on every rank, in evaluation mode and without gradients.
+        """The mean loss of the samples on every rank, in evaluation mode and without gradients.
 
-        A tensor is cut along its first dimension into as many microbatches as it allows.
+        Tensors are divided along their first dimension into `microbatches` parts, or as many as that allows.
         """
         parts, shares = [(x, y)], [1.0]
         if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
@@ -164,9 +178,10 @@ class Pipeline:
     # -- inside
 
     def _run(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], training: bool) -> float:
+        """The weighted loss of all microbatches, on every rank."""
         slices = self._named[2]
         if slices > 1:
-            microbatches, weights = cut_sequences(microbatches, weights, slices)
+            microbatches, weights = slice_sequences(microbatches, weights, slices)
         executor = self._executor(len(microbatches) // slices, training)
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
@@ -174,11 +189,12 @@ class Pipeline:
             self.comm.barrier()
             self._recorder.start()
             self._recorded = executor.schedule
-        losses = executor.run(Batch(inputs, targets, weights, known), headers)
+        losses = executor.run(PipelineBatch(inputs, targets, weights, known), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
         return self._wire.share_loss(sum(float(loss) for loss in losses), self._last_rank)
 
     def _executor(self, microbatches: int, training: bool) -> Executor:
+        """The compiled program of so many microbatches."""
         key = microbatches, training
         if key not in self._executors:
             schedule = self._schedule(microbatches)
@@ -189,11 +205,12 @@ class Pipeline:
         return self._executors[key]
 
     def _schedule(self, microbatches: int) -> Schedule:
+        """The schedule that was asked for, of so many microbatches."""
         name, chunks, slices = self._named
         return make_schedule(name, self.comm.size, microbatches, chunks, slices)
 
     def _shapes(self, microbatches: Sequence[tuple[Any, Any]], training: bool) -> tuple[list[Known], bool]:
-        """What is known of each microbatch, and whether it has to be told. All ranks come to the same answer."""
+        """What is known of the shapes of each microbatch, and whether they have to be told; alike on all ranks."""
         if not self._static:
             return [{} for _ in microbatches], True
         mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
@@ -208,7 +225,7 @@ class Pipeline:
 def _costs(
     blocks: Sequence[tuple[str, nn.Module]], cut: str | Sequence[float], sample: Any, mesh: Mesh | Communicator
 ) -> Sequence[float] | None:
-    """Of each block, the same on all ranks; None: all alike."""
+    """What each block costs, the same on all ranks; None: all alike."""
     if not isinstance(cut, str):
         return cut
     if cut == "uniform":

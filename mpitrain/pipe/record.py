@@ -18,7 +18,7 @@ from typing import Any
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Receive, Schedule, Send, Step
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.simulate import Costs, Run, Simulation, held
+from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, held
 from mpitrain.storage.disk import read_plain
 
 _LARGEST = 1 << 30  # bytes of a recording
@@ -27,18 +27,19 @@ Row = list[Any]  # kind, stage, microbatch, begin, end
 
 
 class Recorder:
-    """The compute steps of one rank in the last batch."""
+    """Notes when the compute steps of one rank ran in the last batch."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self._begin = 0.0
 
     def start(self) -> None:
+        """Begin a batch; times count from here."""
         self.rows = []
         self._begin = time.perf_counter()
 
     def timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
-        """The call, noting when it ran."""
+        """A call that carries a step out and notes when it ran."""
         if isinstance(step, Send | Receive):
             return call
 
@@ -53,7 +54,7 @@ class Recorder:
 
 
 def to_json(schedule: Schedule, rows: list[list[Row]]) -> dict[str, Any]:
-    """The recording of all ranks."""
+    """The recording of all ranks, as it is kept in a file. rows: of each rank."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
@@ -65,14 +66,15 @@ def to_json(schedule: Schedule, rows: list[list[Row]]) -> dict[str, Any]:
 
 
 def from_json(recording: dict[str, Any]) -> Simulation:
-    """As if it had been simulated. Raises KeyError, TypeError or ValueError where it is no recording."""
+    """A recording in the form of a simulation. Raises KeyError, TypeError or ValueError where it is none."""
     counts = [int(recording[name]) for name in ("ranks", "microbatches", "chunks", "slices")]
     if len(recording["runs"]) != counts[0] or not 0 < prod(counts) <= sum(map(len, recording["runs"])):
         raise ValueError("it has other runs than it says")
     schedule = make_schedule(recording["schedule"], *counts)
     runs = tuple(
         tuple(
-            Run(_KINDS[kind](int(stage), int(microbatch)), begin, end) for kind, stage, microbatch, begin, end in rows
+            TimedStep(_KINDS[kind](int(stage), int(microbatch)), begin, end)
+            for kind, stage, microbatch, begin, end in rows
         )
         for rows in recording["runs"]
     )

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: which rank computes what, in which order.
 
-A model is cut into stages 0 .. stages-1, each on one rank; a rank holds `chunks` of them. A batch is cut into
+A model is divided into stages 0 .. stages-1, each on one rank; a rank holds `chunks` of them. A batch is divided into
 microbatches. A schedule lists for each rank the compute steps of its stages. Functions in `schedules` make them,
 `passes` adds the messages, `verify` proves the result right, `simulate` and `draw` show it, `executor` runs it.
 Nothing else knows an order.
@@ -62,9 +62,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Begin to receive what rank `source` sends for a stage of its own; the step that uses it waits for it.
+    """Begin to receive what rank `source` sends from its stage `stage`; the step that uses it waits for it.
 
-    stage: the sender's, so that a Send and its Receive carry the same numbers.
+    A Send and its Receive carry the same numbers.
     """
 
     stage: int
@@ -85,9 +85,15 @@ class ScheduleError(MpitrainError):
 class Schedule:
     """The compute steps of every rank.
 
-    rank_of[s]: the rank of stage s. steps[r]: what rank r computes, in order. slices: pieces along the sequence
-    each microbatch of the caller is cut into; `microbatch` of a step then counts slices, those of one microbatch
-    one after the other, and a stage sees them in order forward and in reverse order backward.
+    Attributes:
+        name: As the user names it.
+        ranks: Of the pipeline.
+        microbatches: That the steps count; slices of them, where there are slices.
+        rank_of: rank_of[s] is the rank of stage s.
+        steps: steps[r] is what rank r computes, in order.
+        slices: Pieces along the sequence that each microbatch of the caller is divided into. `microbatch` of a step
+            then counts slices, those of one microbatch one after the other, and a stage sees them in order forward
+            and in reverse order backward.
     """
 
     name: str
@@ -99,6 +105,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Stages of the whole model."""
         return len(self.rank_of)
 
     @property
@@ -107,11 +114,12 @@ class Schedule:
         return self.stages // self.ranks
 
     def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
 
 @dataclass(frozen=True)
-class Program:
+class PipelineProgram:
     """A schedule with its messages: steps[r] is what rank r does, in order."""
 
     schedule: Schedule

@@ -8,7 +8,7 @@
     zero_bubble   backward in two: I (input)   Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 with one
                   and W (weights) fill gaps    stage a rank, ZB-V with two, placed as a V
     terapipe      gpipe over slices of the     Li et al. 2021, for causal models: a slice needs earlier slices only;
-                  sequence                     1f1b and interleaved can be cut into slices too (`in_slices`)
+                  sequence                     1f1b and interleaved can be sliced too (`in_slices`)
 
 Idle fraction with F = I = W = 1 and no communication, and microbatches held at most:
 
@@ -160,7 +160,18 @@ SCHEDULES: dict[str, Maker] = {
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
-    """The schedule a user names. Raises InputError for a name or a number it does not go with."""
+    """The schedule that a user names.
+
+    Args:
+        name: A key of SCHEDULES, or terapipe.
+        ranks: Of the pipeline.
+        microbatches: Of a batch.
+        chunks: Stages a rank.
+        slices: Of the sequence.
+
+    Raises:
+        InputError: There is no such schedule, or not with these numbers.
+    """
     if name == "terapipe":
         return terapipe(ranks, microbatches, slices)
     if name not in SCHEDULES:
@@ -172,6 +183,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
 
 
 def _entries(stage: int, *kinds: Kind) -> list[Entry]:
+    """Kinds of steps, each on this stage."""
     return [(kind, stage) for kind in kinds]
 
 
@@ -188,6 +200,7 @@ def _numbered(order: Iterable[Entry], microbatches: int) -> tuple[Compute, ...]:
 
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:
+    """Raise InputError for numbers that a schedule cannot be made with. possible: chunks a rank may have."""
     if ranks < 1 or microbatches < 1:
         raise InputError(
             f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each", agreed=True

@@ -24,9 +24,14 @@ Cost = float | Sequence[float]  # of every stage, or of each
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any one unit, per microbatch and stage; a number stands for all stages alike.
+    """What steps cost, per microbatch and stage; a number stands for all stages alike.
 
-    activation: bytes a stage keeps of a microbatch from its forward step until its weight gradients.
+    Attributes:
+        forward: Time of a forward step, in any one unit.
+        input: Time of the gradients of a stage's input.
+        weight: Time of the gradients of its parameters.
+        message: Time between the end of a step and the arrival of what it sends.
+        activation: Bytes that a stage keeps of a microbatch from its forward step until its weight gradients.
     """
 
     forward: Cost = 1
@@ -36,6 +41,7 @@ class Costs:
     activation: Cost = 1
 
     def of(self, step: Compute) -> float:
+        """Time of a step."""
         if isinstance(step, Forward):
             return _of(self.forward, step.stage)
         if isinstance(step, BackwardInput):
@@ -46,8 +52,8 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One step of one rank and when it ran."""
+class TimedStep:
+    """One step of one rank, and when it began and ended."""
 
     step: Compute
     begin: float
@@ -56,15 +62,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Simulation:
-    """runs[r]: rank r's steps and times."""
+    """What a schedule did or would do.
+
+    Attributes:
+        schedule: The schedule.
+        runs: runs[r] is rank r's steps and their times.
+        peaks: Stage-microbatches that each rank holds at most.
+        memory: Bytes of activations that each rank holds at most.
+    """
 
     schedule: Schedule
-    runs: tuple[tuple[Run, ...], ...]
-    peaks: tuple[int, ...]  # stage-microbatches a rank holds at most
-    memory: tuple[float, ...]  # bytes of activations a rank holds at most
+    runs: tuple[tuple[TimedStep, ...], ...]
+    peaks: tuple[int, ...]
+    memory: tuple[float, ...]
 
     @property
     def makespan(self) -> float:
+        """Time from the beginning to the end of the last step."""
         return max((run.end for runs in self.runs for run in runs), default=0)
 
     @property
@@ -85,13 +99,20 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
-    """Raises ScheduleError when steps wait for each other in a circle."""
+    """When every step runs, and what is held meanwhile.
+
+    Raises:
+        ScheduleError: Steps wait for each other in a circle.
+    """
     peaks, memory = zip(*(held(steps, costs) for steps in schedule.steps), strict=True)
     return Simulation(schedule, _times(schedule, costs), peaks, memory)
 
 
 def needs(step: Compute, last: int) -> tuple[type, int] | None:
-    """(kind, stage) of the step on another stage a step waits for, of the same microbatch. last: the last stage."""
+    """(kind, stage) of the step on another stage that a step waits for, of the same microbatch; None if there is none.
+
+    last: the last stage.
+    """
     if isinstance(step, Forward):
         return (Forward, step.stage - 1) if step.stage > 0 else None
     if isinstance(step, Backward | BackwardInput):
@@ -99,11 +120,12 @@ def needs(step: Compute, last: int) -> tuple[type, int] | None:
     return None
 
 
-def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[Run, ...], ...]:
+def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[TimedStep, ...], ...]:
+    """When every step of every rank runs."""
     last = schedule.stages - 1
     done: dict[tuple[type, int, int], float] = {}
     waiting: dict[tuple[type, int, int], int] = {}  # what a rank waits for
-    runs: list[list[Run]] = [[] for _ in range(schedule.ranks)]
+    runs: list[list[TimedStep]] = [[] for _ in range(schedule.ranks)]
     clock = [0.0 for _ in range(schedule.ranks)]
     ready = list(range(schedule.ranks))
     while ready:
@@ -120,7 +142,7 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[Run, ...], ...]:
                 apart = costs.message if schedule.rank_of[need[1]] != rank else 0
                 begin = max(begin, done[key] + apart)
             end = begin + costs.of(step)
-            runs[rank].append(Run(step, begin, end))
+            runs[rank].append(TimedStep(step, begin, end))
             clock[rank] = end
             if not isinstance(step, BackwardWeight):
                 made = (Forward if isinstance(step, Forward) else Backward, step.stage, step.microbatch)
@@ -134,7 +156,7 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[Run, ...], ...]:
 
 
 def held(steps: Sequence[Compute], costs: Costs) -> tuple[int, float]:
-    """Stage-microbatches and bytes held at most."""
+    """Stage-microbatches and bytes of activations that a rank with these steps holds at most."""
     count = peak = 0
     held = most = 0.0
     for step in steps:
@@ -147,4 +169,5 @@ def held(steps: Sequence[Compute], costs: Costs) -> tuple[int, float]:
 
 
 def _of(cost: Cost, stage: int) -> float:
+    """The cost of one stage."""
     return cost if isinstance(cost, int | float) else cost[stage]

@@ -1,7 +1,8 @@
-"""Sequences cut into slices (TeraPipe): the microbatches, and whether a model can take them slice by slice.
+"""Slices of sequences (TeraPipe, Li et al. 2021): the microbatches, and whether a model can take them slice by slice.
 
-A slice may depend on earlier ones alone, and a block that looks back must say how: `forward_slice` (see `stage`).
-A model for which that is not so would train on wrong losses without a sign of it, so one is tried before it is cut.
+A slice may depend on earlier ones alone, and a block that looks at earlier positions must say how: `forward_slice`
+(see `stage`). Any other model would train on wrong losses without a sign of it, so every model is tried before its
+sequences are sliced.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ from mpitrain.pipe.wire import look
 _SEQUENCE = 1  # the dimension of it everywhere: [samples, sequence, ...]
 
 
-def cut_sequences(
+def slice_sequences(
     microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], slices: int
 ) -> tuple[list[tuple[Any, Any]], list[float]]:
-    """Each microbatch [samples, sequence, ...] cut along its sequence, and weighted by the length of the slices."""
-    cut: list[tuple[Any, Any]] = []
+    """Slice each microbatch along its sequence, and weight the slices by their lengths.
+
+    Args:
+        microbatches: (x, y), both [samples, sequence, ...].
+        weights: Of each microbatch in the loss.
+        slices: Of each microbatch.
+
+    Raises:
+        InputError: A microbatch does not give so many slices.
+    """
+    sliced: list[tuple[Any, Any]] = []
     shares: list[float] = []
     for (x, y), weight in zip(microbatches, weights, strict=True):
         length = x.shape[_SEQUENCE] if isinstance(x, torch.Tensor) and x.dim() > 1 else 0
@@ -35,12 +45,13 @@ def cut_sequences(
                 agreed=True,
             )
         for lo, hi in pairwise(split(length, slices)):
-            cut.append((x[:, lo:hi], y[:, lo:hi]))
+            sliced.append((x[:, lo:hi], y[:, lo:hi]))
             shares.append(weight * (hi - lo) / length)
-    return cut, shares
+    return sliced, shares
 
 
 def cannot_look_back(model: Any, slices: int) -> InputError:
+    """The error of a model without `forward_slice`."""
     name = f"{type(model).__name__} has" if isinstance(model, nn.Module) else "the blocks have"
     return InputError(
         f"{slices} slices of the sequence: blocks that look at earlier positions need a method forward_slice(x, past), "
@@ -50,11 +61,17 @@ def cannot_look_back(model: Any, slices: int) -> InputError:
 
 
 def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: torch.Tensor, slices: int) -> None:
-    """Raises InputError naming the block that gives something else for slices of the sequence than for the whole.
+    """Raise InputError naming the block that gives something else for slices of the sequence than for the whole.
 
-    x, y: samples with different values at different positions. Leaves no trace in the model.
+    Leaves no trace in the model.
+
+    Args:
+        blocks: Of the model, in order.
+        x: Samples with different values at different positions, [samples, sequence, ...].
+        y: Their targets.
+        slices: Of the sequence.
     """
-    cut_sequences([(x, y)], [1.0], slices)
+    slice_sequences([(x, y)], [1.0], slices)
     modes = [(module, module.training) for _, block in blocks for module in block.modules()]
     empty = [p for _, block in blocks for p in block.parameters() if not p.any()]  # what starts as 0 would hide much
     bounds = split(x.shape[_SEQUENCE], slices)
@@ -79,6 +96,7 @@ def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: to
 
 
 def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[int]) -> None:
+    """Raise InputError unless the block makes of the slices of x the slices of `whole`."""
     slices = len(bounds) - 1
     look_back = getattr(block, "forward_slice", None)
     past: list[Any] = []
@@ -104,6 +122,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
 
 
 def _refused(name: str, block: nn.Module, slices: int, what: str) -> InputError:
+    """The error that names a block and why it cannot take slices."""
     return InputError(
         f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "
         f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1",
@@ -119,4 +138,5 @@ def _part(value: Any, lo: int, hi: int) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensor, or those of a tuple."""
     return [value] if isinstance(value, torch.Tensor) else list(value)

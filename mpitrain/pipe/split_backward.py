@@ -31,9 +31,16 @@ Gradients = list[torch.Tensor | None]
 def backward_inputs(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[Gradients, Callable[[], None]]:
-    """The gradients of the inputs, and what to call later to add those of most parameters to their .grad.
+    """The first half of a backward pass. No hooks of parameters run in either half.
 
-    inputs: leaves. gradients: of the outputs. No hooks of parameters run.
+    Args:
+        outputs: Roots of the graph.
+        gradients: Of the outputs.
+        inputs: Leaves of the graph whose gradients are wanted at once.
+
+    Returns:
+        The gradients of the inputs (None where nothing depends on one), and what to call later to add the gradients
+        of most parameters to their `.grad`; those of the others have been added.
     """
     graph = _walk(outputs, inputs)
     edges = [GradientEdge(node, number) for node, numbers in graph.arriving.items() for number in sorted(numbers)]
@@ -61,9 +68,12 @@ def backward_inputs(
 
 @dataclass
 class _Graph:
-    """late: parameters for the weight half, by the node they hang on; early: those for the input half.
+    """What of a graph each half computes.
 
-    arriving: which outputs of those nodes are used.
+    Attributes:
+        late: The parameters of the weight half, by the path node they hang on.
+        early: The parameters of the input half.
+        arriving: Of each of those nodes, the numbers of its outputs at which gradients arrive.
     """
 
     late: dict[Node, list[torch.Tensor]]
@@ -72,6 +82,7 @@ class _Graph:
 
 
 def _walk(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Graph:
+    """Find the path nodes, and the parameters that hang on them."""
     roots = [get_gradient_edge(t).node for t in outputs]
     children, parents = _below(roots)
     path: dict[Node, None] = {}  # a set in order of the graph: ranks of a tensor axis must go through it alike

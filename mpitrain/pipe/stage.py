@@ -3,12 +3,13 @@
 Recompute: forward keeps the stage's input alone, and backward first runs forward again, from the same state of the
 random generators. (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", with a stage as the segment.)
 
-Backward in halves: the graph is cut every few blocks, because the weight half runs the engine many times, and it
-looks at all of a graph each time. See `split_backward`.
+Backward in halves: the stage's graph is divided every few blocks, because the weight half runs autograd's engine many
+times, and the engine looks at all of a graph each time. See `split_backward`.
 
-Slices of a sequence (TeraPipe): a block that looks back has `forward_slice(x, past) -> (y, state)`; past: the states
-of earlier slices, in order. Each state is cut off from its slice's graph, and collects the gradients that later
-slices have for it until its own slice's backward step.
+Slices of a sequence (TeraPipe, Li et al. 2021): a block that looks at earlier positions has
+`forward_slice(x, past) -> (y, state)`; past: the states of earlier slices, in order. Each state is detached from its
+slice's graph, and its `.grad` collects the gradients that later slices have for it until its own slice's backward
+step.
 """
 
 from __future__ import annotations
@@ -33,36 +34,42 @@ Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, a
 
 @dataclass
 class Past:
-    """Of one microbatch in one stage: for every block that looks back, the states of the slices so far."""
+    """Of one microbatch in one stage: by number of the block, the states of the slices so far."""
 
     states: dict[int, list[State]] = field(default_factory=dict)
 
 
 @dataclass
 class Kept:
-    """What a stage holds of one microbatch (or slice)."""
+    """What a stage holds of one microbatch (or slice) between forward and backward."""
 
     inputs: tuple[Any, ...]
-    single: bool
+    single: bool  # the input is no tuple
     outputs: tuple[torch.Tensor, ...] = ()  # the tensors of the output, or the loss
     wanting: tuple[bool, ...] = ()  # which of them get a gradient
-    made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and cut off from it
+    made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and detached from it
     past: dict[int, list[State]] = field(default_factory=dict)
     random: RandomState | None = None  # before forward, with recompute
     ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
-    joints: list[Joint] = field(default_factory=list)  # where the graph is cut between blocks, in order
-    weights: list[Callable[[], None]] = field(default_factory=list)  # the weight half of backward
+    joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
+    weights: list[Callable[[], None]] = field(default_factory=list)  # what does the weight half of backward
 
 
 class Stage:
-    """Blocks of the model in order. first: of all stages. halves: backward comes in two.
+    """One stage of a pipeline, which computes one microbatch at a time.
 
     Recomputing runs BatchNorm's statistics twice, as torch.utils.checkpoint does.
+
+    Args:
+        blocks: Of the model, in order.
+        first: Whether it is the first of all stages, whose input needs no gradient.
+        recompute: Keep the input alone, and compute the rest again before backward.
+        halves: Backward comes in two, the inputs' gradients first.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, first: bool, recompute: bool, halves: bool = False) -> None:
         self.blocks, self.first, self.recompute = list(blocks), first, recompute
-        self._cut_before = [
+        self._breaks_before = [
             halves and not first and number > 0 and number % _TOGETHER == 0 and not _begins_in_place(block)
             for number, block in enumerate(self.blocks)
         ]
@@ -71,10 +78,15 @@ class Stage:
     def forward(
         self, x: Any, ending: Callable[[Any], torch.Tensor] | None = None, past: Past | None = None
     ) -> tuple[Any, Kept]:
-        """The output, or what `ending` makes of it, and what backward needs.
+        """Compute the stage's output.
 
-        x: the stage's input; tensors from another stage are leaves. past: the slices so far, to which this one's
-        states are added.
+        Args:
+            x: The stage's input, a tensor or a tuple; tensors from another stage are leaves of their graph.
+            ending: Makes the loss of the output, on the last stage.
+            past: The slices so far, to which this one's states are added; None for a whole sequence.
+
+        Returns:
+            The output, or what `ending` makes of it, and what backward needs.
         """
         kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending)
         if past is not None:
@@ -90,13 +102,18 @@ class Stage:
         kept.wanting = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in as_tuple(output))
         if past is not None:
             for number, state in states.items():
-                cut = tuple(t.detach().requires_grad_(torch.is_grad_enabled()) for t in state)
-                kept.made.append((state, cut))
-                past.states.setdefault(number, []).append(cut)
+                detached = tuple(t.detach().requires_grad_(torch.is_grad_enabled()) for t in state)
+                kept.made.append((state, detached))
+                past.states.setdefault(number, []).append(detached)
         return output, kept
 
     def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Adds to the parameters' .grad. gradients: of the outputs that want one; returns those of the inputs."""
+        """Add to the parameters' `.grad`, and return the gradients of the inputs.
+
+        Args:
+            kept: What forward kept.
+            gradients: Of the outputs that require one; unused on the last stage, whose output is the loss.
+        """
         roots, values = self._roots(kept, gradients)
         inputs = self._inputs(kept)
         if roots:
@@ -104,7 +121,7 @@ class Stage:
         return [_complete(t.grad, t) for t in inputs]
 
     def backward_input(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of the inputs alone; `backward_weight` does the rest."""
+        """Return the gradients of the inputs, and leave those of the parameters to `backward_weight`."""
         roots, values = self._roots(kept, gradients)
         for joint in reversed(kept.joints):
             if roots:
@@ -123,15 +140,17 @@ class Stage:
         return [_complete(g, t) for g, t in zip(found, inputs, strict=True)]
 
     def backward_weight(self, kept: Kept) -> None:
+        """Add to the parameters' `.grad` what `backward_input` left."""
         for weights in kept.weights:
             weights()
 
     def _run(self, x: Any, kept: Kept, sliced: bool) -> tuple[Any, dict[int, State]]:
+        """Run the blocks: the output (or the loss), and the states of the blocks that look back."""
         states: dict[int, State] = {}
         if self._copies_input and torch.is_grad_enabled():
             x = _mapped(torch.clone, x)
         for number, block in enumerate(self.blocks):
-            if self._cut_before[number] and torch.is_grad_enabled():
+            if self._breaks_before[number] and torch.is_grad_enabled():
                 joint = [(t, t.detach().requires_grad_(t.requires_grad)) for t in as_tuple(x)]
                 kept.joints.append([(t, leaf) for t, leaf in joint if t.requires_grad])
                 x = joint[0][1] if isinstance(x, torch.Tensor) else tuple(leaf for _, leaf in joint)
@@ -143,14 +162,14 @@ class Stage:
         return (x if kept.ending is None else kept.ending(x)), states
 
     def _as_in_graph(self, output: Any, kept: Kept) -> Any:
-        """The output of a forward without a graph, marked as what needs a gradient in the one to come."""
+        """The output of a forward pass without a graph, requiring gradients where its recomputation will."""
         trained = any(p.requires_grad for block in self.blocks for p in block.parameters())
         if trained or self._inputs(kept):
             return _mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
         return output
 
     def _roots(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The outputs that backward starts from, and their gradients."""
+        """The tensors that backward starts from (outputs and states), and their gradients."""
         if kept.random is not None:
             self._recompute(kept)
         outputs = [t for t, wants in zip(kept.outputs, kept.wanting, strict=True) if wants]
@@ -158,14 +177,15 @@ class Stage:
             gradients = [torch.ones_like(t) for t in outputs]
         reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
         roots, values = [t for t, _ in reached], [g for _, g in reached]
-        for state, cut in kept.made:
-            for t, leaf in zip(state, cut, strict=True):
+        for state, detached in kept.made:
+            for t, leaf in zip(state, detached, strict=True):
                 if leaf.grad is not None and t.requires_grad:
                     roots.append(t)
                     values.append(leaf.grad)
         return roots, values
 
     def _recompute(self, kept: Kept) -> None:
+        """Run forward again with a graph, from the same state of the random generators."""
         assert kept.random is not None
         state, devices, states_there = kept.random
         with torch.random.fork_rng(devices), torch.enable_grad():
@@ -174,8 +194,8 @@ class Stage:
             x = kept.inputs[0] if kept.single else kept.inputs
             output, states = self._run(x, kept, bool(kept.made))
         kept.outputs, kept.random = as_tuple(output), None
-        cuts = [cut for _, cut in kept.made]
-        kept.made = list(zip(states.values(), cuts, strict=True))
+        detached = [leaves for _, leaves in kept.made]
+        kept.made = list(zip(states.values(), detached, strict=True))
 
     def _inputs(self, kept: Kept) -> list[torch.Tensor]:
         """The inputs whose gradients the stage before waits for."""
@@ -183,11 +203,12 @@ class Stage:
 
 
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
-    """Zeros for an input that nothing depends on."""
+    """The gradient, or zeros for an input that nothing depends on."""
     return torch.zeros_like(of) if gradient is None else gradient
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A tensor, or each of a tuple, changed."""
     return change(value) if isinstance(value, torch.Tensor) else tuple(change(t) for t in value)
 
 

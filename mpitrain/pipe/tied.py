@@ -1,7 +1,7 @@
 """Parameters that several stages share, such as an embedding that is the output layer too.
 
-Every rank that holds one has a copy. The copies begin alike, and get the sum of all copies' gradients; so they stay
-alike to the bit. For norms and counts one of them speaks for all: that of the lowest rank.
+Every rank that holds such a parameter has a copy of it. The copies begin alike and each gets the sum of all copies'
+gradients, so they stay alike to the bit. Norms and checkpoints count the copy of the lowest rank alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from mpitrain.errors import InputError
 
 @dataclass(frozen=True)
 class Tied:
-    """One shared parameter on this rank. name: here, in the whole model. group: the ranks that hold it."""
+    """One shared parameter on this rank.
+
+    Attributes:
+        name: Of this rank's copy in the whole model; others may have other names for it.
+        parameter: This rank's copy.
+        group: The ranks that hold a copy.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -29,9 +35,15 @@ class Tied:
 def find_tied(
     stages: Sequence[Sequence[tuple[str, nn.Module]]], rank_of: Sequence[int], comm: Communicator
 ) -> list[Tied]:
-    """This rank's shared parameters, with copies made alike. Collective.
+    """Find the parameters of this rank that stages on other ranks have too, and make all copies alike. Collective.
 
-    stages: the blocks of every stage, named. Raises InputError for shared parameters on the meta device.
+    Args:
+        stages: The named blocks of every stage.
+        rank_of: The rank of every stage.
+        comm: The ranks of the pipeline.
+
+    Raises:
+        InputError: A shared parameter is on the meta device.
     """
     holders: dict[int, dict[int, str]] = {}  # parameter -> rank -> its first name there
     parameters: dict[int, nn.Parameter] = {}
@@ -64,7 +76,7 @@ def find_tied(
 
 
 def sum_gradients(tied: Sequence[Tied]) -> None:
-    """Every copy gets the sum of all copies' gradients, in place. Collective over the holders."""
+    """Sum the gradients of all copies of each parameter, in place. Collective over the ranks that hold one."""
     for t in tied:
         if not t.parameter.requires_grad:
             continue

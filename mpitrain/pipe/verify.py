@@ -14,7 +14,7 @@ from mpitrain.pipe.schedule import (
     BackwardWeight,
     Compute,
     Forward,
-    Program,
+    PipelineProgram,
     Receive,
     ScheduleError,
     Send,
@@ -22,13 +22,18 @@ from mpitrain.pipe.schedule import (
 from mpitrain.pipe.simulate import needs
 
 
-def verify(program: Program, training: bool = True) -> None:
-    """Raises ScheduleError. training: backward steps belong to it."""
+def verify(program: PipelineProgram, training: bool = True) -> None:
+    """Raise ScheduleError, with the rank and the step, unless a program is right.
+
+    training: whether backward steps belong to it.
+    """
     _Check(program, training).run()
 
 
 class _Check:
-    def __init__(self, program: Program, training: bool) -> None:
+    """The state of all ranks while their steps are run symbolically."""
+
+    def __init__(self, program: PipelineProgram, training: bool) -> None:
         self.program, self.schedule, self.training = program, program.schedule, training
         ranks = self.schedule.ranks
         self.at = [0] * ranks
@@ -37,6 +42,7 @@ class _Check:
         self.sent: set[tuple[int, int, bool]] = set()
 
     def run(self) -> None:
+        """Let every rank go on as far as it can, until nobody can."""
         moved = True
         while moved:
             moved = False
@@ -49,6 +55,7 @@ class _Check:
         self._check_complete()
 
     def _advance(self, rank: int) -> bool:
+        """Run a rank's next step, if what it waits for is there; returns whether it ran."""
         steps = self.program.steps[rank]
         if self.at[rank] == len(steps):
             return False
@@ -62,6 +69,7 @@ class _Check:
         return True
 
     def _send(self, rank: int, step: Send) -> bool:
+        """Run a Send together with its Receive, if the other rank has come to that."""
         theirs = self.program.steps[step.to]
         at = self.at[step.to]
         if at == len(theirs):
@@ -84,6 +92,7 @@ class _Check:
         return True
 
     def _compute(self, rank: int, step: Compute) -> None:
+        """Run a compute step, which must be the rank's, not done yet, and have its input there."""
         schedule = self.schedule
         stage, microbatch = step.stage, step.microbatch
         if not 0 <= stage < schedule.stages or schedule.rank_of[stage] != rank:
@@ -121,6 +130,7 @@ class _Check:
             raise self._error(rank, "comes before the backward step of a later slice")
 
     def _check_complete(self) -> None:
+        """Every step of every stage and microbatch must have run, and every message been used."""
         kinds = (Forward, BackwardInput, BackwardWeight) if self.training else (Forward,)
         schedule = self.schedule
         wanted = {(k, s, j) for k in kinds for s in range(schedule.stages) for j in range(schedule.microbatches)}
@@ -134,6 +144,7 @@ class _Check:
                 raise ScheduleError(f"{schedule.name}: rank {rank} ends with {sorted(left)} that nobody used")
 
     def _error(self, rank: int, what: str) -> ScheduleError:
+        """An error at the step that a rank has come to."""
         steps = self.program.steps[rank]
         at = self.at[rank]
         return ScheduleError(f"{self.schedule.name}: rank {rank}, step {at} ({steps[at]}) {what}")

@@ -22,27 +22,29 @@ _DTYPES = tuple(sorted(DTYPES, key=str))  # a header says which by its number
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorMeta:
+    """Of one tensor that goes between stages, whether a gradient comes back for it."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gradient: bool  # one is to be sent back
+    gradient: bool
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A stage's output. single: a tensor by itself, not a tuple of one."""
+class OutputSpec:
+    """The shapes and dtypes of a stage's output. single: a tensor by itself, not a tuple of one."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[TensorMeta, ...]
     single: bool
 
     @property
-    def gradients(self) -> tuple[TensorSpec, ...]:
-        """What comes back."""
+    def gradients(self) -> tuple[TensorMeta, ...]:
+        """Of the tensors that a gradient comes back for."""
         return tuple(t for t in self.tensors if t.gradient)
 
     @staticmethod
-    def of(output: Any) -> Spec:
-        """Raises InputError when it is neither a tensor nor a tuple of tensors."""
+    def of(output: Any) -> OutputSpec:
+        """Of an output. Raises InputError when it is neither a tensor nor a tuple of tensors that can be sent."""
         tensors = as_tuple(output)
         if not all(isinstance(t, torch.Tensor) for t in tensors):
             kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
@@ -50,27 +52,30 @@ class Spec:
         for t in tensors:
             if t.dtype not in _DTYPES:
                 raise InputError(f"a stage gave a tensor of {t.dtype}, which cannot be sent; convert it")
-        specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        return Spec(specs, isinstance(output, torch.Tensor))
+        specs = tuple(TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        return OutputSpec(specs, isinstance(output, torch.Tensor))
 
     def header(self) -> torch.Tensor:
+        """As a flat int64 tensor, to be sent."""
         numbers = [int(self.single), len(self.tensors)]
         for t in self.tensors:
             numbers += [_DTYPES.index(t.dtype), int(t.gradient), len(t.shape), *t.shape]
         return torch.tensor(numbers, dtype=torch.int64)
 
     @staticmethod
-    def from_header(header: torch.Tensor) -> Spec:
+    def from_header(header: torch.Tensor) -> OutputSpec:
+        """As `header` has made it."""
         numbers = iter(header.tolist())
         single, count = next(numbers), next(numbers)
         specs = []
         for _ in range(count):
             dtype, gradient, dimensions = next(numbers), next(numbers), next(numbers)
-            specs.append(TensorSpec(tuple(next(numbers) for _ in range(dimensions)), _DTYPES[dtype], bool(gradient)))
-        return Spec(tuple(specs), bool(single))
+            specs.append(TensorMeta(tuple(next(numbers) for _ in range(dimensions)), _DTYPES[dtype], bool(gradient)))
+        return OutputSpec(tuple(specs), bool(single))
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
+    """The tensors of a stage's input or output."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
@@ -87,10 +92,14 @@ _HEADER, _OUTPUT, _GRADIENT, _LOSS = range(4)  # message tags
 
 
 class Wire:
-    """Messages of one pipeline.
+    """The messages of one pipeline.
 
-    MPI waits by looking again and again, which is the fastest where every rank has a core. Where ranks share cores
-    it would take them from those that compute, so waits sleep between looks there.
+    MPI waits by polling, which is the fastest where every rank has a core. Where there are more ranks than cores
+    (oversubscribed) that would take cores from the ranks that compute, so waits sleep between polls there.
+
+    Args:
+        comm: The ranks of the pipeline.
+        device: Where tensors are received.
     """
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
@@ -99,19 +108,22 @@ class Wire:
         self._sending: list[Work] = []
 
     def wait(self, work: Work) -> None:
+        """Wait for a message to be sent or received."""
         work.wait(self.comm.process.watchdog.timeout if self._sleeps else None)
 
-    def send_header(self, spec: Spec, to: int) -> None:
+    def send_header(self, spec: OutputSpec, to: int) -> None:
+        """Begin to tell another rank the shapes of what comes next."""
         header = spec.header()
         self._sending.append(self.comm.isend(torch.tensor([len(header)]), to, _HEADER))
         self._sending.append(self.comm.isend(header, to, _HEADER))
 
-    def receive_header(self, source: int) -> Spec:
+    def receive_header(self, source: int) -> OutputSpec:
+        """Wait for the shapes of what comes next from another rank."""
         length = torch.empty(1, dtype=torch.int64)
         self.wait(self.comm.irecv(length, source, _HEADER))
         header = torch.empty(int(length), dtype=torch.int64)
         self.wait(self.comm.irecv(header, source, _HEADER))
-        return Spec.from_header(header)
+        return OutputSpec.from_header(header)
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, gradient: bool) -> None:
         """Begin to send; the tensors must not change afterwards."""
@@ -120,9 +132,9 @@ class Wire:
             self._sending.append(self.comm.isend(t.detach().contiguous(), to, _GRADIENT if gradient else _OUTPUT))
 
     def receive(
-        self, specs: Sequence[TensorSpec], source: int, gradient: bool
+        self, specs: Sequence[TensorMeta], source: int, gradient: bool
     ) -> tuple[list[torch.Tensor], list[Work]]:
-        """Begin to receive: the tensors, and what to wait for before they are used."""
+        """Begin to receive: new tensors on the device, and what to wait for before they are used."""
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in specs]
         return tensors, [self.comm.irecv(t, source, _GRADIENT if gradient else _OUTPUT) for t in tensors]
 
@@ -133,7 +145,7 @@ class Wire:
         self._sending.clear()
 
     def share_loss(self, loss: float, root: int) -> float:
-        """The root's number on all ranks. The root does not wait for them."""
+        """Give all ranks the root's number; the root only begins to send it."""
         number = torch.tensor([loss], dtype=torch.float64)
         if self.comm.rank == root:
             others = (rank for rank in range(self.comm.size) if rank != root)

@@ -1,1 +1,14 @@
-"""Data parallelism: which rank keeps which parameters, gradients and optimizer states, and how they meet."""
+"""Data parallelism and ZeRO: which rank keeps which parameters, gradients and optimizer states, and how they move.
+
+sharding                        puts the rest together for a stage of ZeRO
+placement                       the stages, and what each takes by formula
+protocols                       what parameters and gradients offer, wherever they are kept
+parameters, sharded_parameters  the placements of parameters; units: which modules are gathered together
+whole_gradients, sharded_gradients, reduction, reducer, in_place
+                                the placements of gradients, and how backward fills and reduces them
+flat_parameters, update, offload
+                                    what this rank's optimizer updates, and where its states are
+virtual_workers                 the parts that a global batch is always divided into
+ddp, join                       DistributedDataParallel, the replicated case by itself
+axes                            the module's place in a mesh of more axes
+"""

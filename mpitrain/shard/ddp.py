@@ -12,20 +12,28 @@ from torch import nn
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.compression import Compression, from_name
 from mpitrain.shard.flat import flat_groups, in_backward_order
-from mpitrain.shard.gradients import Reduction, WholeGradients
 from mpitrain.shard.join import Joining
 from mpitrain.shard.reducer import Reducer
+from mpitrain.shard.reduction import BucketReduction
+from mpitrain.shard.whole_gradients import WholeGradients
 
 
 class DistributedDataParallel(nn.Module):
-    """A module whose gradients are averaged over the ranks of `comm` in backward.
+    """A module whose gradients are averaged over the ranks of `comm` in backward. Collective to make.
 
-    Parameters and buffers start as rank 0's. comm: one communicator, or several over the same ranks that buckets
-    use in turn. bucket_mb: MiB reduced at a time. find_unused_parameters: a parameter that gets no gradient counts as
-    zero instead of being an error; one that no rank used keeps none. static_graph: the first backward pass tells
-    which parameters are used, and how often, in all of them. broadcast_buffers: buffers (running statistics) are
-    rank 0's before each forward pass in training. compression: fp16, bf16, topk, powersgd, or an object of
-    `mpitrain.comm.compression`.
+    Parameters and buffers start as rank 0's. It can be used like torch.nn.parallel.DistributedDataParallel (Li et al.
+    2020, PyTorch Distributed).
+
+    Args:
+        module: The module to train; it stays available as `.module`.
+        comm: One communicator, or several over the same ranks that buckets use in turn; None for all ranks.
+        bucket_mb: MiB of gradients reduced at a time.
+        find_unused_parameters: A parameter that gets no gradient counts as zero instead of being an error; one that
+            no rank used gets none.
+        static_graph: The first backward pass tells which parameters are used, and how often, in all of them.
+        broadcast_buffers: Make buffers (running statistics) rank 0's before each forward pass in training.
+        compression: fp16, bf16, topk, powersgd, or an object of `mpitrain.comm.compression`.
+        algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
     """
 
     def __init__(
@@ -46,13 +54,14 @@ class DistributedDataParallel(nn.Module):
         self._bucket_mb, self._unused, self._static = bucket_mb, find_unused_parameters, static_graph
         if isinstance(compression, str):
             compression = from_name(compression)
-        self._reduction = Reduction(comms, "avg", algorithm=algorithm, compression=compression)
+        self._reduction = BucketReduction(comms, "avg", algorithm=algorithm, compression=compression)
         self._names = {p: name for name, p in module.named_parameters()}
         self.reducer = self._make_reducer(in_backward_order([(name, p) for p, name in self._names.items()]))
         self._rebuilt = not self._reduction.overlaps  # the order matters only where something overlaps
         self._joining: Joining | None = None
 
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
+        """Lay gradients out in an order, and watch for them. Collective."""
         groups = flat_groups(order, self._bucket_mb)
         gradients = WholeGradients(groups, self._reduction, sharded=False)
         return Reducer(gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
@@ -65,7 +74,7 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _before_forward(self) -> Reducer:
-        """What all ranks do together before a step."""
+        """What all ranks do together before a forward pass in training; returns the reducer to use. Collective."""
         if self.reducer.passes and not self._rebuilt:
             self._rebuild()
         if self._joining is not None:
@@ -77,7 +86,10 @@ class DistributedDataParallel(nn.Module):
         return self.reducer
 
     def _rebuild(self) -> None:
-        """Lay gradients out in the order in which they came on rank 0, so that the first buckets fill first."""
+        """Lay gradients out in the order in which they came on rank 0, so that the first buckets fill first.
+
+        Collective.
+        """
         self._rebuilt = True
         parameters = list(self._names)
         numbers = {p: n for n, p in enumerate(parameters)}
@@ -105,8 +117,11 @@ class DistributedDataParallel(nn.Module):
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
         """For ranks with unequal numbers of batches: one that has no more takes part in the others' steps with zeros.
 
-        divide_by_initial_world_size: average over all ranks, else over those that still train. At the end all ranks
-        have the parameters of one that trained to the last.
+        At the end all ranks have the parameters of one that trained to the last.
+
+        Args:
+            divide_by_initial_world_size: Average over all ranks, else over those that still train.
+            enable: False to do nothing.
         """
         if not enable or self.comm.size == 1:
             yield

@@ -1,4 +1,4 @@
-"""Parameters of one dtype laid end to end, in the order in which backward finishes their gradients.
+"""Flat groups: parameters of one dtype laid end to end, in the order in which backward finishes their gradients.
 
 Backward finishes the last layers first, so parameters are laid out in reverse order of registration, in buckets:
 
@@ -25,17 +25,19 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameters of one dtype and device, and where each lies."""
+    """Parameters of one dtype and device, and where each lies in a flat tensor of `layout.numel` elements."""
 
     parameters: tuple[nn.Parameter, ...]
     layout: Flat
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the parameters."""
         return self.parameters[0].dtype
 
     @property
     def device(self) -> torch.device:
+        """Of the parameters."""
         return self.parameters[0].device
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -46,6 +48,7 @@ class FlatGroup:
         ]
 
     def buckets(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The buckets of a tensor laid out like the group, as views."""
         bounds = self.layout.bounds
         return [flat[lo:hi] for lo, hi in pairwise(bounds)]
 
@@ -53,7 +56,14 @@ class FlatGroup:
 def flat_groups(
     parameters: Iterable[nn.Parameter], bucket_mb: float, parts: int = 1, multiple: int = 16
 ) -> list[FlatGroup]:
-    """Groups of parameters, given in the order of their gradients; buckets cut into `parts` shares."""
+    """Lay parameters out in groups, one for each dtype and device.
+
+    Args:
+        parameters: In the order in which backward finishes their gradients.
+        bucket_mb: MiB of a bucket; the first one is smaller, so that its reduction starts early.
+        parts: Equal shares that each bucket is divided into.
+        multiple: Elements that a share is a multiple of.
+    """
     groups = []
     for members in by_dtype(parameters):
         sizes = [p.numel() for p in members]
@@ -63,8 +73,13 @@ def flat_groups(
     return groups
 
 
+def numbered(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
+    """(number of the group, number in the group) of every bucket, in the order in which they are numbered through."""
+    return [(g, b) for g, group in enumerate(groups) for b in range(group.layout.buckets)]
+
+
 def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that can share memory, in their order."""
+    """Parameters of the same dtype and device together, in their order."""
     groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -72,7 +87,10 @@ def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    """Make `view` the parameter's gradient, with the value it has; nothing where it already is."""
+    """Copy a parameter's gradient into `view`, zeros if there is none, and make that its `.grad`.
+
+    Nothing is done where `.grad` lies there already.
+    """
     grad = parameter.grad
     if grad is not None and grad.data_ptr() == view.data_ptr():
         return
@@ -85,6 +103,7 @@ def adopt(parameter: nn.Parameter, view: torch.Tensor) -> None:
 
 
 def refuse_sparse(name: str, grad: torch.Tensor | None) -> None:
+    """Raise InputError for a gradient that has no place in flat memory."""
     if grad is not None and grad.layout != torch.strided:
         raise InputError(
             f"the gradient of {name} is sparse, and flat gradients are dense; make its layer with sparse=False"
@@ -92,4 +111,5 @@ def refuse_sparse(name: str, grad: torch.Tensor | None) -> None:
 
 
 def in_backward_order(named: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+    """The parameters that are trained, last registered first: the likely order of their gradients."""
     return [p for _, p in named if p.requires_grad][::-1]

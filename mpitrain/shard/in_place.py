@@ -22,15 +22,20 @@ from torch.nn import functional
 LEAST = 1 << 19  # elements of a weight: copying fewer costs less than the Python in each pass (2 MiB: 0.2 ms, as much)
 
 
-class Places(Protocol):
+class GradientPlaces(Protocol):
+    """What gives out places for gradients (`mpitrain.shard.protocols.Gradients` does)."""
+
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Where its gradient is to be computed, in its shape; None where that is not free."""
+        """Memory in the parameter's shape to compute its gradient in; None where that is not free."""
 
 
-class Entry:
-    """What a layer knows of its weight's place. Copies of a layer, and of its weight, have none."""
+class WeightPlace:
+    """How a layer finds the place of its weight's gradient.
 
-    def __init__(self, weight: nn.Parameter, places: weakref.ref[Places]) -> None:
+    A copy of the layer gets None in its stead: the copy's weight has no place.
+    """
+
+    def __init__(self, weight: nn.Parameter, places: weakref.ref[GradientPlaces]) -> None:
         self.weight, self.places = weight, places
         with torch.enable_grad():
             above: Any = weight.view_as(weight).grad_fn
@@ -39,7 +44,7 @@ class Entry:
         ]  # the node that adds to `.grad`; there is one as long as it is kept
 
     def free_place(self) -> torch.Tensor | None:
-        """In a backward pass: where the gradient may be computed, if it becomes the weight's `.grad`."""
+        """In a backward pass: memory to compute the gradient in; None unless it will become the weight's `.grad`."""
         places = self.places()
         if places is None:
             return None
@@ -54,9 +59,9 @@ class Entry:
 
 
 class Linear(nn.Linear):
-    """nn.Linear, whose class a layer gets by `InPlace`."""
+    """nn.Linear whose weight gradient is computed in its place; `InPlace` gives plain layers this class."""
 
-    entry: Entry | None
+    entry: WeightPlace | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, entry = self.weight, self.entry
@@ -80,7 +85,7 @@ class _Product(torch.autograd.Function):
     """y = x W' + b for x [.., in], W [out, in], b [out]; in the operations that torch's own derivative uses."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, entry: Entry) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, entry: WeightPlace) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.entry = entry
         return functional.linear(x, weight, bias)
@@ -101,27 +106,32 @@ class _Product(torch.autograd.Function):
 
 
 class InPlace:
-    """Lets the linear layers of `module` compute the gradients of those parameters at their places, until `remove`.
+    """Lets linear layers compute their weights' gradients in the places for them, until `remove`.
 
-    Layers of a subclass of nn.Linear, and weights of several layers, are left alone. The weights must require
-    gradients.
+    Layers of a subclass of nn.Linear, and weights of several layers, are left alone.
+
+    Args:
+        module: Whose layers are meant.
+        parameters: Those that have places; they must require gradients. Small ones are left alone (see LEAST).
+        places: Gives out the places; held weakly.
     """
 
-    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], places: Places) -> None:
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], places: GradientPlaces) -> None:
         large = {p for p in parameters if p.numel() >= LEAST}
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for layer in module.modules():
             for parameter in layer.parameters(recurse=False):
                 users.setdefault(parameter, []).append(layer)
-        self._entries: list[tuple[Linear, Entry]] = []
+        self._entries: list[tuple[Linear, WeightPlace]] = []
         for parameter, (layer, *others) in users.items():
             if parameter in large and not others and type(layer) in (nn.Linear, Linear) and layer.weight is parameter:
                 layer.__class__ = Linear
                 assert isinstance(layer, Linear)
-                layer.entry = Entry(parameter, weakref.ref(places))
+                layer.entry = WeightPlace(parameter, weakref.ref(places))
                 self._entries.append((layer, layer.entry))
 
     def remove(self) -> None:
+        """Make the layers plain again."""
         for layer, entry in self._entries:
             if layer.entry is entry:  # nobody has taken the layer over
                 del layer.entry

@@ -1,8 +1,8 @@
 """Optimizer states outside the memory where training computes: in host memory, or in files mapped into it.
 
-ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) for the part of the memory that is read and
-written once a step. A mapped file costs page cache, which the system takes back when it needs the memory. On a CPU,
-host memory is where the states are anyway.
+This is ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) for the part of the memory that is
+read and written once a step. A mapped file costs page cache, which the system takes back when it needs the memory. On
+a CPU, host memory is where the states are anyway.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from pathlib import Path
 import torch
 
 from mpitrain.errors import InputError
-from mpitrain.shard.segments import Segment
+from mpitrain.shard.flat_parameters import FlatParameter
 
 HOST = "host"  # instead of a folder
 
 
 class MappedFiles:
-    """Tensors in files of their own in a folder, gone with the process: the files have no names."""
+    """Tensors in files, one each, in a folder. The files have no names, so they are gone when the process ends.
+
+    Args:
+        folder: Where the files are made; made itself if it does not exist.
+
+    Raises:
+        InputError: No file can be made there.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +43,7 @@ class MappedFiles:
             ) from None
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's values in a mapped file. Raises InputError when the disk is full."""
+        """A tensor of the same values, shape and dtype in a mapped file. Raises InputError when the disk is full."""
         nbytes = tensor.numel() * tensor.element_size()
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         try:
@@ -51,11 +58,11 @@ class MappedFiles:
             os.unlink(name)
         return mapped.view(tensor.shape).copy_(tensor.detach())
 
-    def take(self, segment: Segment, state: dict[str, object]) -> None:
-        """Move what is not in a file yet: a segment's fp32 copy, and its optimizer states."""
-        if segment.stored is not None and id(segment.value) not in self._moved:
-            segment.value.data = self.move(segment.value)
-            self._moved.add(id(segment.value))
+    def take(self, flat_parameter: FlatParameter, state: dict[str, object]) -> None:
+        """Move a flat parameter's fp32 copy and its optimizer states to files, as far as they are not there yet."""
+        if flat_parameter.stored is not None and id(flat_parameter.value) not in self._moved:
+            flat_parameter.value.data = self.move(flat_parameter.value)
+            self._moved.add(id(flat_parameter.value))
         for key, tensor in state.items():
             if torch.is_tensor(tensor) and tensor.numel() > 1 and tensor.data_ptr() not in self._places:
                 mapped = self.move(tensor)

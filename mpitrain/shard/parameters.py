@@ -1,44 +1,57 @@
-"""Parameters in flat memory, where each rank updates its shares and every rank sees the result.
+"""The placements in which parameters are whole at all times.
 
-Two placements hold parameters whole at all times:
+    ReplicatedParameters   each rank has the module's own tensors, and updates all of them
+    PrivateParameters      each rank has a flat copy; after an update of its shares, they are gathered
+    NodeParameters         the ranks of a node have one flat copy between them, in shared memory: an update is made in
+                           place, and one barrier within the node publishes it
 
-    PrivateParameters   each rank has a copy; after an update the shares are gathered
-    NodeParameters      the ranks of a node have one copy between them, in shared memory: an update is made in place,
-                        and within the node one barrier publishes it
-
-The third, which gathers parameters when they are needed, is `mpitrain.shard.units`.
+The placement that gathers parameters when they are needed is in `mpitrain.shard.units`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.shard.flat import FlatGroup
+from mpitrain.shard.protocols import Parameters
 
 
-class Parameters(Protocol):
-    """Parameters of several groups in flat memory."""
+class ReplicatedParameters(Parameters):
+    """The module's own tensors, left as they are: every rank updates all of them, and nothing moves.
+
+    Args:
+        groups: The parameters; their layouts are those of the gradients alone.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        self._groups = groups
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        """Elements [lo, hi) of a group, within one of this rank's shares; to be updated in place."""
+        """Elements [lo, hi) of a group's layout, which lie in one parameter; that parameter must be contiguous."""
+        ((number, first, last, _),) = self._groups[group].layout.within(lo, hi)
+        return self._groups[group].parameters[number].data.view(-1)[first:last]
 
     def publish(self) -> None:
-        """Show every rank what each wrote into its shares. Collective."""
+        return
 
     def nbytes(self) -> float:
-        """Bytes of memory that this rank answers for."""
+        return sum(p.numel() * p.element_size() for group in self._groups for p in group.parameters)
 
     def free(self) -> None:
-        """Give each parameter memory of its own again. Collective."""
+        return
 
 
-class PrivateParameters:
-    """shard: the ranks that hold the shares, in their order. Collective to make."""
+class PrivateParameters(Parameters):
+    """A flat copy on each rank, of which the parameters are views. Collective to make.
+
+    Args:
+        groups: The parameters and where each lies.
+        shard: The ranks that the shares are divided over, in the order of the shares.
+    """
 
     def __init__(self, groups: Sequence[FlatGroup], shard: Communicator) -> None:
         self._groups, self._shard = groups, shard
@@ -64,10 +77,16 @@ class PrivateParameters:
             arena.free()
 
 
-class NodeParameters:
-    """comm: all ranks. carriers: the ranks of all nodes that have this one's place in theirs; None on one node.
+class NodeParameters(Parameters):
+    """One flat copy for all ranks of a node, of which their parameters are views. Collective to make.
 
-    Shares are numbered so that those of one group of carriers lie side by side: see `shard_order`.
+    Args:
+        groups: The parameters and where each lies.
+        copies: The node's memory, one for each group.
+        comm: All ranks.
+        carriers: The ranks that have this rank's local number on the other nodes, which carry their shares to each
+            other; their shares lie side by side (see `shard_order`). None on one node.
+        share: The number of this rank's share.
     """
 
     def __init__(
@@ -81,7 +100,7 @@ class NodeParameters:
         self._groups, self._copies, self._comm, self._carriers, self._share = groups, copies, comm, carriers, share
         for group, copy in zip(groups, copies, strict=True):
             move_into(group, copy.tensor, fill=comm.local_rank == 0)
-        self._meet()
+        self._node_barrier()
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         return self._copies[group].tensor[lo:hi]
@@ -95,9 +114,10 @@ class NodeParameters:
                     lo, hi = group.layout.share(b, self._share)
                     begin, _ = group.layout.share(b, first)
                     self._carriers.all_gather(copy.tensor[begin : begin + nodes * (hi - lo)], copy.tensor[lo:hi])
-        self._meet()
+        self._node_barrier()
 
-    def _meet(self) -> None:
+    def _node_barrier(self) -> None:
+        """After it every rank of the node sees what the others wrote before."""
         for copy in self._copies:
             copy.publish()
 
@@ -107,17 +127,18 @@ class NodeParameters:
     def free(self) -> None:
         for group in self._groups:
             move_out(group)
-        self._meet()
+        self._node_barrier()
         for copy in self._copies:
             copy.free()
 
 
 def shard_order(comm: Communicator) -> int | None:
-    """This rank's number when ranks are counted place by place over the nodes, instead of node by node.
+    """This rank's number when ranks are counted across the nodes, local rank by local rank.
 
         node A: 0 2 4      node B: 1 3 5
 
-    None where the nodes have unequal numbers of ranks.
+    So the shares of ranks that have the same local rank on different nodes lie side by side, and one all-gather
+    among those ranks moves one stretch of memory. None where the nodes have unequal numbers of ranks.
     """
     counts = {node: comm.nodes.count(node) for node in comm.nodes}
     if len(set(counts.values())) > 1:
@@ -126,7 +147,7 @@ def shard_order(comm: Communicator) -> int | None:
 
 
 def move_into(group: FlatGroup, flat: torch.Tensor, *, fill: bool) -> None:
-    """Make the parameters views of a flat tensor. fill: with the values they have."""
+    """Make the parameters views of a flat tensor laid out like the group; fill: copy their values there first."""
     for parameter, view in zip(group.parameters, group.views(flat), strict=True):
         if fill:
             view.copy_(parameter.data)
@@ -134,5 +155,6 @@ def move_into(group: FlatGroup, flat: torch.Tensor, *, fill: bool) -> None:
 
 
 def move_out(group: FlatGroup) -> None:
+    """Give each parameter memory of its own, with the value it has."""
     for parameter in group.parameters:
         parameter.data = parameter.data.clone()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Whether parameters, gradients and optimizer states are sharded."""
+class ZeroStage:
+    """Whether parameters, gradients and optimizer states are sharded (True) or replicated."""
 
     parameters: bool
     gradients: bool
@@ -25,16 +25,22 @@ class Stage:
 
 
 STAGES = (
-    Stage(False, False, False),
-    Stage(False, False, True),
-    Stage(False, True, True),
-    Stage(True, True, True),
+    ZeroStage(False, False, False),
+    ZeroStage(False, False, True),
+    ZeroStage(False, True, True),
+    ZeroStage(True, True, True),
 )
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes by category. parameters: in the precision of forward; states: the optimizer's, its fp32 copy included."""
+    """Bytes on a rank, by category.
+
+    Attributes:
+        parameters: In the precision of the forward pass.
+        gradients: In the same precision.
+        states: The optimizer's, its fp32 copy of 16-bit parameters included.
+    """
 
     parameters: float
     gradients: float
@@ -42,13 +48,19 @@ class Account:
 
     @property
     def total(self) -> float:
+        """Bytes of all categories."""
         return self.parameters + self.gradients + self.states
 
 
-def formula(stage: Stage, ranks: int, numel: int, itemsize: int, moments: int) -> Account:
-    """What `numel` trained parameters of `itemsize` bytes take on each of `ranks` ranks, without padding.
+def formula(stage: ZeroStage, ranks: int, numel: int, itemsize: int, moments: int) -> Account:
+    """What training takes on each rank, without padding.
 
-    moments: fp32 numbers the optimizer keeps per parameter (Adam: 2).
+    Args:
+        stage: Of ZeRO.
+        ranks: The data-parallel ranks.
+        numel: Trained parameters.
+        itemsize: Bytes of a parameter in the forward pass.
+        moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2).
     """
     master = 4 if itemsize < 4 else 0
 

@@ -16,23 +16,32 @@ from torch import nn
 from mpitrain.comm import Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import refuse_sparse
-from mpitrain.shard.gradients import ShardedGradients, WholeGradients
 from mpitrain.shard.in_place import InPlace
+from mpitrain.shard.protocols import Gradients
 
 
 class Reducer:
-    """Watches the backward passes of the parameters of `gradients`.
+    """Watches the backward passes of some parameters, and reduces their gradients bucket by bucket.
 
-    names: of the parameters. module: theirs, whose linear layers are to compute gradients where they are reduced;
-    None where backward passes are not autograd's alone.
-    unused_allowed: parameters without a gradient count as zero; else they are an error that names them.
-    static: the first backward pass tells which parameters are used, and how often, in all of them.
-    forget_unused: parameters that no rank used keep no gradient, so that optimizers leave them alone.
+    Args:
+        gradients: Where the gradients are kept; says which parameters there are.
+        names: Of the parameters, for messages.
+        module: Theirs, whose linear layers are to compute gradients where they are reduced (see `in_place`); None
+            where gradients are made by other means than autograd's backward pass.
+        unused_allowed: Parameters without a gradient count as zero; else they are an error that names them.
+        static: The first backward pass tells which parameters are used, and how often, in all of them.
+        forget_unused: Parameters that no rank used get no gradient, so that optimizers leave them alone.
+
+    Attributes:
+        enabled: Whether backward passes are reduced; False while gradients are only accumulated.
+        order: The parameters in the order in which the gradients of the last backward pass came.
+        passes: Backward passes reduced so far.
+        factor: What a reduction's result is multiplied by.
     """
 
     def __init__(
         self,
-        gradients: WholeGradients | ShardedGradients,
+        gradients: Gradients,
         names: Mapping[nn.Parameter, str],
         module: nn.Module | None,
         *,
@@ -42,12 +51,12 @@ class Reducer:
     ) -> None:
         self.gradients, self.names = gradients, names
         self.unused_allowed, self.static = unused_allowed, static
-        self.enabled = True  # False while gradients are only accumulated
-        self.order: list[nn.Parameter] = []  # in which the gradients of the last backward pass came
-        self.passes = 0  # backward passes reduced so far
-        self.factor = 1.0  # on the result of a reduction
+        self.enabled = True
+        self.order: list[nn.Parameter] = []
+        self.passes = 0
+        self.factor = 1.0
         self._forget = forget_unused and (unused_allowed or static)
-        self._as_it_goes = gradients.reduction.overlaps or isinstance(gradients, ShardedGradients)
+        self._as_it_goes = gradients.reduction.overlaps or gradients.reduces_each_pass
         self._bucket: dict[nn.Parameter, int] = {}
         first = 0
         for group in gradients.groups:
@@ -58,8 +67,8 @@ class Reducer:
         self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass
         self._came: dict[nn.Parameter, int] = {}
         self._touched: set[nn.Parameter] = set()  # got a gradient since the last reduction
-        self._missing: list[int] = []
-        self._works: list[Work | None] = []
+        self._missing: list[int] = []  # by bucket, parameters whose gradients are still to come
+        self._works: list[Work | None] = []  # of the buckets started so far
         self._in_backward = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._bucket]
         self._in_place = InPlace(module, self._bucket, gradients) if module is not None else None
@@ -72,8 +81,7 @@ class Reducer:
             self._in_place.remove()
 
     def take_over(self, earlier: Reducer) -> None:
-        """Go on after another reducer of the same parameters, which is closed: with what their gradients hold."""
-        assert isinstance(self.gradients, WholeGradients)
+        """Take the place of another reducer of the same parameters, which is closed, and take over its gradients."""
         for parameter in self._bucket:
             if parameter.grad is not None:
                 self.gradients.arrived(parameter)
@@ -83,6 +91,7 @@ class Reducer:
         earlier.gradients.free()
 
     def _hook(self, parameter: nn.Parameter) -> None:
+        """Autograd has added to the parameter's `.grad`."""
         refuse_sparse(self.names[parameter], parameter.grad)
         self._touched.add(parameter)
         if not self.enabled:
@@ -114,20 +123,23 @@ class Reducer:
                 self._start_ready()
 
     def _begin(self) -> None:
+        """Expect the gradients of a new backward pass."""
         self._missing = [0] * self._total
         for parameter, times in self._expected.items():
             self._missing[self._bucket[parameter]] += times > 0
         self._came, self.order, self._works = {}, [], []
 
     def _start_ready(self, everything: bool = False) -> None:
+        """Start the buckets that have all their gradients, in order up to the first that has not, or all of them."""
         background = self.gradients.reduction.overlaps
         while len(self._works) < self._total and (everything or self._missing[len(self._works)] <= 0):
             self._works.append(self.gradients.start(len(self._works), background))
 
     def finish(self) -> None:
-        """Complete the reduction of all buckets; called by autograd at the end of backward.
+        """Complete the reduction of all buckets. Collective.
 
-        A rank that has no backward pass to do, or whose gradients were added up while not `enabled`, calls it itself.
+        Autograd calls this at the end of backward. A rank that has no backward pass to do, or whose gradients were
+        added up while not `enabled`, calls it itself.
         """
         alone = not self._in_backward
         if alone:
@@ -154,6 +166,7 @@ class Reducer:
         self.passes += 1
 
     def _forget_unused(self) -> None:
+        """Remove the gradients of parameters that no rank used. Collective."""
         used = np.array([p in self._touched for p in self._bucket], dtype=np.uint8)
         self.gradients.reduction.comm.all_reduce(used, "max")
         for parameter, anywhere in zip(self._bucket, used, strict=True):
@@ -161,6 +174,7 @@ class Reducer:
                 parameter.grad = None
 
     def _unused_message(self, unused: Sequence[nn.Parameter]) -> str:
+        """The message about parameters that got no gradient."""
         names = [self.names[p] for p in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         mend = (

@@ -1,13 +1,13 @@
 """One mechanism for DDP and ZeRO: a stage's placements of parameters, gradients and optimizer states, put together.
 
-                     stage 0            1                    2                    3
-    parameters       the module's own   one per node, or     one per node, or     one per node, or shares,
-                                        private and gathered private and gathered gathered unit by unit
-    gradients        whole              whole                shares               shares
-    optimizer states whole              shares               shares               shares
+    stage   parameters, where a node's ranks ... share memory / do not    gradients            optimizer states
+    0       ReplicatedParameters     ReplicatedParameters                 WholeGradients       whole
+    1       NodeParameters           PrivateParameters                    WholeGradients       shares
+    2       NodeParameters           PrivateParameters                    ShardedGradients     shares
+    3       NodeParameters           ShardedParameters                    ShardedGradients     shares
 
-Where the ranks of a node can share memory, stages 1 to 3 keep one copy of the parameters per node: a rank updates
-its share in place, and nothing has to be gathered inside the node.
+With NodeParameters a rank updates its share in place, and nothing has to be gathered inside the node. Reproducible
+training keeps WholeGradients at every stage, because it sums the gradients of several virtual workers in them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,23 @@ from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
-from mpitrain.shard.gradients import Reduction, ShardedGradients, WholeGradients
+from mpitrain.shard.flat_parameters import (
+    FlatParameter,
+    hand_over,
+    refuse_strangers,
+    replicated_flat_parameters,
+    sharded_flat_parameters,
+)
 from mpitrain.shard.offload import HOST
-from mpitrain.shard.parameters import NodeParameters, Parameters, PrivateParameters, shard_order
+from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
 from mpitrain.shard.placement import STAGES
+from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.segments import Segment, hand_over, refuse_strangers, shared_out_segments, whole_segments
-from mpitrain.shard.units import ShardedParameters, members, unit_groups, units_of
+from mpitrain.shard.reduction import BucketReduction
+from mpitrain.shard.sharded_gradients import ShardedGradients
+from mpitrain.shard.sharded_parameters import ShardedParameters
+from mpitrain.shard.units import members, unit_groups, units_of
+from mpitrain.shard.whole_gradients import WholeGradients
 
 CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
@@ -37,13 +47,21 @@ EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must
 
 @dataclass(frozen=True)
 class Options:
-    """zero: the stage. bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce
-    them in the middle of backward (stages 2 and 3, no core free to overlap). share_node: keep one copy of the
-    parameters per node where memory can be shared. shard_within: "all" ranks, or the "node": shares are then cut
-    inside each node and replicated over the nodes.
-    reduce_dtype: in which gradients are added up and reduced; None: the parameters' own.
-    offload: "host", for optimizer states in host memory, or a folder for files they are kept in.
-    reproducible: reduce in an order that does not depend on the number of ranks.
+    """How training is placed over the data-parallel ranks.
+
+    Attributes:
+        zero: The stage of ZeRO, 0 to 3.
+        bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce them in the
+            middle of backward (stages 2 and 3, no core free to overlap).
+        algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
+        compression: What gradients are compressed with on their way; None to send them as they are.
+        reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
+        share_node: Keep one copy of the parameters per node where memory can be shared.
+        shard_within: "all": shares are divided over all ranks. "node": over the ranks of each node, and replicated
+            over the nodes (the hybrid sharding of FSDP).
+        reshard_after_forward: Drop a unit's whole parameters after its forward pass (stage 3 without shared memory).
+        reproducible: Reduce in an order that does not depend on the number of ranks.
+        offload: "host", for optimizer states in host memory, or a folder for files that they are kept in.
     """
 
     zero: int = 0
@@ -59,11 +77,25 @@ class Options:
 
 
 class Sharding:
-    """A module and its optimizer, placed over the ranks of `comm` by `options`. Collective to make.
+    """A module and its optimizer, placed over the data-parallel ranks. Collective to make.
 
-    Parameters must be the same on all ranks. counted: whether a parameter's gradient belongs to this rank's part of
-    the norm (False for what a rank of another axis counts). staged: the module is a stage of a pipeline, whose
-    gradients are added up without backward hooks.
+    Args:
+        module: Whose parameters are trained; they must be the same on all ranks.
+        optimizer: Of those parameters; where states are sharded it is handed this rank's flat parameters instead.
+        comm: The data-parallel ranks.
+        options: How everything is placed.
+        counted: Whether a parameter's gradient belongs to this rank's part of the norm (False for what a rank of
+            another axis counts).
+        staged: The module is a stage of a pipeline, whose gradients are added up without backward hooks.
+
+    Attributes:
+        shard: The ranks that shares are divided over.
+        replicas: The ranks that have the same share as this one; None where there are no others.
+        groups: The trained parameters and where each lies.
+        flat_parameters: What this rank's optimizer updates.
+
+    Raises:
+        InputError: Options that do not go together, with each other or with the optimizer.
     """
 
     def __init__(
@@ -92,14 +124,12 @@ class Sharding:
         self.reducer = Reducer(
             gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states and not staged
         )
-        if isinstance(self.parameters, ShardedParameters) and isinstance(gradients, ShardedGradients):
-            gradients.taken = self.parameters.bucket_done
-        self.segments = self._segments(gradients, counted)
-        if self.stage.states or any(s.stored is not None for s in self.segments):
-            hand_over(optimizer, self.segments)
+        self.flat_parameters = self._flat_parameters(gradients, counted)
+        if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
+            hand_over(optimizer, self.flat_parameters)
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
-        """The ranks the shares are cut over, and those that have the same share as this one."""
+        """The ranks that shares are divided over, and those that have the same share as this one."""
         comm = self.comm
         if not self.stage.states or comm.size == 1:
             return comm, None
@@ -115,13 +145,14 @@ class Sharding:
         return comm, None
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        """Some of the ranks, until `close`."""
+        """A communicator of the ranks that give the same color, freed by `close`. Collective."""
         made = self.comm.split(color, key, label=f"{self.comm.label}/{name}")
         assert made is not None
         self._made.append(made)
         return made
 
-    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters | None]:
+    def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
+        """Lay the parameters out, and move them to where the stage keeps them. Collective."""
         options, shard = self.options, self.shard
         multiple = EXACT_BLOCK if options.reproducible else 16
         parts = shard.size if self.stage.states else 1
@@ -129,7 +160,7 @@ class Sharding:
         bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
         if not self.stage.states:
-            return groups, None
+            return groups, ReplicatedParameters(groups)
         placed = self._on_node(groups)
         if placed is not None:
             return groups, placed
@@ -149,6 +180,7 @@ class Sharding:
         return groups, ShardedParameters(self.module, units, groups, shard, reshard_after_forward=reshard)
 
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
+        """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
         comm = self.comm
         if not self.options.share_node or any(g.device.type != "cpu" for g in groups) or shard_order(comm) is None:
             return None
@@ -165,28 +197,29 @@ class Sharding:
             carriers = self._split(comm.local_rank, 0, "carriers")
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
-    def _place_gradients(self) -> WholeGradients | ShardedGradients:
+    def _place_gradients(self) -> Gradients:
+        """Memory for the gradients, as the stage keeps them. Collective."""
         options = self.options
-        reduction = Reduction(
+        reduction = BucketReduction(
             [self.shard],
             "sum",
             algorithm=options.algorithm,
             compression=options.compression,
             replicas=self.replicas,
-            # in a fixed order also for stages, so that copies of tied parameters stay equal to the bit
+            # stages of a pipeline add in a fixed order too, so that copies of tied parameters stay equal to the bit
             reproducible=options.reproducible or self._staged,
         )
         if self.stage.gradients and not options.reproducible:
-            return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype)
+            taken = self.parameters.gradients_taken if self.parameters.gathers else None
+            return ShardedGradients(self.groups, reduction, dtype=options.reduce_dtype, taken=taken)
         return WholeGradients(self.groups, reduction, sharded=self.stage.states, dtype=options.reduce_dtype)
 
-    def _segments(
-        self, gradients: WholeGradients | ShardedGradients, counted: Callable[[nn.Parameter], bool]
-    ) -> list[Segment]:
+    def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+        """What this rank's optimizer updates."""
         on_host = self.options.offload == HOST
-        if self.parameters is not None:
+        if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
-            return shared_out_segments(
+            return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
             )
         places = {
@@ -201,26 +234,17 @@ class Sharding:
                 return gradients.own(*places[parameter]).view(parameter.shape)
             return parameter.grad
 
-        return whole_segments(self.optimizer, gradient_of, counted, on_host=on_host)
+        return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
     @property
-    def gradients(self) -> WholeGradients | ShardedGradients:
+    def gradients(self) -> Gradients:
+        """Where the gradients of the parameters are kept."""
         return self.reducer.gradients
-
-    def end_of_backward(self) -> None:
-        if isinstance(self.parameters, ShardedParameters):
-            self.parameters.end_of_backward()
-
-    def publish(self) -> None:
-        """Show all ranks the updated parameters. Collective."""
-        if self.parameters is not None:
-            self.parameters.publish()
 
     def close(self) -> None:
         """Give every parameter memory of its own, and release arenas and communicators. Collective."""
         self.reducer.close()
-        if self.parameters is not None:
-            self.parameters.free()
+        self.parameters.free()
         self.gradients.free()
         while self._made:
             self._made.pop().free()

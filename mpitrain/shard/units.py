@@ -1,36 +1,26 @@
-"""Sharded parameters: every rank keeps its shares; a unit's parameters are whole only while it computes.
+"""The units in which sharded parameters are made whole and given back (FSDP's name for them).
 
 A unit is a block of the model (a child of an outermost ModuleList or Sequential), or a tile of a tiled layer; what
 belongs to no unit, or to several (tied weights), is in the root unit, which stays gathered from the forward pass to
 the end of backward.
-
-    forward    gather 0 | compute 0, free | compute 1, free | ...          each while the one before computes,
-    backward            ... | gather 1, compute 1, free | gather 0 ...     where a core is free to gather
-
-What autograd would save of the gathered memory is saved as its place in it, so freed memory can serve another unit
-in between (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
-from mpitrain.comm import Communicator, Work
 from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.layout import lay_out
 from mpitrain.shard.flat import FlatGroup, by_dtype
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks of a model that train: the children of its outermost ModuleLists and Sequentials, in order."""
+    """The blocks of a model that have parameters to train, in order.
+
+    Blocks are the children of its outermost nn.ModuleLists and nn.Sequentials.
+    """
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -51,7 +41,10 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
 
 def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """The trained parameters of each unit, and of the root last. A unit inside another has its own for itself."""
+    """The trained parameters of each unit, in the order of `units`, and those of the root unit last.
+
+    A parameter belongs to the innermost unit around it; one that several units use belongs to the root.
+    """
     numbers = {unit: number for number, unit in enumerate(units)}
     owners: dict[nn.Parameter, set[int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -68,9 +61,16 @@ def members(module: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Param
 
 
 def unit_groups(parameters: Sequence[Sequence[nn.Parameter]], parts: int, multiple: int) -> list[FlatGroup]:
-    """Flat groups whose buckets are the units, in the order in which backward finishes them, the root last.
+    """Flat groups, one for each dtype and device, whose buckets are the units.
 
-    parameters: of each unit, the root last.
+    Args:
+        parameters: Of each unit in the order of the forward pass, and of the root last (see `members`).
+        parts: Shares that each bucket is divided into.
+        multiple: Elements that a share is a multiple of.
+
+    Returns:
+        Groups whose buckets are in the order in which backward finishes the units, the root last. Every group has as
+        many buckets as there are units and the root; those of units without a parameter of its dtype are empty.
     """
     ordered = [list(unit)[::-1] for unit in (*parameters[-2::-1], parameters[-1])]
     groups = []
@@ -80,237 +80,3 @@ def unit_groups(parameters: Sequence[Sequence[nn.Parameter]], parts: int, multip
         layout = lay_out([[p.numel() for p in b] for b in buckets], same[0].element_size(), parts, multiple)
         groups.append(FlatGroup(tuple(same), layout))
     return groups
-
-
-class _Unit:
-    """buffers: by group, the gathered bucket; empty while the unit is not gathered."""
-
-    def __init__(self, module: nn.Module, bucket: int, root: bool) -> None:
-        self.module, self.bucket, self.root = module, bucket, root
-        self.buffers: dict[int, torch.Tensor] = {}
-        self.works: list[Work] = []
-        self.saving: saved_tensors_hooks | None = None
-        self.ready = False
-
-
-class ShardedParameters:
-    """groups: of `unit_groups`. shard: the ranks the shares are cut over. Collective to make.
-
-    reshard_after_forward: free a unit after its forward pass and gather it again for backward; else keep it.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[nn.Module],
-        groups: Sequence[FlatGroup],
-        shard: Communicator,
-        *,
-        reshard_after_forward: bool = True,
-    ) -> None:
-        self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
-        self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
-        self._pool: dict[int, list[torch.Tensor]] = {}  # by group, buffers that are free
-        self._pool_bytes = 0
-        count = len(units)
-        self._units = [_Unit(u, count - 1 - number, False) for number, u in enumerate(units)]
-        self._units.append(_Unit(module, count, True))
-        self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
-        self._by_bucket: list[list[tuple[int, nn.Parameter, int]]] = [[] for _ in self._units]
-        for g, group in enumerate(groups):
-            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-                offset = place.offset - group.layout.bounds[place.bucket]
-                self._by_bucket[place.bucket].append((g, parameter, offset))
-        self._order: list[_Unit] = []  # of the units in the forward pass
-        self._taken: dict[int, int] = {}  # buckets whose gradients were taken, by how many groups
-        self.saved: Callable[[torch.Tensor], None] | None = None  # told of what autograd keeps
-        self._hooks: list[Any] = []
-        for unit in self._units:
-            self._take_shares(unit)
-            self._hollow(unit)
-            self._hooks.append(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._before(u)))
-            self._hooks.append(
-                unit.module.register_forward_hook(lambda m, a, out, u=unit: self._after(u, out), always_call=True)
-            )
-
-    # -- memory
-
-    def _buckets(self, unit: _Unit) -> Iterator[tuple[int, FlatGroup, int, int]]:
-        """(group number, group, lo, hi) of a unit's buckets that hold anything."""
-        for g, group in enumerate(self._groups):
-            lo, hi = group.layout.bounds[unit.bucket : unit.bucket + 2]
-            if lo < hi:
-                yield g, group, lo, hi
-
-    def _members(self, unit: _Unit) -> list[tuple[int, nn.Parameter, int]]:
-        """(group number, parameter, offset in the unit's bucket)."""
-        return self._by_bucket[unit.bucket]
-
-    def _share(self, g: int, lo: int, hi: int) -> torch.Tensor:
-        parts = self._groups[g].layout.parts
-        return self._arenas[g].tensor[lo // parts : hi // parts]
-
-    def _take_shares(self, unit: _Unit) -> None:
-        """Keep this rank's shares of the values the parameters have now."""
-        for g, group, lo, hi in self._buckets(unit):
-            full = torch.zeros(hi - lo, dtype=group.dtype, device=group.device)
-            for h, parameter, offset in self._members(unit):
-                if h == g:
-                    full[offset : offset + parameter.numel()].copy_(parameter.data.reshape(-1))
-            length = (hi - lo) // group.layout.parts
-            self._share(g, lo, hi).copy_(full[self._shard.rank * length : (self._shard.rank + 1) * length])
-
-    def _hollow(self, unit: _Unit) -> None:
-        """Parameters keep their shape; their values, which are elsewhere, read as NaN."""
-        for _, parameter, _ in self._members(unit):
-            parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
-                parameter.shape
-            )
-
-    def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
-        free = self._pool.setdefault(g, [])
-        for number, buffer in enumerate(free):
-            if buffer.numel() >= length:
-                return free.pop(number)
-        group = self._groups[g]
-        buffer = torch.empty(length if root else self._longest[g], dtype=group.dtype, device=group.device)
-        self._pool_bytes += buffer.numel() * buffer.element_size()
-        return buffer
-
-    def _begin_gather(self, unit: _Unit) -> None:
-        if unit.buffers:
-            return
-        background = self._shard.overlaps
-        for g, _, lo, hi in self._buckets(unit):
-            buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
-            work = self._shard.all_gather(buffer[: hi - lo], self._share(g, lo, hi), async_op=background)
-            if work is not None:
-                unit.works.append(work)
-
-    def gather(self, unit: _Unit) -> None:
-        """Make a unit's parameters whole. Collective."""
-        if unit.ready:
-            return
-        self._begin_gather(unit)
-        for work in unit.works:
-            work.wait()
-        unit.works.clear()
-        for g, parameter, offset in self._members(unit):
-            parameter.data = unit.buffers[g][offset : offset + parameter.numel()].view(parameter.shape)
-        unit.ready = True
-
-    def free_unit(self, unit: _Unit) -> None:
-        for work in unit.works:
-            work.wait()
-        unit.works.clear()
-        if unit.ready:
-            self._hollow(unit)
-            unit.ready = False
-        for g, buffer in unit.buffers.items():
-            self._pool[g].append(buffer)
-        unit.buffers = {}
-
-    # -- the passes
-
-    def _before(self, unit: _Unit) -> None:
-        self.gather(unit)
-        if unit not in self._order and not unit.root:
-            self._order.append(unit)
-        self._prefetch(unit, 1)
-        if torch.is_grad_enabled() and not unit.root:
-            unit.saving = saved_tensors_hooks(self._pack(unit), self._unpack)
-            unit.saving.__enter__()
-
-    def _after(self, unit: _Unit, output: Any) -> None:
-        if unit.saving is not None:
-            unit.saving.__exit__(None, None, None)
-            unit.saving = None
-        waiting = [t for t in tree_leaves(output) if torch.is_tensor(t) and t.requires_grad]
-        for tensor in waiting if not unit.root else ():
-            tensor.register_hook(lambda grad, u=unit: self._before_backward(u))
-        if not waiting or (self._reshard and not unit.root):
-            self.free_unit(unit)
-
-    def _before_backward(self, unit: _Unit) -> None:
-        self.gather(unit)
-        self._prefetch(unit, -1)
-
-    def _prefetch(self, unit: _Unit, step: int) -> None:
-        if not self._shard.overlaps or unit.root:
-            return
-        at = self._order.index(unit) + step
-        if 0 <= at < len(self._order):
-            self._begin_gather(self._order[at])
-
-    def _pack(self, unit: _Unit) -> Any:
-        places = {buffer.untyped_storage().data_ptr(): g for g, buffer in unit.buffers.items()}
-
-        def pack(tensor: torch.Tensor) -> Any:
-            g = places.get(tensor.untyped_storage().data_ptr())
-            if g is None:
-                if self.saved is not None:
-                    self.saved(tensor)
-                return tensor
-            return unit, g, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-        return pack
-
-    @staticmethod
-    def _unpack(packed: Any) -> torch.Tensor:
-        if torch.is_tensor(packed):
-            return packed
-        unit, g, offset, shape, stride = packed
-        return unit.buffers[g].as_strided(shape, stride, offset)
-
-    def bucket_done(self, bucket: int) -> None:
-        """Free a unit once the gradients of its bucket have been taken in every group."""
-        self._taken[bucket] = self._taken.get(bucket, 0) + 1
-        if self._taken[bucket] == len(self._groups) and bucket < len(self._units) - 1:
-            self.free_unit(self._units[len(self._units) - 2 - bucket])
-
-    def end_of_backward(self) -> None:
-        self._taken.clear()
-        for unit in self._units:
-            self.free_unit(unit)
-
-    # -- what others need
-
-    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        layout = self._groups[group].layout
-        bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= lo < layout.bounds[b + 1])
-        first, _ = layout.share(bucket, self._shard.rank)
-        begin = layout.bounds[bucket] // layout.parts + lo - first
-        return self._arenas[group].tensor[begin : begin + hi - lo]
-
-    def publish(self) -> None:
-        """The next gather shows what was written."""
-
-    def nbytes(self) -> float:
-        return sum(a.tensor.numel() * a.tensor.element_size() for a in self._arenas)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._pool_bytes
-
-    @contextmanager
-    def whole(self, *, written: bool = False) -> Iterator[None]:
-        """All parameters whole inside. written: take over what was changed in them. Collective."""
-        for unit in self._units:
-            self.gather(unit)
-        try:
-            yield
-        finally:
-            for unit in self._units:
-                if written:
-                    self._take_shares(unit)
-                self.free_unit(unit)
-
-    def free(self) -> None:
-        for unit in self._units:
-            self.gather(unit)
-            for _, parameter, _ in self._members(unit):
-                parameter.data = parameter.data.clone()
-        for hook in self._hooks:
-            hook.remove()
-        for arena in self._arenas:
-            arena.free()

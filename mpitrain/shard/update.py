@@ -1,4 +1,4 @@
-"""The optimizer's update of this rank's segments: norm, clipping, unscaling, rounding into 16 bits."""
+"""The optimizer's update of this rank's flat parameters: norm, clipping, unscaling, rounding into 16 bits."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.layout import split
-from mpitrain.shard.gradients import WholeGradients
+from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.offload import MappedFiles
-from mpitrain.shard.segments import Segment
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
 
 SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
 
 
 class Updater:
-    """axes: communicators of the other axes of the mesh, over which the norm is summed further. files: where the
-    optimizer's states are to be kept.
+    """The last part of a step, on what a sharding gives this rank to update.
+
+    Args:
+        sharding: Whose flat parameters are updated.
+        axes: Communicators of the other axes of the mesh, over which the norm is summed as well.
+        files: Where the optimizer's states are kept; None: in memory.
     """
 
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
-        self._rounds = _rounds(sharding.segments, files is not None)
-        # whether the norm is that of all gradients there are
-        counted = {p for s in sharding.segments if s.counted for p, *_ in s.contents}
+        self._rounds = _rounds(sharding.flat_parameters, files is not None)
+        # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
+        counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
+        self._parts = self._parts_of_norm()
 
     def norm(self) -> float:
         """The 2-norm of all gradients as they are, over all axes. Collective; the same on every rank."""
@@ -48,18 +52,28 @@ class Updater:
         return math.sqrt(float(total)) if math.isfinite(total) else math.nan
 
     def _squared(self) -> tuple[list[torch.Tensor], bool]:
-        """The gradients whose squares this rank sums, and whether the others sum those of the rest."""
+        """The gradients whose squares this rank sums, and whether the other ranks of the shard sum further ones."""
+        if self._parts:
+            return self._parts, True
+        counted = [s.gradient() for s in self._sharding.flat_parameters if s.counted]
+        return [g for g in counted if g is not None], self._sharding.stage.states
+
+    def _parts_of_norm(self) -> list[torch.Tensor]:
+        """Where all ranks have all gradients, with zeros between them: the part of each bucket that is this rank's."""
         sharding, shard = self._sharding, self._sharding.shard
-        whole = sharding.gradients
-        if sharding.stage.states or shard.size == 1 or not self._all or not isinstance(whole, WholeGradients):
-            counted = [s.gradient() for s in sharding.segments if s.counted]
-            return [g for g in counted if g is not None], sharding.stage.states
-        # all ranks have all gradients, with zeros between them: each takes its part
-        bounds = [split(bucket.numel(), shard.size)[shard.rank :][:2] for bucket in whole.buckets]
-        return [bucket[lo:hi] for bucket, (lo, hi) in zip(whole.buckets, bounds, strict=True)], True
+        if sharding.stage.states or shard.size == 1 or not self._all:
+            return []
+        pairs = zip(sharding.groups, sharding.gradients.flat, strict=True)
+        buckets = [bucket for group, flat in pairs for bucket in group.buckets(flat)]
+        bounds = [split(bucket.numel(), shard.size)[shard.rank :][:2] for bucket in buckets]
+        return [bucket[lo:hi] for bucket, (lo, hi) in zip(buckets, bounds, strict=True)]
 
     def _exact_squares(self) -> float:
-        """The sum of squares, the same bits for any number of ranks: of fixed blocks, then summed exactly."""
+        """The sum of all squares, with the same bits for any number of ranks.
+
+        Squares are summed within blocks of EXACT_BLOCK elements, which never lie across two shares, and the blocks'
+        sums are then added exactly.
+        """
         sharding = self._sharding
         sums = []
         for g, group in enumerate(sharding.groups):
@@ -80,38 +94,40 @@ class Updater:
         """Update with the gradients times `factor`, and show every rank the result. Collective."""
         optimizer = self._sharding.optimizer
         for chosen in self._rounds:
-            for segment in chosen:
-                segment.value.grad = self._gradient(segment, factor)
+            for flat_parameter in chosen:
+                flat_parameter.value.grad = self._gradient(flat_parameter, factor)
             optimizer_step(optimizer)
-            for segment in chosen:
-                if segment.stored is not None or self._sharding.stage.states:
-                    segment.value.grad = None
-                segment.store()
+            for flat_parameter in chosen:
+                if flat_parameter.stored is not None or self._sharding.stage.states:
+                    flat_parameter.value.grad = None
+                flat_parameter.store()
                 if self._files is not None:
-                    self._files.take(segment, optimizer.state[segment.value])
-        self._sharding.publish()
+                    self._files.take(flat_parameter, optimizer.state[flat_parameter.value])
+        self._sharding.parameters.publish()
 
-    def _gradient(self, segment: Segment, factor: float) -> torch.Tensor | None:
-        gradient = segment.gradient()
+    def _gradient(self, flat_parameter: FlatParameter, factor: float) -> torch.Tensor | None:
+        """The flat parameter's gradient times `factor`, in the dtype and on the device of its value."""
+        gradient = flat_parameter.gradient()
         if gradient is None:
             return None
-        gradient = gradient.to(segment.value)  # in its type, where it is
+        gradient = gradient.to(flat_parameter.value)
         return gradient.mul_(factor) if factor != 1.0 else gradient
 
 
 def _wide(*gradients: torch.Tensor) -> torch.dtype:
-    """In which their squares are summed."""
+    """The dtype that the squares of these gradients are summed in."""
     return torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
 
 
-def _rounds(segments: Sequence[Segment], files: bool) -> list[list[Segment]]:
-    """Segments updated together: all of them, or, where memory is needed for it meanwhile, about SCRATCH elements."""
-    if not files and all(s.stored is None for s in segments):
-        return [list(segments)]
-    total = sum(s.value.numel() for s in segments)
-    count = min(len(segments), max(1, -(-total // SCRATCH)))
-    bounds = split(len(segments), count)
-    return [list(segments[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]
+def _rounds(flat_parameters: Sequence[FlatParameter], files: bool) -> list[list[FlatParameter]]:
+    """The flat parameters that one call of the optimizer updates: all of them, or, where gradients or states need other
+    memory meanwhile (fp32 copies, files), as many as have about SCRATCH elements."""
+    if not files and all(s.stored is None for s in flat_parameters):
+        return [list(flat_parameters)]
+    total = sum(s.value.numel() for s in flat_parameters)
+    count = min(len(flat_parameters), max(1, -(-total // SCRATCH)))
+    bounds = split(len(flat_parameters), count)
+    return [list(flat_parameters[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:

@@ -6,19 +6,19 @@
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.tensor.plan import parallelize, plan_for
-from mpitrain.tensor.styles import Column, Row, Vocabulary, Way
+from mpitrain.tensor.styles import Column, ParallelStyle, Row, Vocabulary
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding, cross_entropy
 
 __all__ = [
     "Axis",
     "Column",
     "ColumnParallelLinear",
+    "ParallelStyle",
     "Row",
     "RowParallelLinear",
     "Vocabulary",
     "VocabularyCrossEntropy",
     "VocabularyParallelEmbedding",
-    "Way",
     "cross_entropy",
     "parallelize",
     "plan_for",

@@ -3,11 +3,11 @@
 Activations come at ever new addresses, and messages or reads of private memory cost several times what their sum
 does. So they pass through memory that the node shares, two slots a rank, used in turns:
 
-    slot 0  | header | rank 0's tensor | ...        an exchange: write the own header and tensor, meet,
+    slot 0  | header | rank 0's tensor | ...        an exchange: write the own header and tensor, barrier,
     slot 1  | header |                              read the others'
 
-Whoever writes a slot again has met everybody once since, in the exchange that used the other one; so nobody still
-reads it. The headers tell what each rank brought: ranks that were fed different samples, or run their layers in
+Before a rank writes a slot again it has been through the barrier of the exchange that used the other slot; so nobody
+still reads it. The headers tell what each rank brought: ranks that were fed different samples, or run their layers in
 another order, get an error, not a hang or a wrong sum.
 
 Where the axis spans nodes, on a device, or without shared memory, the communicator's own operations do it.
@@ -24,12 +24,12 @@ import torch
 from mpitrain.comm import Arena, Communicator
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
-from mpitrain.tensor.rng_tracker import Streams
+from mpitrain.tensor.rng_tracker import RngTracker
 
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64
 _FIRST_CAPACITY = 1 << 20  # bytes of a slot to begin with
-_DIRECT = 16 << 10  # bytes up to which more than two ranks sum everything each: one meeting instead of three
+_DIRECT = 16 << 10  # bytes up to which each of more than two ranks sums everything: one barrier instead of three
 _MOST_VIEWS = 1024
 _SUM, _GATHER, _SCATTER = 1, 2, 3
 _NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
@@ -39,14 +39,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 class Axis:
     """A tensor axis. Every method that communicates is collective over `comm`, and so is making one.
 
-    Results are new tensors. streams: the random streams of the rank's activations. entry: the input that column
-    layers have just taken, until their row layer comes.
+    Args:
+        comm: The ranks of the axis.
+
+    Attributes:
+        rng: Which stream of random numbers dropout draws from.
+        column_input: The input that column layers have just taken, until their row layer comes.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.streams = Streams(comm.rank)
-        self.entry: object = None
+        self.rng = RngTracker(comm.rank)
+        self.column_input: object = None
         self._tags = 0
         self._slots: _Slots | None = None
         if comm.size > 1 and comm.num_nodes == 1:
@@ -68,12 +72,23 @@ class Axis:
         return self._tags
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of x along a dimension, as a view."""
+        """This rank's part of x along a dimension, as a view: bounds(x.shape[dim]) says which indices."""
         bounds = self.bounds(x.shape[dim])
         return x.narrow(dim, bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank])
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
-        """The sum of every rank's x, the same bits on all ranks. tag: must be the same on all."""
+        """The sum of every rank's x, the same bits on all ranks.
+
+        Args:
+            x: A tensor of the same shape and dtype on all ranks.
+            tag: Must be the same on all ranks, or they get an error: see `new_tag`.
+
+        Returns:
+            A new tensor like x; on one rank x itself.
+
+        Raises:
+            CommunicationError: The ranks bring different shapes, dtypes, operations or tags.
+        """
         if self.size == 1:
             return x
         views = self._exchange(_SUM, x, 0, tag)
@@ -87,7 +102,13 @@ class Axis:
         return views[self.rank].clone()
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
-        """This rank's part along a dimension of the sum of every rank's x. lengths: of the parts (`split`'s)."""
+        """This rank's part along a dimension of the sum of every rank's x.
+
+        Args:
+            x: A tensor of the same shape and dtype on all ranks.
+            dim: The dimension that is divided.
+            lengths: Indices of each rank's part; None for those of `bounds`.
+        """
         if self.size == 1:
             return x
         bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
@@ -102,7 +123,16 @@ class Axis:
         return out
 
     def all_gather(self, x: torch.Tensor, dim: int, tag: int = 0) -> tuple[torch.Tensor, list[int]]:
-        """Every rank's x one after the other along a dimension, in which they may differ; and their lengths."""
+        """Every rank's x, put together along a dimension.
+
+        Args:
+            x: Of the same shape and dtype on all ranks, but for its length along `dim`.
+            dim: The dimension.
+            tag: Must be the same on all ranks, or they get an error: see `new_tag`.
+
+        Returns:
+            The whole, a new tensor, and the length of each rank's part along `dim`.
+        """
         if self.size == 1:
             return x, [x.shape[dim]]
         views = self._exchange(_GATHER, x, dim, tag)
@@ -118,9 +148,14 @@ class Axis:
         return torch.cat(parts, dim), lengths.tolist()
 
     def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int) -> list[torch.Tensor] | None:
-        """Every rank's x, in memory that holds it until the exchange after the next one; None where none is shared.
+        """Show all ranks this rank's x, in shared memory; their lengths along `dim` may differ in an all-gather.
 
-        Their lengths along `dim` may differ in an all-gather. Raises CommunicationError where the rest does.
+        Returns:
+            Every rank's x, as views that hold it until the exchange after the next one; None where the ranks share no
+            memory.
+
+        Raises:
+            CommunicationError: On every rank, when they bring what does not fit together.
         """
         if self._slots is None or x.is_cuda or x.dtype not in _DTYPES:
             return None
@@ -133,7 +168,7 @@ class Axis:
             if nbytes <= slots.capacity:
                 slots.view(self.rank, x.shape, x.dtype).copy_(x)
             slots.headers[slots.turn][self.rank][:] = mine
-            slots.meet(self.comm)
+            slots.node_barrier(self.comm)
             told = [bytes(header) for header in slots.headers[slots.turn]]
             if all(header == mine for header in told) and nbytes <= slots.capacity:
                 return [slots.view(rank, x.shape, x.dtype) for rank in range(self.size)]
@@ -165,7 +200,7 @@ class Axis:
 
 
 class _Slots:
-    """Two slots of `capacity` bytes in the memory of each rank, and what of them has been looked at."""
+    """Two slots of `capacity` bytes in the shared memory of each rank, and the views of them made so far."""
 
     def __init__(self, comm: Communicator, arena: Arena, capacity: int) -> None:
         self.arena, self.capacity, self.turn = arena, capacity, 0
@@ -177,7 +212,7 @@ class _Slots:
 
     @staticmethod
     def of(comm: Communicator, capacity: int) -> _Slots | None:
-        """Collective; None, with a warning, where the node has no room to share."""
+        """New slots; None, with a warning, where the node has no room to share. Collective."""
         arena = comm.arena(2 * (_HEADER_BYTES + capacity), torch.uint8)
         return _Slots(comm, arena, capacity) if arena.kind == "shared" else None
 
@@ -193,8 +228,8 @@ class _Slots:
             view = self._views[key] = area.view(dtype).view(shape)
         return view
 
-    def meet(self, comm: Communicator) -> None:
-        """What every rank wrote before is seen by all after (MPI-4.1, section 12.7: sync, meet, sync)."""
+    def node_barrier(self, comm: Communicator) -> None:
+        """A node barrier after which every rank sees what the others wrote before (MPI-4.1, section 12.7)."""
         window = self.arena.window
         assert window is not None
         window.Sync()
@@ -203,12 +238,14 @@ class _Slots:
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> torch.Size:
+    """The shape with another length along one dimension."""
     changed = list(shape)
     changed[dim] = length
     return torch.Size(changed)
 
 
 def _told(header: tuple[int, ...]) -> str:
+    """What a rank's header says, for messages."""
     operation, dtype, tag, rest, length, _ = header
     name = str(_DTYPES[dtype]).removeprefix("torch.")
     return f"{rest * length if length else 0} elements of {name} for {_NAMES[operation]}" + (
@@ -217,7 +254,7 @@ def _told(header: tuple[int, ...]) -> str:
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in order of rank, rounded once."""
+    """The sum in order of rank, in at least fp32, rounded once to the parts' dtype."""
     dtype = parts[0].dtype
     if len(parts) == 2:
         return torch.add(parts[0], parts[1])

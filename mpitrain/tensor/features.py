@@ -1,5 +1,6 @@
-"""How the features of a layer are divided among the ranks, and a whole parameter cut accordingly. Nothing here
-communicates.
+"""How the features of a layer are divided among the ranks, and the part of a parameter that goes with them.
+
+Nothing here communicates.
 
 Features are sections laid one after the other, and each section is divided in whole units: the output of a fused
 query, key and value layer is three sections of heads, and a rank has the same heads of each. Two ranks, four heads:
@@ -22,7 +23,12 @@ from mpitrain.layout import Box, Slice, mark, split
 
 @dataclass(frozen=True)
 class Features:
-    """sections: features of each; unit: features that stay together, of which every section is a multiple."""
+    """Features in sections, each of which is divided among the ranks.
+
+    Attributes:
+        sections: How many features each has.
+        unit: Features that stay together, as of a head; every section is a multiple of it.
+    """
 
     sections: tuple[int, ...]
     unit: int = 1
@@ -41,8 +47,16 @@ class Features:
         return found
 
 
-def cut(whole: torch.Tensor, dim: int, features: Features, rank: int, size: int) -> nn.Parameter:
-    """A rank's part of a parameter along a dimension, in memory of its own, marked with what it is a part of."""
+def part_of(whole: torch.Tensor, dim: int, features: Features, rank: int, size: int) -> nn.Parameter:
+    """A rank's part of a parameter, in memory of its own, marked with what it is a part of (see `layout.mark`).
+
+    Args:
+        whole: The parameter.
+        dim: The dimension that is divided.
+        features: How it is divided.
+        rank: Whose part.
+        size: The ranks of the tensor axis.
+    """
     ranges = features.ranges(rank, size)
     with torch.no_grad():
         data = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)

@@ -23,30 +23,38 @@ from mpitrain.tensor.axis import Axis
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x itself; backward sums its gradient over the ranks."""
     return _Copy.apply(x, axis) if axis.size > 1 else x
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of every rank's x; backward gives each rank the gradient as it is."""
     return _Reduce.apply(x, axis) if axis.size > 1 else x
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Every rank's x put together along a dimension; backward gives each rank its part of the gradient."""
     return _Gather.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
     return _Scatter.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Every rank's x put together along a dimension; backward sums the gradients and gives each rank its part."""
     return _AllGather.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
     return _ReduceScatter.apply(x, axis, dim) if axis.size > 1 else x
 
 
 class _Copy(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -59,6 +67,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """All-reduce forward, identity backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return axis.all_reduce(x)
@@ -70,6 +80,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """All-gather forward, own part backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         out, lengths = axis.all_gather(x, dim)
@@ -83,6 +95,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
+    """Own part forward, all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -95,6 +109,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         out, ctx.lengths = axis.all_gather(x, dim)
@@ -108,6 +124,8 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim

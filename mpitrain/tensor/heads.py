@@ -32,10 +32,18 @@ _UNKNOWN_ORDER = re.compile(r"query_key_value|in_proj|^kv|to_kv", re.IGNORECASE)
 def column_features(
     name: str, linear: nn.Linear, parent: nn.Module, ranks: int, sections: int | Sequence[int] | None, heads: int | None
 ) -> Features:
-    """How the outputs of a layer are divided. name: qualified, for messages.
+    """How the outputs of a column layer are divided.
 
-    sections: how many equal parts, or the features of each part, a fused layer has; None: by its name. heads: of the
-    first section; None: read from `parent`. Raises InputError (agreed) where that is impossible.
+    Args:
+        name: Of the layer in the model, for messages and for what it tells of fused layers.
+        linear: The layer.
+        parent: The module that holds it, whose attributes tell the heads.
+        ranks: Of the tensor axis.
+        sections: How many equal parts, or the features of each part, a fused layer has; None: by its name.
+        heads: Of the first section; None: read from `parent`.
+
+    Raises:
+        InputError: On all ranks alike, where the outputs cannot be divided by whole heads.
     """
     width, last = linear.out_features, name.rpartition(".")[2]
     if sections is None:
@@ -69,7 +77,7 @@ def column_features(
 
 
 def row_features(name: str, linear: nn.Linear, parent: nn.Module, ranks: int, heads: int | None) -> Features:
-    """How the inputs of a layer are divided; like the outputs of the column layer they come from."""
+    """How the inputs of a row layer are divided: like the outputs of the column layer that they come from."""
     unit = linear.in_features // heads if heads else _head_size(parent, linear.in_features)
     if unit is None:
         return Features((linear.in_features,))
@@ -78,10 +86,16 @@ def row_features(name: str, linear: nn.Linear, parent: nn.Module, ranks: int, he
 
 
 def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[str]) -> dict[str, int]:
-    """New values of the attributes of an attention module that count heads: those of one rank.
+    """New values of the attributes by which an attention module counts its heads: those of one rank.
 
-    planned: names of the parent's own children in the plan. Raises InputError where some of its linear layers are
-    not in it: one count cannot be right for those and for the others.
+    Args:
+        name: Of the attention module.
+        parent: The attention module.
+        ranks: Of the tensor axis.
+        planned: Names of the module's own children in the plan.
+
+    Raises:
+        InputError: Some of its linear layers are not in the plan: one count cannot be right for them and the others.
     """
     counts = _numbers(parent, _COUNTS)
     if not counts:
@@ -100,6 +114,7 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
 
 
 def _head_size(parent: nn.Module, width: int) -> int | None:
+    """Features of a head, as the module that holds the layer tells them; None where it does not."""
     for size in _numbers(parent, _SIZES).values():
         return size
     for count in _numbers(parent, _COUNTS).values():
@@ -115,6 +130,7 @@ def _numbers(parent: nn.Module, names: Sequence[str]) -> dict[str, int]:
 
 
 def _check_heads(name: str, sections: Sequence[int], unit: int, ranks: int) -> None:
+    """Raise InputError unless every section is whole heads of `unit` features, which the ranks can share evenly."""
     for section in sections:
         heads, rest = divmod(section, unit)
         if rest or unit < 1:
@@ -126,6 +142,7 @@ def _check_heads(name: str, sections: Sequence[int], unit: int, ranks: int) -> N
 
 
 def _unshareable(name: str, heads: int, ranks: int) -> InputError:
+    """The error that names numbers of ranks and of heads that would fit."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
@@ -137,5 +154,6 @@ def _unshareable(name: str, heads: int, ranks: int) -> InputError:
 
 
 def _listed(numbers: Sequence[int]) -> str:
+    """Numbers as they are listed in a sentence."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last

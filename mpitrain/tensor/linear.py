@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.features import Features, cut
+from mpitrain.tensor.features import Features, part_of
 from mpitrain.tensor.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter
 
 SEQUENCE = -2  # the dimension
@@ -28,12 +28,22 @@ Keeping = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class ColumnParallelLinear(nn.Module):
-    """Outputs of a linear layer divided over the ranks. Input: whole, the same on all ranks.
+    """A linear layer whose outputs are divided over the ranks of the tensor axis.
 
-    linear: the whole layer, the same on all ranks, of which this rank's part is kept. features: how its outputs
-    are divided; None: evenly, one by one. gather_output: the output is whole again, else this rank's part of it.
-    paired: a row layer takes what becomes of the output. Several such layers may take one input (query, key, value),
-    which then travels once, and its gradient too; and random numbers in between are this rank's own in training.
+    Several paired layers may take one input (query, key, value): it and its gradient then travel once.
+
+    Args:
+        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
+        axis: The ranks.
+        features: How the outputs are divided; None: evenly, one by one.
+        gather_output: Give the whole output; else this rank's part of it.
+        sequence: The input is this rank's part of the sequence.
+        paired: A row layer takes what becomes of the output; in training random numbers up to there are this rank's
+            own.
+
+    Shape:
+        Input [..., in_features], the same on all ranks; with `sequence` [..., part of sequence, in_features].
+        Output [..., this rank's outputs], or [..., out_features] with `gather_output`.
     """
 
     def __init__(
@@ -51,27 +61,28 @@ class ColumnParallelLinear(nn.Module):
         self.paired = paired and axis.size > 1
         self.in_features, self.out_features = linear.in_features, linear.out_features
         features = features or Features((linear.out_features,))
-        self.weight = cut(linear.weight, 0, features, axis.rank, axis.size)
-        self.bias = None if linear.bias is None else cut(linear.bias, 0, features, axis.rank, axis.size)
+        self.weight = part_of(linear.weight, 0, features, axis.rank, axis.size)
+        self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis.rank, axis.size)
         self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        entry = self._entry(x)
-        with saved_tensors_hooks(*entry.keeping) if entry.keeping else nullcontext():
-            y = functional.linear(entry.whole, self.weight, self.bias)
+        given = self._input(x)
+        with saved_tensors_hooks(*given.keeping) if given.keeping else nullcontext():
+            y = functional.linear(given.whole, self.weight, self.bias)
         if self.gather_output:
             return gather(y, self.axis, -1)
         if self.paired and self.training:
-            self.axis.streams.enter(self, y.device)
+            self.axis.rng.enter(self, y.device)
         return y
 
-    def _entry(self, x: torch.Tensor) -> Entry:
-        kept = self.axis.entry
-        if isinstance(kept, Entry) and kept.is_for(x):
+    def _input(self, x: torch.Tensor) -> ColumnInput:
+        """The prepared input: that of the layer before, where it took the same tensor."""
+        kept = self.axis.column_input
+        if isinstance(kept, ColumnInput) and kept.is_for(x):
             return kept
-        entry = Entry(x, self.axis, self.sequence)
-        self.axis.entry = entry if self.paired else None
-        return entry
+        given = ColumnInput(x, self.axis, self.sequence)
+        self.axis.column_input = given if self.paired else None
+        return given
 
     def extra_repr(self) -> str:
         return (
@@ -81,10 +92,18 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Inputs of a linear layer divided over the ranks. Output: whole, the same on all ranks.
+    """A linear layer whose inputs are divided over the ranks of the tensor axis.
 
-    linear: the whole layer, the same on all ranks. features: how its inputs are divided. scatter_input: the input
-    is whole and this rank takes its part, else it is that part.
+    Args:
+        linear: The whole layer, the same on all ranks, of which this rank's part is kept.
+        axis: The ranks.
+        features: How the inputs are divided; None: evenly, one by one.
+        scatter_input: The input is whole, and this rank takes its part; else it is that part.
+        sequence: Leave the output divided along the sequence.
+
+    Shape:
+        Input [..., this rank's inputs], or [..., in_features] with `scatter_input`.
+        Output [..., out_features], the same on all ranks; with `sequence` [..., part of sequence, out_features].
     """
 
     def __init__(
@@ -99,15 +118,15 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis, self.scatter_input, self.sequence = axis, scatter_input, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = cut(linear.weight, 1, features or Features((linear.in_features,)), axis.rank, axis.size)
+        self.weight = part_of(linear.weight, 1, features or Features((linear.in_features,)), axis.rank, axis.size)
         self.bias = linear.bias
         if sequence and self.bias is not None:
             sum_gradient(self.bias, axis)
         self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.axis.streams.leave()
-        self.axis.entry = None
+        self.axis.rng.leave()
+        self.axis.column_input = None
         if self.scatter_input:
             x = scatter(x, self.axis, -1)
         part = functional.linear(x, self.weight)
@@ -124,17 +143,19 @@ class RowParallelLinear(nn.Module):
 def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
     """Sum a replicated parameter's gradient over the ranks, each of which used it on its part of the sequence.
 
-    Before it is added to what was accumulated, so that several backward passes may add up.
+    A hook sums each gradient before autograd adds it to `.grad`, so that several backward passes may add up.
     """
     if axis.size > 1 and parameter.requires_grad:
         tag = axis.new_tag()
         parameter.register_hook(lambda gradient: axis.all_reduce(gradient, tag))
 
 
-class Entry:
-    """An input of column layers, as they all take it.
+class ColumnInput:
+    """An input of column layers, prepared once for all of them.
 
-    whole: the input, in sequence parallel gathered. keeping: then, how autograd is to keep it.
+    Attributes:
+        whole: The input; in sequence parallel gathered from the ranks' parts.
+        keeping: In sequence parallel, the hooks by which autograd keeps it.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool) -> None:
@@ -149,6 +170,7 @@ class Entry:
         self.keeping = _only_the_part(self.whole, x.detach(), axis)
 
     def is_for(self, x: torch.Tensor) -> bool:
+        """Whether it was made of this very tensor, unchanged since, in the same mode of autograd."""
         return self._x is x and self._version == x._version and self._graph == torch.is_grad_enabled()
 
 

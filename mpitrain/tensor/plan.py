@@ -10,7 +10,8 @@
     })
 
 `*` in a pattern stands for anything. Every rank has built the same whole model and keeps its part of each layer; the
-names stay. Each value is one of the strings, or the object it stands for where there is more to say. A model must
+names stay. Each value is a parallel style: one of the strings, or the object of `styles` where there is
+more to say. A model must
 take the number of heads from the width of what its layers return, or from an attribute (`num_heads` and the like) of
 the module that holds them, which becomes this rank's number; and lengths, too, from what they return.
 
@@ -23,7 +24,7 @@ or on the whole ("whole").
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,11 +37,11 @@ from mpitrain.layout import logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.heads import localize_heads
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_gradient
-from mpitrain.tensor.styles import WAYS, Column, Place, Row, Scatter, Vocabulary, Way, Whole
+from mpitrain.tensor.styles import STYLES, ParallelStyle, PlannedModule
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
 
 
-def plan_for(model: nn.Module) -> dict[str, str | Way]:
+def plan_for(model: nn.Module) -> dict[str, str | ParallelStyle]:
     """What the model itself says (`tensor_plan()`). Raises InputError for one that does not."""
     if callable(listing := getattr(model, "tensor_plan", None)):
         return dict(listing())
@@ -51,57 +52,75 @@ def plan_for(model: nn.Module) -> dict[str, str | Way]:
     )
 
 
-def parallelize(
-    model: nn.Module, comm: Communicator | Axis, plan: Mapping[str, str | Way], sequence: bool = False
-) -> nn.Module:
-    """Divide the planned layers of a model over the ranks of the tensor axis, in place. Collective; returns it.
+def begins_sequence(plan: Mapping[str, str | ParallelStyle]) -> bool:
+    """Whether a plan says from where on activations may be divided along the sequence."""
+    styles = [STYLES.get(style) if isinstance(style, str) else style for style in plan.values()]
+    return any(style is not None and style.begins_sequence for style in styles)
 
-    comm: the axis; every rank must have built the same model with the same weights, and is to be fed the same
-    samples with the same random seed. Raises InputError (agreed) for a pattern that matches nothing, a module that
-    cannot be divided as planned, and parameters shared by layers that are divided differently.
+
+def parallelize(
+    model: nn.Module, comm: Communicator | Axis, plan: Mapping[str, str | ParallelStyle], sequence: bool = False
+) -> nn.Module:
+    """Divide the planned layers of a model over the ranks of the tensor axis, in place. Collective.
+
+    Every rank must have built the same model with the same weights, and is to be fed the same samples with the same
+    random seed.
+
+    Args:
+        model: The whole model; its modules are replaced by parallel ones.
+        comm: The ranks of the tensor axis.
+        plan: Patterns of module names, each with a parallel style.
+        sequence: Divide what lies between the divided layers along the sequence (Korthikanti et al. 2022).
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: On all ranks alike, for a pattern that matches nothing, a module that cannot be divided as
+            planned, and parameters shared by layers that are divided differently.
     """
-    ways = _matched(model, plan)
+    styles = _matched(model, plan)
     axis = comm if isinstance(comm, Axis) else Axis(comm)
-    scattered = any(isinstance(way, Scatter) for way in ways.values())
-    places = [
-        (Place(name, model.get_submodule(name), _parent(model, name), axis, sequence, scattered), way)
-        for name, way in ways.items()
+    scattered = any(style.begins_sequence and not style.by_vocabulary for style in styles.values())
+    planned = [
+        (PlannedModule(name, model.get_submodule(name), _parent(model, name), axis, sequence, scattered), style)
+        for name, style in styles.items()
     ]
-    made = {place.name: way.apply(place) for place, way in places}
-    _keep_ties(model, [place for place, _ in places], made)
-    _localize(model, [place for place, way in places if isinstance(way, Column) and not way.gather], ways, axis.size)
-    _replace_criterion(model, [place for place, way in places if isinstance(way, Vocabulary)])
-    instead = {place.module: made[place.name] for place, _ in places}
+    made = {each.name: style.apply(each) for each, style in planned}
+    _keep_ties(model, [each for each, _ in planned], made)
+    _localize([each for each, style in planned if style.needs_row], styles, axis.size)
+    _replace_criterion(model, [each for each, style in planned if style.by_vocabulary])
+    instead = {each.module: made[each.name] for each, _ in planned}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in instead and instead[module] is not module:
             setattr(_parent(model, name), name.rpartition(".")[2], instead[module])
     if sequence:
-        _divide_the_rest(model, axis, {made[place.name]: way for place, way in places})
+        _divide_the_rest(model, axis, {made[each.name]: style for each, style in planned})
     return model
 
 
-def _matched(model: nn.Module, plan: Mapping[str, str | Way]) -> dict[str, Way]:
+def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
     """The module names the plan means, in the model's order, each module once."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name:
             names.setdefault(module, []).append(name)
     every = [name for each in names.values() for name in each]
-    for pattern, way in plan.items():
-        if isinstance(way, str) and way not in WAYS:
+    for pattern, style in plan.items():
+        if isinstance(style, str) and style not in STYLES:
             raise InputError(
-                f"the plan's {pattern!r} is {way!r}, which is unknown; use one of {', '.join(WAYS)}", agreed=True
+                f"the plan's {pattern!r} is {style!r}, which is unknown; use one of {', '.join(STYLES)}", agreed=True
             )
         if not any(fnmatchcase(name, pattern) for name in every):
             near = difflib.get_close_matches(pattern, every, n=1, cutoff=0.0)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"the plan's {pattern!r} matches no module of {type(model).__name__}{meant}", agreed=True)
-    chosen: dict[str, Way] = {}
+    chosen: dict[str, ParallelStyle] = {}
     for module_names in names.values():
-        found: dict[str, Way] = {}
-        for pattern, way in plan.items():
+        found: dict[str, ParallelStyle] = {}
+        for pattern, style in plan.items():
             if any(fnmatchcase(name, pattern) for name in module_names):
-                found[pattern] = WAYS[way] if isinstance(way, str) else way
+                found[pattern] = STYLES[style] if isinstance(style, str) else style
         if len(set(found.values())) > 1:
             raise InputError(
                 f"{module_names[0]} is matched by {' and '.join(map(repr, found))} of the plan, which differ; make "
@@ -110,8 +129,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str | Way]) -> dict[str, Way]:
             )
         if found:
             chosen[module_names[0]] = next(iter(found.values()))
-    split_outputs = [name for name, way in chosen.items() if isinstance(way, Column) and not way.gather]
-    if split_outputs and not any(isinstance(way, Row) for way in chosen.values()):
+    split_outputs = [name for name, style in chosen.items() if style.needs_row]
+    if split_outputs and not any(style.takes_parts for style in chosen.values()):
         raise InputError(
             f"the plan divides the outputs of {split_outputs[0]}, but has no row layer that takes them; name one, or "
             "use Column(gather=True)",
@@ -121,52 +140,56 @@ def _matched(model: nn.Module, plan: Mapping[str, str | Way]) -> dict[str, Way]:
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
+    """The module that the named one is an attribute of."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _keep_ties(model: nn.Module, places: Sequence[Place], made: Mapping[str, nn.Module]) -> None:
+def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping[str, nn.Module]) -> None:
     """Parameters that were one before are one afterwards."""
     parts: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
-    for place in places:
-        module = made[place.name]
-        for key, old in place.module.named_parameters(recurse=False):
+    for each in planned:
+        module = made[each.name]
+        for key, old in each.module.named_parameters(recurse=False):
             part = getattr(module, key)
             if part is old:
                 continue
-            first, shared = parts.setdefault(old, (place.name, part))
+            first, shared = parts.setdefault(old, (each.name, part))
             if logical_of(shared) != logical_of(part):
                 raise InputError(
-                    f"{first} and {place.name} share {key}, but the plan divides it differently; plan them alike",
+                    f"{first} and {each.name} share {key}, but the plan divides it differently; plan them alike",
                     agreed=True,
                 )
             setattr(module, key, shared)
-    planned = {place.module for place in places}
+    modules = {each.module for each in planned}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if module not in planned and parameter in parts:
+            if module not in modules and parameter in parts:
                 raise InputError(
                     f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; plan {name} alike",
                     agreed=True,
                 )
 
 
-def _localize(model: nn.Module, columns: Sequence[Place], ways: Mapping[str, Way], ranks: int) -> None:
-    """Attention modules that count their heads get the number of this rank's."""
-    for parent, name in {place.parent: place.name.rpartition(".")[0] for place in columns}.items():
-        inside = [each.rpartition(".")[2] for each in ways if each.rpartition(".")[0] == name]
+def _localize(columns: Sequence[PlannedModule], names: Iterable[str], ranks: int) -> None:
+    """Set the attributes by which attention modules count their heads to the number of this rank's.
+
+    columns: the column layers in them; names: of all planned modules.
+    """
+    for parent, name in {each.parent: each.name.rpartition(".")[0] for each in columns}.items():
+        inside = [each.rpartition(".")[2] for each in names if each.rpartition(".")[0] == name]
         for key, count in localize_heads(name, parent, ranks, inside).items():
             setattr(parent, key, count)
 
 
-def _replace_criterion(model: nn.Module, vocabulary: Sequence[Place]) -> None:
-    """Scores that stay divided go to the parallel cross-entropy, in the place of the model's `criterion`."""
-    for place in vocabulary:
-        if not isinstance(place.module, nn.Linear):
+def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) -> None:
+    """Where scores stay divided, put the parallel cross-entropy in the place of the model's `criterion`."""
+    for each in vocabulary:
+        if not isinstance(each.module, nn.Linear):
             continue
         criterion = getattr(model, "criterion", None)
         if criterion is None:
             raise InputError(
-                f"{place.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` in "
+                f"{each.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` in "
                 "whose place the parallel cross-entropy could be put; give it one, or plan Column(gather=True)",
                 agreed=True,
             )
@@ -175,22 +198,22 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[Place]) -> None:
             if criterion.weight is not None or criterion.reduction != "mean":
                 raise InputError(
                     "a cross-entropy with weights or without the mean cannot be divided; plan "
-                    f"{place.name} as Column(gather=True)",
+                    f"{each.name} as Column(gather=True)",
                     agreed=True,
                 )
             options = {"ignore_index": criterion.ignore_index, "label_smoothing": criterion.label_smoothing}
-        model.criterion = VocabularyCrossEntropy(place.axis, place.module.out_features, **options)
+        model.criterion = VocabularyCrossEntropy(each.axis, each.module.out_features, **options)
 
 
-def _divide_the_rest(model: nn.Module, axis: Axis, ways: Mapping[nn.Module, Way]) -> None:
-    """What the plan does not name, in sequence parallel: norms and dropout work on their part of the sequence."""
+def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, ParallelStyle]) -> None:
+    """In sequence parallel, let the norms and dropouts that the plan does not name work on a part of the sequence."""
     parallel = (ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding)
     for name, module in model.named_modules():
-        way = ways.get(module)
-        if isinstance(module, nn.modules.dropout._DropoutNd) and not isinstance(way, (Whole, Scatter)):
+        style = styles.get(module)
+        if isinstance(module, nn.modules.dropout._DropoutNd) and not (style and style.replicated):
             module.register_forward_pre_hook(_entering(axis))
             module.register_forward_hook(_leaving(axis), always_call=True)  # recomputation stops by raising
-        if way is not None or isinstance(module, parallel):
+        if style is not None or isinstance(module, parallel):
             continue
         own = list(module.parameters(recurse=False))
         if own and not type(module).__name__.endswith("Norm"):
@@ -204,15 +227,19 @@ def _divide_the_rest(model: nn.Module, axis: Axis, ways: Mapping[nn.Module, Way]
 
 
 def _entering(axis: Axis) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    """A forward pre-hook that makes the generator go to the rank's own stream."""
+
     def enter(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if module.training:
-            axis.streams.enter(module, args[0].device)
+            axis.rng.enter(module, args[0].device)
 
     return enter
 
 
 def _leaving(axis: Axis) -> Callable[[nn.Module, Any, Any], None]:
+    """A forward hook that makes the generator go back to the replicated stream."""
+
     def leave(module: nn.Module, args: Any, out: Any) -> None:
-        axis.streams.leave(module)
+        axis.rng.leave(module)
 
     return leave

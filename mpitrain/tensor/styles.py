@@ -1,7 +1,8 @@
-"""The ways in which a plan may divide a module, each of which makes the parallel module of a plain one."""
+"""Parallel styles: how a plan divides a module over the ranks of the tensor axis (after torch's `ParallelStyle`)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,107 +18,165 @@ from mpitrain.tensor.vocabulary import VocabularyParallelEmbedding
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module in a model: its name, itself, the module it is in, and how the model is to be made parallel."""
+class PlannedModule:
+    """A module that a plan names.
+
+    Attributes:
+        name: Of the module in the model.
+        module: The module.
+        parent: The module that it is an attribute of.
+        axis: The ranks it is divided over.
+        sequence: Whether activations between the divided layers are divided along the sequence.
+        scattered: Whether the plan says by `Scatter` where that division begins.
+    """
 
     name: str
     module: nn.Module
     parent: nn.Module
     axis: Axis
     sequence: bool
-    scattered: bool  # the plan says where the division along the sequence begins
+    scattered: bool
+
+
+class ParallelStyle(ABC):
+    """How one module is divided. A user may pass one of the styles below, or the string it has in `STYLES`.
+
+    Attributes:
+        needs_row: Whether the output stays divided, so that a row layer must take it.
+        takes_parts: Whether the input may be the divided output of a column layer.
+        by_vocabulary: Whether rows of a vocabulary are divided.
+        begins_sequence: Whether activations may be divided along the sequence from this module's output on.
+        replicated: Whether dropout of this very module draws the same numbers on all ranks.
+    """
+
+    needs_row: bool = False
+    takes_parts: bool = False
+    by_vocabulary: bool = False
+    begins_sequence: bool = False
+    replicated: bool = False
+
+    @abstractmethod
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        """The module to put in the planned one's place: a parallel one, or itself.
+
+        Raises:
+            InputError: The module is none that can be divided in this style.
+        """
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(ParallelStyle):
     """Outputs of an nn.Linear divided.
 
-    sections: of a fused layer, how many equal parts lie one after the other, or the features of each; None: 3 for
-    names with qkv, else 1. heads: of the first part; None: as the module around it says. gather: the output is put
-    together again; else it must go to a row layer.
+    Attributes:
+        sections: Of a fused layer, how many equal parts lie one after the other, or the features of each; None: 3
+            for names with qkv, else 1.
+        heads: Of the first part; None: as the module around it says.
+        gather: The output is put together again; else it must go to a row layer.
     """
 
     sections: int | tuple[int, ...] | None = None
     heads: int | None = None
     gather: bool = False
 
-    def apply(self, place: Place) -> nn.Module:
-        linear, axis = _plain(place, nn.Linear, "column"), place.axis
-        features = column_features(place.name, linear, place.parent, axis.size, self.sections, self.heads)
+    @property
+    def needs_row(self) -> bool:  # type: ignore[override]
+        return not self.gather
+
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        linear, axis = _plain(planned, nn.Linear, "column"), planned.axis
+        features = column_features(planned.name, linear, planned.parent, axis.size, self.sections, self.heads)
         return ColumnParallelLinear(
-            linear, axis, features, gather_output=self.gather, sequence=place.sequence, paired=not self.gather
+            linear, axis, features, gather_output=self.gather, sequence=planned.sequence, paired=not self.gather
         )
 
 
 @dataclass(frozen=True)
-class Row:
-    """Inputs of an nn.Linear divided. heads: as of `Column`. scatter: the input is whole, and each takes its part."""
+class Row(ParallelStyle):
+    """Inputs of an nn.Linear divided.
+
+    Attributes:
+        heads: Of the inputs, as of `Column`.
+        scatter: The input is whole, and each rank takes its part; else it is a column layer's divided output.
+    """
+
+    takes_parts = True
 
     heads: int | None = None
     scatter: bool = False
 
-    def apply(self, place: Place) -> nn.Module:
-        linear, axis = _plain(place, nn.Linear, "row"), place.axis
-        features = row_features(place.name, linear, place.parent, axis.size, self.heads)
-        return RowParallelLinear(linear, axis, features, scatter_input=self.scatter, sequence=place.sequence)
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        linear, axis = _plain(planned, nn.Linear, "row"), planned.axis
+        features = row_features(planned.name, linear, planned.parent, axis.size, self.heads)
+        return RowParallelLinear(linear, axis, features, scatter_input=self.scatter, sequence=planned.sequence)
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(ParallelStyle):
     """An nn.Embedding divided by tokens, or an nn.Linear by classes, whose scores stay divided."""
 
-    def apply(self, place: Place) -> nn.Module:
-        if isinstance(place.module, nn.Linear):
-            linear = _plain(place, nn.Linear, "vocabulary")
-            return ColumnParallelLinear(linear, place.axis, sequence=place.sequence)
-        embedding = _plain(place, nn.Embedding, "vocabulary")
+    by_vocabulary = True
+    begins_sequence = True
+
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        if isinstance(planned.module, nn.Linear):
+            linear = _plain(planned, nn.Linear, "vocabulary")
+            return ColumnParallelLinear(linear, planned.axis, sequence=planned.sequence)
+        embedding = _plain(planned, nn.Embedding, "vocabulary")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
-                raise InputError(f"{place.name}: an embedding with {option} cannot be divided; do without", agreed=True)
-        return VocabularyParallelEmbedding(embedding, place.axis, sequence=place.sequence and not place.scattered)
+                raise InputError(
+                    f"{planned.name}: an embedding with {option} cannot be divided; do without", agreed=True
+                )
+        sequence = planned.sequence and not planned.scattered
+        return VocabularyParallelEmbedding(embedding, planned.axis, sequence=sequence)
 
 
 @dataclass(frozen=True)
-class Scatter:
+class Scatter(ParallelStyle):
     """The module's output is divided along the sequence from here on. Only with sequence=True."""
 
-    def apply(self, place: Place) -> nn.Module:
-        if place.sequence:
-            place.module.register_forward_hook(lambda m, args, out: scatter(out, place.axis, SEQUENCE))
-        return place.module
+    begins_sequence = True
+    replicated = True
+
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        if planned.sequence:
+            planned.module.register_forward_hook(lambda m, args, out: scatter(out, planned.axis, SEQUENCE))
+        return planned.module
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(ParallelStyle):
     """The module's output is put together along the sequence. Only with sequence=True."""
 
-    def apply(self, place: Place) -> nn.Module:
-        if place.sequence:
-            place.module.register_forward_hook(lambda m, args, out: gather(out, place.axis, SEQUENCE))
-            _sum_gradients(place)
-        return place.module
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        if planned.sequence:
+            planned.module.register_forward_hook(lambda m, args, out: gather(out, planned.axis, SEQUENCE))
+            _sum_gradients(planned)
+        return planned.module
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(ParallelStyle):
     """The module works on its part of the sequence: the gradients of its own parameters are summed."""
 
-    def apply(self, place: Place) -> nn.Module:
-        if place.sequence:
-            _sum_gradients(place)
-        return place.module
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        if planned.sequence:
+            _sum_gradients(planned)
+        return planned.module
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(ParallelStyle):
     """The module works on what all ranks have alike: nothing is to be done."""
 
-    def apply(self, place: Place) -> nn.Module:
-        return place.module
+    replicated = True
+
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        return planned.module
 
 
-Way = Column | Row | Vocabulary | Scatter | Gather | Split | Whole
-WAYS: Mapping[str, Way] = {
+STYLES: Mapping[str, ParallelStyle] = {
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
@@ -128,20 +187,24 @@ WAYS: Mapping[str, Way] = {
 }
 
 
-def _plain(place: Place, kind: type[Any], way: str) -> Any:
+def _plain(planned: PlannedModule, kind: type[Any], style: str) -> Any:
     """The module, if it is what can be divided; else InputError."""
-    module = place.module
+    module = planned.module
     if type(module) is not kind:
-        wanted = "nn.Embedding or nn.Linear" if way == "vocabulary" else f"nn.{kind.__name__}"
+        wanted = "nn.Embedding or nn.Linear" if style == "vocabulary" else f"nn.{kind.__name__}"
         raise InputError(
-            f"{place.name} is a {type(module).__name__}, which cannot be divided as {way!r}; only a plain {wanted} can",
+            f"{planned.name} is a {type(module).__name__}, which cannot be divided as {style!r}; only a plain {wanted} "
+            "can",
             agreed=True,
         )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise InputError(f"{place.name} has hooks, which dividing it would lose; register them afterwards", agreed=True)
+        raise InputError(
+            f"{planned.name} has hooks, which dividing it would lose; register them afterwards", agreed=True
+        )
     return module
 
 
-def _sum_gradients(place: Place) -> None:
-    for parameter in place.module.parameters(recurse=False):
-        sum_gradient(parameter, place.axis)
+def _sum_gradients(planned: PlannedModule) -> None:
+    """Sum the gradients of the module's own parameters over the ranks of the axis."""
+    for parameter in planned.module.parameters(recurse=False):
+        sum_gradient(parameter, planned.axis)

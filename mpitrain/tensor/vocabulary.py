@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mpitrain.errors import InputError
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.features import Features, cut
+from mpitrain.tensor.features import Features, part_of
 from mpitrain.tensor.functions import reduce, reduce_scatter
 from mpitrain.tensor.linear import SEQUENCE
 
@@ -24,10 +24,19 @@ IGNORED = -100  # torch's default
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """tokens [...] of the whole vocabulary -> [..., width], whole, the same on all ranks.
+    """An embedding whose rows are divided over the ranks of the tensor axis.
 
-    embedding: the whole layer, the same on all ranks, of which this rank's part is kept. sequence: the output is
-    left divided along the sequence. Raises IndexError, as torch does, for a token outside the vocabulary.
+    Args:
+        embedding: The whole layer, the same on all ranks, of which this rank's part is kept.
+        axis: The ranks.
+        sequence: Leave the output divided along the sequence.
+
+    Raises:
+        IndexError: In forward, as torch does, for a token outside the vocabulary.
+
+    Shape:
+        Input [...], int64, tokens of the whole vocabulary.
+        Output [..., width], the same on all ranks; with `sequence` [..., part of sequence, width].
     """
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, *, sequence: bool = False) -> None:
@@ -39,7 +48,7 @@ class VocabularyParallelEmbedding(nn.Module):
         padding = embedding.padding_idx
         inside = padding is not None and self.start <= padding < self.stop
         self.padding_idx = padding - self.start if padding is not None and inside else None
-        self.weight = cut(embedding.weight, 0, Features((embedding.num_embeddings,)), axis.rank, axis.size)
+        self.weight = part_of(embedding.weight, 0, Features((embedding.num_embeddings,)), axis.rank, axis.size)
         self.training = embedding.training
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -67,10 +76,21 @@ def cross_entropy(
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Mean nats over the tokens whose y is not ignore_index, as torch.nn.functional.cross_entropy, on every rank.
+    """The cross-entropy of torch.nn.functional, from scores that are divided over the ranks of the tensor axis.
 
-    scores: [..., part], this rank's part of the scores of `classes` classes, any float dtype; y: [...], int64. Taken
-    in at least fp32. Raises IndexError for a y outside the classes.
+    Args:
+        scores: [..., part], this rank's part of the scores, of any float dtype; computed with in at least fp32.
+        y: [...], int64, the right classes.
+        axis: The ranks.
+        classes: Of all ranks together.
+        ignore_index: The y that does not count.
+        label_smoothing: As of torch.nn.functional.cross_entropy.
+
+    Returns:
+        The mean over the tokens that count, in nats, a scalar, the same on all ranks.
+
+    Raises:
+        IndexError: A y is none of the classes.
     """
     return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing)
 
@@ -88,6 +108,8 @@ class VocabularyCrossEntropy(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Computes the loss, and keeps what its gradient needs of this rank's part of the scores."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -22,12 +22,12 @@ from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
-from mpitrain.pipe.cut import listed_blocks, time_costs
+from mpitrain.pipe.partition import listed_blocks, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.slices import cannot_look_back, check_slices
 from mpitrain.shard.axes import Axes
-from mpitrain.tensor import Vocabulary, Way, parallelize, plan_for
-from mpitrain.tensor.styles import Scatter
+from mpitrain.tensor import ParallelStyle, parallelize, plan_for
+from mpitrain.tensor.plan import begins_sequence
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.options import options_of
 from mpitrain.trainer.precision import DTYPES
@@ -135,11 +135,10 @@ def make_pipeline(config: Config, mesh: Mesh, module: nn.Module, task: Task, cut
     )
 
 
-def plan_of(module: nn.Module, config: Config) -> dict[str, str | Way]:
+def plan_of(module: nn.Module, config: Config) -> dict[str, str | ParallelStyle]:
     """How the model's layers are divided. Raises InputError where they cannot be as the configuration says."""
     plan = plan_for(module)
-    begins = any(way in ("vocabulary", "scatter") or isinstance(way, Vocabulary | Scatter) for way in plan.values())
-    if config.parallel.sequence and not begins:
+    if config.parallel.sequence and not begins_sequence(plan):
         raise InputError(
             f"parallel.sequence divides what is between an embedding and the head, and the plan of "
             f"{type(module).__name__} names none; set parallel.sequence to false",

@@ -21,7 +21,7 @@ from mpitrain.data import (
 )
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
-from mpitrain.shard.virtual_workers import Cut
+from mpitrain.shard.virtual_workers import VirtualWorkers
 
 
 def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | None]:
@@ -58,7 +58,7 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
     return data, held_out
 
 
-def batches(config: Config, workers: Cut, data: Dataset, position: int) -> Loader:
+def batches(config: Config, workers: VirtualWorkers, data: Dataset, position: int) -> Loader:
     """This rank's share of every global batch from sample `position` of the run's order on."""
     return Loader(
         data,

@@ -29,7 +29,7 @@ from mpitrain.comm.process.abort import exit_code, say
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
-from mpitrain.shard.virtual_workers import Cut
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
 
@@ -270,7 +270,7 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     for data in range(ranks // (parallel.pipeline * parallel.tensor), 0, -1):
         if section.reproducible and section.workers % data:
             continue
-        cut = Cut(0, data, section.workers if section.reproducible else data)
+        cut = VirtualWorkers(0, data, section.workers if section.reproducible else data)
         if not even or parallel.pipeline > 1 or cut.even(config.train.batch, config.train.microbatch):
             return data
     return 0

@@ -25,31 +25,46 @@ from mpitrain.shard.axes import Axes, Microbatch, Stages
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
-from mpitrain.shard.units import ShardedParameters
 from mpitrain.shard.update import Updater
 from mpitrain.shard.virtual_workers import TreeSum
-from mpitrain.trainer.memory import ActivationMeter, Memory, measure
+from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
 from mpitrain.trainer.optimizer import state_bytes
 from mpitrain.trainer.precision import DTYPES, LossScale, convert, narrowed
-from mpitrain.trainer.state import State
+from mpitrain.trainer.state import EngineState
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """norm: of the gradients, before clipping. skipped: nothing was updated, because the norm is not finite."""
+    """What `Engine.step` did.
+
+    Attributes:
+        norm: The 2-norm of all gradients, before clipping.
+        skipped: Nothing was updated, because the norm is not finite.
+    """
 
     norm: float
     skipped: bool
 
 
 class Engine:
-    """A module, its loss and its optimizer on the data-parallel ranks of `comm`. Collective to make.
+    """A module, its loss and its optimizer on the data-parallel ranks. Collective to make.
 
-    loss(module(x), y): the mean over the samples given. clip: largest global gradient norm, 0 for none.
-    precision: fp32, bf16 or fp16; 16-bit parameters and activations, fp32 copy and states in the optimizer.
-    axes: the module's place in a mesh of more axes. scale: of the loss; None: as the precision needs it.
+    Args:
+        module: The model, or this rank's part of it; every rank gets rank 0's values.
+        loss: loss(module(x), y): the mean over the samples given.
+        optimizer: Of the module's parameters, without a state yet.
+        comm: The data-parallel ranks.
+        options: How parameters, gradients and optimizer states are placed.
+        clip: The largest global gradient norm; 0 for no clipping.
+        precision: fp32, bf16 or fp16: of parameters and activations. The optimizer's states and copy are fp32.
+        axes: The module's place in a mesh of more axes.
+        scale: Of the loss; None: as the precision needs it.
+
+    Attributes:
+        settled: Whether parameters and states are those between two updates, not half-way through one.
+        synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
     """
 
     def __init__(
@@ -74,12 +89,12 @@ class Engine:
         convert(module, precision)
         self.sharding = Sharding(module, optimizer, comm, self.options, axes.counted, staged=self._pipeline is not None)
         self.scale = scale if scale is not None else LossScale.of(precision)
-        self.settled = True  # whether parameters and states are those between two updates
+        self.settled = True
         folder = self.options.offload
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
-        self._state = State(self.sharding, axes, first=all(other.rank == 0 for other in others))
+        self._state = EngineState(self.sharding, axes, first=all(other.rank == 0 for other in others))
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter = ActivationMeter(module) if self._pipeline is None else None
         self._activations = 0
@@ -89,7 +104,7 @@ class Engine:
 
     def forward(self, x: Any, y: Any) -> torch.Tensor:
         """The mean loss of the samples."""
-        if self._gathers:
+        if self.sharding.parameters.gathers:
             self._example = (x, y)
         return self.compute(lambda x: self.loss(self.module(x), y), x)
 
@@ -109,73 +124,69 @@ class Engine:
         if meter is None or not torch.is_grad_enabled():
             yield
             return
-        if isinstance(self.sharding.parameters, ShardedParameters):
-            self.sharding.parameters.saved = meter.add
-        with meter:
+        with self.sharding.parameters.watch_saved(meter.add), meter:
             yield
         self._activations, self._meter = meter.nbytes, None
-        if isinstance(self.sharding.parameters, ShardedParameters):
-            self.sharding.parameters.saved = None
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
-        """Gradients of a scalar. reduce: this is the last backward pass before the step (stages 0 and 1)."""
-        self.sharding.reducer.enabled = reduce or self._reduces_always
+        """Add the gradients of a scalar.
+
+        reduce: whether this is the last backward pass before the step; stages 2 and 3 reduce every pass anyway.
+        """
+        self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
-        self.sharding.end_of_backward()
-
-    @property
-    def _reduces_always(self) -> bool:
-        return self.sharding.stage.gradients and not self.options.reproducible
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether forward and backward are themselves collective."""
-        return isinstance(self.sharding.parameters, ShardedParameters)
+        self.sharding.parameters.end_of_backward()
 
     # -- a step
 
     def forward_backward(
         self,
-        leaves: Sequence[Sequence[Microbatch]],
+        workers: Sequence[Sequence[Microbatch]],
         samples: int,
         *,
         rounds: int = 1,
-        before: Callable[[int], None] = lambda leaf: None,
+        before: Callable[[int], None] = lambda worker: None,
     ) -> list[float]:
-        """Gradients of one step, and the part of its loss that each leaf has.
+        """Gradients of one step, and the part of its loss that each virtual worker of this rank has.
 
-        leaves: the parts this rank has of the global batch, each a list of microbatches (x, y), possibly empty.
-        Gradients are summed within a leaf in order, over leaves as a binary tree. samples: of the global batch.
-        rounds: most microbatches any rank has. before: called with the leaf's number, to seed what is random in it.
+        Gradients are summed in order within a virtual worker, and over virtual workers as a binary tree.
+
+        Args:
+            workers: Of each of this rank's virtual workers its microbatches (x, y), possibly none.
+            samples: Of the global batch.
+            rounds: The most microbatches that any rank has.
+            before: Called with the number of a virtual worker on this rank before its passes, to seed what is
+                random in them.
         """
         self.sharding.gradients.zero()
         if self._pipeline is not None:
             before(0)
-            return [self._through_pipeline(self._pipeline, [m for leaf in leaves for m in leaf], samples)]
-        if self.synchronous and sum(map(len, leaves)) != rounds:
+            return [self._through_pipeline(self._pipeline, [m for worker in workers for m in worker], samples)]
+        if self.synchronous and sum(map(len, workers)) != rounds:
             raise InputError(
                 "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
                 "the ranks, and of train.microbatch on each of them"
             )
         losses, done = [], 0
-        tree = TreeSum(self.sharding.gradients) if len(leaves) > 1 else None
-        for number, leaf in enumerate(leaves):
+        tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
+        for number, worker in enumerate(workers):
             before(number)
             total = 0.0
-            for m, (x, y) in enumerate(leaf):
+            for m, (x, y) in enumerate(worker):
                 loss = self.forward(x, y) * (len(x) / samples)
-                self.backward(loss, reduce=tree is None and m == len(leaf) - 1)
+                self.backward(loss, reduce=tree is None and m == len(worker) - 1)
                 total += float(loss.detach())
                 done += 1
             losses.append(total)
             if tree is not None:
-                tree.add(last=number == len(leaves) - 1)
+                tree.add(last=number == len(workers) - 1)
         self._keep_up(done, rounds)
-        if tree is not None or (done == 0 and not self._reduces_always):
+        if tree is not None or (done == 0 and not self.sharding.gradients.reduces_each_pass):
             self.sharding.reducer.finish()
         return losses
 
     def _through_pipeline(self, pipeline: Stages, microbatches: Sequence[Microbatch], samples: int) -> float:
+        """Gradients of one step through the pipeline; returns the step's loss on this rank's share of the batch."""
         self.sharding.reducer.enabled = False
         weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
         cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
@@ -186,14 +197,15 @@ class Engine:
         return loss / self.scale.value
 
     def _keep_up(self, done: int, rounds: int) -> None:
-        """Take part in what the other ranks do with their further microbatches."""
+        """Take part in the collective passes of the ranks that have more microbatches than this one."""
         for _ in range(done, rounds):
-            if self._gathers:
+            if self.sharding.parameters.gathers:
                 self.backward(self.forward(*self._some_example()) * 0.0, reduce=False)
-            elif self._reduces_always:
+            elif self.sharding.gradients.reduces_each_pass:
                 self.sharding.reducer.finish()
 
     def _some_example(self) -> Microbatch:
+        """Samples that this rank had before, for passes whose result does not matter."""
         if self._example is None:
             raise InputError(
                 "a rank has no samples yet, but sharded parameters need all ranks to compute; raise train.batch"
@@ -201,9 +213,9 @@ class Engine:
         return self._example
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Clip and update, unless the gradients are not finite on some rank. Collective.
+        """Clip the gradients and update, unless they are not finite on some rank. Collective.
 
-        lr: the learning rate; None leaves the optimizer's own.
+        lr: The learning rate; None leaves the optimizer's own.
         """
         if lr is not None:
             for settings in self.optimizer.param_groups:
@@ -227,7 +239,7 @@ class Engine:
         Without samples: take part in the forward pass of other ranks; the result means nothing.
         """
         if x is None:
-            if not self._gathers:
+            if not self.sharding.parameters.gathers:
                 return 0.0
             x, y = self._some_example()
         if self._pipeline is not None:
@@ -258,6 +270,7 @@ class Engine:
         return parts, values | self._settings()
 
     def _settings(self) -> dict[str, Any]:
+        """The values that the engine adds to those of a checkpoint."""
         return {"loss_scale": self.scale.state(), "precision": self.precision}
 
     def checkpoint_bytes(self) -> int:
@@ -273,24 +286,21 @@ class Engine:
         return self._state.parts_to_load(manifest)
 
     def finish_load(self, manifest: Manifest) -> None:
-        """Take over what `parts_to_load` named, once all of it is filled. Collective."""
+        """Put what `parts_to_load` named in place, once all of it is filled. Collective."""
         self._state.finish_load()
         if "loss_scale" in manifest.values:
             self.scale.load(manifest.values["loss_scale"])
 
     # -- for people
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, as they are, and by formula."""
         return measure(self.sharding, self._activations)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """All of the module's parameters can be read inside. Collective."""
-        if isinstance(self.sharding.parameters, ShardedParameters):
-            with self.sharding.parameters.whole():
-                yield
-        else:
+        with self.sharding.parameters.whole():
             yield
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read
 from mpitrain.config.settings import Config, OptimSection, read_toml
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.trainer.engine import Engine, Loss
-from mpitrain.trainer.memory import Memory
+from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.options import Settings, from_config, from_deepspeed
 from mpitrain.trainer.recompute import recompute_blocks
@@ -149,7 +149,7 @@ class TrainingEngine:
         """A copy of the model's whole state, on every rank. Collective."""
         return self._engine.state_dict()
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, measured, and by formula."""
         return self._engine.memory()
 

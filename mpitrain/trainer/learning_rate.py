@@ -9,7 +9,7 @@ from mpitrain.config.settings import OptimSection
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRate:
     """A learning rate over steps: warm-up from `first` to `peak`, then constant, or down to `last` at `steps`.
 
     kind: constant, linear or cosine. logarithmic: warm up with log(step) instead of linearly.
@@ -24,9 +24,9 @@ class Schedule:
     logarithmic: bool = False
 
     @staticmethod
-    def of(section: OptimSection, steps: int) -> Schedule:
+    def of(section: OptimSection, steps: int) -> LearningRate:
         """What a configuration says, for a run of `steps`."""
-        return Schedule(section.schedule, section.lr, warmup=section.warmup, steps=steps)
+        return LearningRate(section.schedule, section.lr, warmup=section.warmup, steps=steps)
 
     def rate(self, step: int) -> float:
         """The rate of step `step`, from 0."""

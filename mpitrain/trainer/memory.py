@@ -12,16 +12,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.shard.placement import formula
 from mpitrain.shard.sharding import Sharding
-from mpitrain.shard.units import ShardedParameters
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on this rank. parameters: in the precision of forward; of a copy that the ranks of a node share, this
-    rank's part. states: the optimizer's, with its fp32 copy of 16-bit parameters. activations: what autograd kept
-    in the first forward pass. buffers: what communication passes through. expected: parameters, gradients and
-    states by the formula of `placement`, without padding and without sharing. padding: bytes in parameters,
-    gradients and states that hold no element.
+class MemoryAccount:
+    """Bytes on this rank, by category.
+
+    Attributes:
+        parameters: In the precision of forward; of a copy that the ranks of a node share, this rank's part.
+        gradients: Where they are kept.
+        states: The optimizer's, with its fp32 copy of 16-bit parameters.
+        activations: What autograd kept in the first forward pass.
+        buffers: What communication passes through.
+        padding: Bytes in parameters, gradients and states that hold no element.
+        expected: Parameters, gradients and states by the formula of `mpitrain.shard.placement`, without padding and
+            without memory that ranks share.
     """
 
     parameters: int
@@ -34,24 +39,21 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all categories."""
         return self.parameters + self.gradients + self.states + self.activations + self.buffers
 
 
-def measure(sharding: Sharding, activations: int) -> Memory:
-    trained = [p for group in sharding.groups for p in group.parameters]
+def measure(sharding: Sharding, activations: int) -> MemoryAccount:
+    """Count the bytes of everything that a sharding holds on this rank. activations: as metered, in bytes."""
     counts = [(g, sum(p.numel() for p in g.parameters)) for g in sharding.groups]
-    if sharding.parameters is not None:
-        parameters = sharding.parameters.nbytes()
-    else:
-        parameters = sum(p.numel() * p.element_size() for p in trained)
+    parameters = sharding.parameters.nbytes()
     gradients, buffers = sharding.gradients.nbytes()
-    if isinstance(sharding.parameters, ShardedParameters):
-        buffers += sharding.parameters.buffer_bytes
-    kept = [t for s in sharding.segments for t in sharding.optimizer.state.get(s.value, {}).values()]
+    buffers += sharding.parameters.buffer_bytes()
+    kept = [t for s in sharding.flat_parameters for t in sharding.optimizer.state.get(s.value, {}).values()]
     moments = [t for t in kept if torch.is_tensor(t) and t.numel() > 1]
-    masters = [s.value for s in sharding.segments if s.stored is not None]
+    masters = [s.value for s in sharding.flat_parameters if s.stored is not None]
     states = _nbytes(moments) + _nbytes(masters)
-    per_element = round(_nbytes(moments) / 4 / max(1, sum(s.value.numel() for s in sharding.segments)))
+    per_element = round(_nbytes(moments) / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
     accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
     expected = {
         "parameters": round(sum(a.parameters for a in accounts)),
@@ -62,17 +64,27 @@ def measure(sharding: Sharding, activations: int) -> Memory:
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
     narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
     wide = sum(gap * (4 * per_element + (4 if item < 4 else 0)) for gap, item in gaps) / sharding.shard.size
-    held = (parameters if sharding.parameters is not None else 0) + gradients
+    held = (parameters if sharding.stage.states else 0) + gradients
     padding = held * narrow + (wide if sharding.stage.states else 0)
-    return Memory(round(parameters), gradients, states, activations, buffers, round(padding), expected)
+    return MemoryAccount(round(parameters), gradients, states, activations, buffers, round(padding), expected)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all these tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class ActivationMeter:
-    """Bytes that autograd keeps for backward while it is entered; parameters do not count, each memory once."""
+    """Counts the bytes that autograd keeps for backward while it is entered.
+
+    Parameters do not count, and memory that several tensors share counts once.
+
+    Args:
+        module: Whose parameters do not count.
+
+    Attributes:
+        nbytes: Counted so far.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -80,6 +92,7 @@ class ActivationMeter:
         self.nbytes = 0
 
     def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that autograd keeps."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())

@@ -11,7 +11,7 @@ from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.shard.sharding import Options
-from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.precision import DTYPES, LossScale
 
 
@@ -33,7 +33,7 @@ class Settings:
     scale: LossScale | None = None
     any_optimizer: bool = False
     optimizer: tuple[str, dict[str, Any]] | None = None
-    schedule: Schedule | None = None
+    schedule: LearningRate | None = None
     timeout: float | None = None
     without_effect: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
         clip=train.clip,
         recompute=train.recompute,
         options=options_of(config),
-        schedule=None if own_optimizer else Schedule.of(config.optim, train.steps),
+        schedule=None if own_optimizer else LearningRate.of(config.optim, train.steps),
         timeout=config.comm.timeout if "timeout" in config.comm.model_fields_set else None,
         without_effect=without_effect,
     )
@@ -163,6 +163,6 @@ def from_deepspeed(read: DeepSpeedConfig) -> Settings:
         scale=LossScale(**asdict(read.scale)) if read.scale is not None else None,
         any_optimizer=read.any_optimizer,
         optimizer=read.optimizer,
-        schedule=Schedule(**asdict(read.schedule)) if read.schedule is not None else None,
+        schedule=LearningRate(**asdict(read.schedule)) if read.schedule is not None else None,
         without_effect=read.without_effect,
     )

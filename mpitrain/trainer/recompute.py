@@ -1,6 +1,9 @@
 """Activation recompute: a block keeps its input alone, and computes its activations again in backward.
 
-Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. Dropout draws the same numbers again.
+Dropout draws the same numbers again.
+
+Reference:
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 """
 
 from __future__ import annotations
@@ -17,9 +20,16 @@ from mpitrain.shard.units import blocks_of
 
 
 def recompute_blocks(module: nn.Module) -> int:
-    """Let every block of a model (see `blocks_of`) be recomputed; returns how many. The module is changed in place.
+    """Let every block of a model be recomputed in backward; the module is changed in place.
 
-    Raises InputError for a model without blocks.
+    Args:
+        module: The model; `mpitrain.shard.units.blocks_of` says what its blocks are.
+
+    Returns:
+        The number of blocks.
+
+    Raises:
+        InputError: The model has none.
     """
     blocks = blocks_of(module)
     if not blocks:
@@ -34,6 +44,7 @@ def recompute_blocks(module: nn.Module) -> int:
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The block's forward in training, which keeps its input alone."""
     if not block.training:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

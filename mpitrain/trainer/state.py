@@ -23,7 +23,7 @@ from mpitrain.checkpoint import MODEL, Manifest, Part, TensorSpec
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, Slice, logical_of, shares
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.segments import Segment
+from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
 MASTER, OPTIMIZER, COMPRESSION = "master/", "optimizer/", "compression/"
@@ -31,9 +31,15 @@ MASTER, OPTIMIZER, COMPRESSION = "master/", "optimizer/", "compression/"
 
 @dataclass(frozen=True)
 class Holding:
-    """Elements [first, last) of a rank's tensor, which is `slice` of the logical tensor `name`.
+    """What a rank has of one logical tensor.
 
-    data: holds them, in any shape. written: whether this rank writes it, rather than one of another axis.
+    Attributes:
+        name: Of the logical tensor.
+        slice: What part of it the rank's tensor is.
+        first: The first element of the rank's tensor that it has.
+        last: One more than the last.
+        data: Holds those elements, in any shape.
+        written: Whether this rank writes them, rather than a rank along another axis.
     """
 
     name: str
@@ -45,19 +51,22 @@ class Holding:
 
     @property
     def spec(self) -> TensorSpec:
+        """The logical tensor, as the manifest lists it."""
         return TensorSpec(self.name, self.slice.shape, str(self.data.dtype).removeprefix("torch."))
 
     def parts(self, flat: torch.Tensor, lo: int, hi: int) -> Iterator[Part]:
-        """Its elements [lo, hi), counted from its first; flat: all of them."""
+        """Its elements [lo, hi), counted from its first one, as parts of a checkpoint; flat: `data`, flattened."""
         for offset, piece in self.slice.pieces(self.name, self.first + lo, self.first + hi):
             yield Part(self.spec, piece, flat[lo + offset : lo + offset + piece.numel])
 
 
-class State:
-    """What a rank holds of a checkpoint's tensors.
+class EngineState:
+    """What a rank holds of a checkpoint's tensors, to be written and to be filled.
 
-    axes: the module's place in the mesh: which parameters this rank writes. first: whether it is the first along all
-    axes but data.
+    Args:
+        sharding: The module and its optimizer.
+        axes: The module's place in the mesh, which says which parameters this rank writes.
+        first: Whether this rank is the first along all axes but data.
     """
 
     def __init__(self, sharding: Sharding, axes: Axes, first: bool) -> None:
@@ -89,13 +98,14 @@ class State:
 
     @staticmethod
     def _whole(name: str, owner: torch.Tensor, data: torch.Tensor, written: bool) -> Holding:
+        """A rank's whole tensor; owner: the parameter that says what part of the model's it is."""
         part = logical_of(owner)
         return Holding(name, part, 0, part.numel, data, written)
 
     def _shares(self) -> list[Holding]:
         """The parameters in this rank's shares."""
         sharding = self._sharding
-        if sharding.parameters is None:
+        if not sharding.stage.states:
             return []
         found = []
         for g, group in enumerate(sharding.groups):
@@ -106,24 +116,26 @@ class State:
                     found.append(Holding(MODEL + self._names[p], logical_of(p), first, last, data, self._writes(p)))
         return found
 
-    def _of_segments(self, prefix: str, tensor_of: Callable[[Segment], torch.Tensor | None]) -> list[Holding]:
-        """A tensor of each segment that has as many elements."""
+    def _of_optimizer(self, prefix: str, tensor_of: Callable[[FlatParameter], torch.Tensor | None]) -> list[Holding]:
+        """A tensor of each flat parameter that has as many elements."""
         found = []
-        for segment in self._sharding.segments:
-            tensor = tensor_of(segment)
+        for flat_parameter in self._sharding.flat_parameters:
+            tensor = tensor_of(flat_parameter)
             if tensor is None:
                 continue
-            for p, first, last, at in segment.contents:
+            for p, first, last, at in flat_parameter.contents:
                 data = tensor if tensor.numel() == last - first else tensor.view(-1)[at : at + last - first]
                 found.append(Holding(prefix + self._names[p], logical_of(p), first, last, data, self._writes(p)))
         return found
 
     def _masters(self) -> list[Holding]:
-        return self._of_segments(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
+        """The optimizer's fp32 copies."""
+        return self._of_optimizer(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
 
-    def _elementwise(self, key: str, segment: Segment) -> torch.Tensor | None:
-        value = self._sharding.optimizer.state.get(segment.value, {}).get(key)
-        return value if torch.is_tensor(value) and value.shape == segment.value.shape and value.dim() else None
+    def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
+        """An optimizer state that has one number per element; None for any other."""
+        value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
+        return value if torch.is_tensor(value) and value.shape == flat_parameter.value.shape and value.dim() else None
 
     def trained(self) -> int:
         """Elements of the trained parameters that the data-parallel ranks write between them."""
@@ -135,12 +147,12 @@ class State:
     def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:
         """What this rank writes into a checkpoint, and the values that go with it.
 
-        alone: also what the other data-parallel ranks have as well, and would write.
+        alone: write what other data-parallel ranks have as well too, instead of a share of it.
         """
         sharding = self._sharding
         rank, size = (0, 1) if alone else (sharding.comm.rank, sharding.comm.size)
         keys = sorted({key for state in sharding.optimizer.state.values() for key in state})
-        states = [h for key in keys for h in self._of_segments(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
+        states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._odd_states()
         alike, own = self._alike(), self._shares()
         (own if sharding.stage.states else alike).extend([*self._masters(), *states, *small])
@@ -159,12 +171,12 @@ class State:
         """States that are not one number per element: small tensors, and values; of the rank with a first element."""
         tensors: list[Holding] = []
         values: dict[str, dict[str, Any]] = {}
-        for segment in self._sharding.segments:
-            for key, value in self._sharding.optimizer.state.get(segment.value, {}).items():
-                for p, first, _, _ in segment.contents:
+        for flat_parameter in self._sharding.flat_parameters:
+            for key, value in self._sharding.optimizer.state.get(flat_parameter.value, {}).items():
+                for p, first, _, _ in flat_parameter.contents:
                     name = self._names[p]
                     if torch.is_tensor(value):
-                        if self._elementwise(key, segment) is None and first == 0:
+                        if self._elementwise(key, flat_parameter) is None and first == 0:
                             part = Slice.whole(value.shape)
                             written = self._writes(p)
                             tensors.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, value, written))
@@ -179,17 +191,18 @@ class State:
         return tensors, values
 
     def _left_out(self) -> list[Holding]:
-        """The memory of this rank's compression; other ranks have other ones, and only as many can take them over."""
+        """What this rank's compression left out so far; it differs from rank to rank."""
         compression = self._sharding.options.compression
         tensors = compression.state_dict() if compression is not None else {}
         return [self._memory(name, tensor) for name, tensor in tensors.items()]
 
     def _memory(self, name: str, tensor: torch.Tensor) -> Holding:
+        """One buffer of this rank's compression."""
         prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
         return Holding(prefix + name, Slice.whole(tensor.shape), 0, tensor.numel(), tensor, True)
 
     def _left_out_before(self, manifest: Manifest) -> list[Holding]:
-        """The same, to be filled."""
+        """The same to be filled, where the checkpoint was written by as many data-parallel ranks."""
         prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
         self._memories = {}
         if self._sharding.options.compression is None or manifest.values.get("data_ranks") != self._sharding.comm.size:
@@ -217,7 +230,7 @@ class State:
         return found
 
     def _empty_states(self, manifest: Manifest) -> list[Holding]:
-        """Optimizer states to fill, as the checkpoint has them for the parameters of each segment."""
+        """Optimizer states to fill, as the checkpoint has them for the parameters of each flat parameter."""
         keys: dict[str, list[tuple[str, TensorSpec]]] = {}
         for name, spec in manifest.tensors.items():
             if name.startswith(OPTIMIZER):
@@ -227,15 +240,17 @@ class State:
         values = manifest.value("optimizer")
         found: list[Holding] = []
         self._states = {}
-        for segment in self._sharding.segments:
-            state = self._states.setdefault(segment.value, {})
-            for p, first, last, at in segment.contents:
+        for flat_parameter in self._sharding.flat_parameters:
+            state = self._states.setdefault(flat_parameter.value, {})
+            for p, first, last, at in flat_parameter.contents:
                 name = self._names[p]
                 for key, spec in keys.get(name, ()):
                     if tuple(spec.shape) == logical_of(p).shape and spec.shape:
                         if key not in state:
                             kind = getattr(torch, spec.dtype)
-                            state[key] = torch.zeros(segment.value.shape, dtype=kind, device=segment.value.device)
+                            state[key] = torch.zeros(
+                                flat_parameter.value.shape, dtype=kind, device=flat_parameter.value.device
+                            )
                         data = state[key].view(-1)[at : at + last - first]
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
                     elif key not in state:
@@ -250,10 +265,11 @@ class State:
 
     @torch.no_grad()
     def finish_load(self) -> None:
+        """Put what has been filled in place. Collective."""
         for tensor, filled in self._pending:
             tensor.copy_(filled.view(tensor.shape))
         self._pending = []
-        self._sharding.publish()
+        self._sharding.parameters.publish()
         optimizer = self._sharding.optimizer
         optimizer.state.clear()
         for value, state in self._states.items():
@@ -284,6 +300,7 @@ def _divided(alike: Sequence[Holding], rank: int, size: int) -> Iterator[Part]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements on the host, one after the other."""
     return tensor.detach().contiguous().view(-1).cpu()
 
 

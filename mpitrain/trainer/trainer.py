@@ -27,7 +27,7 @@ from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.models.task import Task
-from mpitrain.shard.virtual_workers import Cut
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
@@ -36,7 +36,7 @@ from mpitrain.trainer.data import batches, microbatch_size, microbatches, open_d
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder, settled
 from mpitrain.trainer.fruitless import LearningCheck
-from mpitrain.trainer.learning_rate import Schedule
+from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.stopping import StopInTime
@@ -60,9 +60,9 @@ class Trainer:
     data: Dataset
     held_out: Dataset | None
     mesh: Mesh
-    workers: Cut
+    workers: VirtualWorkers
     engine: Engine
-    schedule: Schedule
+    schedule: LearningRate
     store: Store
     parameters: int
 
@@ -165,10 +165,10 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         task = self.make_model()
         self.mesh = Mesh.make(self.world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
-        self.workers = Cut.of(self.mesh.data, config.run.reproducible, config.run.workers)
+        self.workers = VirtualWorkers.of(self.mesh.data, config.run.reproducible, config.run.workers)
         assembled = assemble(config, self.mesh, task, self.data, self.make_optimizer)
         self.engine, self.parameters = assembled.engine, assembled.parameters
-        self.schedule = Schedule.of(config.optim, config.train.steps)
+        self.schedule = LearningRate.of(config.optim, config.train.steps)
 
     def make_model(self) -> Task:
         """The whole model and its loss, the same on every rank: torch's generator was seeded alike just before."""
@@ -205,7 +205,7 @@ class Trainer:
         shares = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in workers.within(size)]
 
         def seed(worker: int) -> None:
-            number = workers.own[worker] + self.mesh.pipeline.rank * workers.leaves
+            number = workers.own[worker] + self.mesh.pipeline.rank * workers.count
             seed_worker(config.run.seed, self.step, number)
 
         rounds = workers.rounds(size, microbatch)

@@ -19,7 +19,7 @@ from mpitrain.bench.__main__ import names, usage
 from mpitrain.bench.collectives import _sizes
 from mpitrain.bench.collectives_report import correlation, report
 from mpitrain.bench.prediction import Probes, predicted
-from mpitrain.bench.report import Report, Table, Target, markdown
+from mpitrain.bench.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.bench.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
@@ -284,7 +284,9 @@ def test_targets_are_judged_by_what_was_measured():
 
 def test_a_missed_target_is_shown():
     facts = {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p", "date": "d"}
-    made = Report("T", [Table("t", ("a", "b"), [["x", 1234.5], ["y", None]])], [Target("speed", "≥ 3", "2.0", False)])
+    made = Report(
+        "T", [ReportTable("t", ("a", "b"), [["x", 1234.5], ["y", None]])], [ReportTarget("speed", "≥ 3", "2.0", False)]
+    )
     text = markdown(made, {2: facts | {"load": 0.0, "tuning": "built-in"}}, quick=False)
     assert "| speed | ≥ 3 | 2.0 | MISSED |" in text
     assert "| x | 1,234 |" in text and "| y | - |" in text

@@ -10,7 +10,7 @@ from mpitrain.models import Task, build_model
 from mpitrain.models.gpt import GPT
 from mpitrain.models.mlp import MLP
 from mpitrain.models.resnet import ResNet
-from mpitrain.pipe.cut import listed_blocks
+from mpitrain.pipe.partition import listed_blocks
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import nn
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError
 from mpitrain.models import build_model
-from mpitrain.pipe.cut import listed_blocks
+from mpitrain.pipe.partition import listed_blocks
 
 SOURCE = """
     import torch

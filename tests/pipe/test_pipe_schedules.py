@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain.errors import InputError
 from mpitrain.pipe.passes import forward_only, with_messages
-from mpitrain.pipe.schedule import Backward, BackwardWeight, Program, Receive, Schedule, ScheduleError, Send
+from mpitrain.pipe.schedule import Backward, BackwardWeight, PipelineProgram, Receive, Schedule, ScheduleError, Send
 from mpitrain.pipe.schedules import (
     gpipe,
     in_slices,
@@ -135,7 +135,7 @@ def test_a_single_microbatch_is_plain_model_parallelism():
     assert result.in_flight == 1
 
 
-def changed(program: Program, rank: int, steps: list) -> Program:
+def changed(program: PipelineProgram, rank: int, steps: list) -> PipelineProgram:
     return replace(program, steps=tuple(tuple(steps) if r == rank else s for r, s in enumerate(program.steps)))
 
 

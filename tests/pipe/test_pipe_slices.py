@@ -8,8 +8,8 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT
-from mpitrain.pipe.cut import listed_blocks
-from mpitrain.pipe.slices import check_slices, cut_sequences
+from mpitrain.pipe.partition import listed_blocks
+from mpitrain.pipe.slices import check_slices, slice_sequences
 
 
 def samples(length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,11 +108,11 @@ def test_a_sequence_shorter_than_the_slices_or_a_label_for_all_of_it_is_refused(
     x, y = samples(3)
     for given in ((x, y, 4), (x, y[:, 0], 2), (x.float(), y[:, :2], 2)):
         with pytest.raises(InputError, match="slices of the sequence"):
-            cut_sequences([given[:2]], [1.0], given[2])
+            slice_sequences([given[:2]], [1.0], given[2])
 
 
 def test_slices_are_weighted_by_their_length():
-    parts, weights = cut_sequences([samples(7)], [0.5], 3)
+    parts, weights = slice_sequences([samples(7)], [0.5], 3)
     lengths = [x.shape[1] for x, _ in parts]
     assert sum(lengths) == 7 and weights == [0.5 * n / 7 for n in lengths]
     assert torch.equal(torch.cat([y for _, y in parts], 1), samples(7)[1])

@@ -10,7 +10,7 @@ from torch import nn
 from mpitrain.models.gpt import GPT
 from mpitrain.models.resnet import ResNet
 from mpitrain.shard.sharding import Options
-from mpitrain.shard.virtual_workers import Cut
+from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.engine import Engine
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 17, 6, 10, 10
@@ -62,13 +62,13 @@ def steps_of(
     engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
 ) -> list[float]:
     """The losses of training with an engine, every step's global batch cut over the ranks."""
-    cut = Cut.of(comm, bool(workers), workers)
+    cut = VirtualWorkers.of(comm, bool(workers), workers)
     losses = []
     for step in range(first, first + steps):
         x, y = data(step)
         start, stop = cut.share(len(x))
         mine = x[start:stop], y[start:stop]
-        largest = max(hi - lo for lo, hi in Cut.within(Cut(0, 1, cut.leaves), len(x)))
+        largest = max(hi - lo for lo, hi in VirtualWorkers.within(VirtualWorkers(0, 1, cut.count), len(x)))
         size = -(-largest // microbatches)
         leaves = [
             [(mine[0][at : min(at + size, hi)], mine[1][at : min(at + size, hi)]) for at in range(lo, hi, size)]

@@ -61,7 +61,7 @@ def test_random_delays_change_nothing(world, expected, placement):
     chance = random.Random(world.rank)
     engine = engine_of(gpt(), world, bucket_mb=0.004, **PLACEMENTS[placement])
     reduction = engine.sharding.gradients.reduction
-    scatter, publish = reduction.scatter, engine.sharding.publish
+    scatter, publish = reduction.scatter, engine.sharding.parameters.publish
 
     def late(call):
         def delayed(*args, **kwargs):
@@ -70,7 +70,7 @@ def test_random_delays_change_nothing(world, expected, placement):
 
         return delayed
 
-    reduction.scatter, engine.sharding.publish = late(scatter), late(publish)
+    reduction.scatter, engine.sharding.parameters.publish = late(scatter), late(publish)
     losses = steps_of(engine, world, tokens, microbatches=3, delay=late(lambda: None))
     assert losses == pytest.approx(expected["adamw"][0], rel=1e-5)
     close(engine, expected["adamw"][1])

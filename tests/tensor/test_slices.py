@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mpitrain.layout import Piece, Slice, is_replicated, logical_of, stretches
-from mpitrain.tensor.features import Features, cut
+from mpitrain.tensor.features import Features, part_of
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_every_element_is_on_one_rank_where_the_slice_says(shape, dim, features,
     whole = nn.Parameter(torch.arange(float(np.prod(shape))).view(shape))
     found = torch.full_like(whole, -1).view(-1)
     for rank in range(size):
-        part = cut(whole, dim, features, rank, size)
+        part = part_of(whole, dim, features, rank, size)
         said = logical_of(part)
         assert said.shape == shape and said.numel == part.numel() and not is_replicated(part)
         flat = part.detach().view(-1)

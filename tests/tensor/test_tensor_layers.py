@@ -290,7 +290,7 @@ def test_an_input_of_several_layers_travels_once(world, sequence):
     x.requires_grad_()
     q, k, v = (layer(x) for layer in layers)
     y = row(q * k + v)
-    assert axis.entry is None
+    assert axis.column_input is None
     expected = out(wholes[0](x_whole) * wholes[1](x_whole) + wholes[2](x_whole))
     torch.testing.assert_close(y, expected[:, own(axis, 6)] if sequence else expected, **CLOSE)
     forward = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 1} if sequence else {"all_reduce": 1}

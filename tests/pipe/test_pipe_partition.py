@@ -10,7 +10,7 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT
-from mpitrain.pipe.cut import cut_blocks, listed_blocks, parameter_costs, partition, time_costs
+from mpitrain.pipe.partition import listed_blocks, parameter_costs, partition, partition_blocks, time_costs
 
 
 def test_no_other_cut_has_a_smaller_largest_part():
@@ -31,9 +31,9 @@ def test_blocks_by_number_by_parameters_and_by_time():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4), nn.Linear(4, 4))
     blocks = listed_blocks(model)
     assert [name for name, _ in blocks] == ["0", "1", "2", "3"]
-    assert cut_blocks(blocks, 3, None) == [0, 2, 3, 4]
+    assert partition_blocks(blocks, 3, None) == [0, 2, 3, 4]
     assert parameter_costs(blocks) == [20, 2000, 1604, 20]
-    assert cut_blocks(blocks, 2, parameter_costs(blocks)) == [0, 2, 4]
+    assert partition_blocks(blocks, 2, parameter_costs(blocks)) == [0, 2, 4]
 
 
 def test_measuring_blocks_changes_nothing_in_the_model():
@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_cut_is_refused():
     with pytest.raises(InputError, match="pipeline_blocks"):
         listed_blocks(nn.Linear(2, 2))
     with pytest.raises(InputError, match="3 blocks, but there are 4 stages"):
-        cut_blocks(listed_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4, None)
+        partition_blocks(listed_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4, None)
 
 
 def test_a_parameter_outside_all_blocks_is_refused():

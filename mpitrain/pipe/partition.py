@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: bounds in its list of blocks.
+"""How a model's blocks are partitioned into stages: bounds in the list of blocks (`parallel.cut` says by what).
 
 A model lists its blocks as `pipeline_blocks() -> [(name, module), ...]`, such that feeding its input through them
 in order gives its output, or is an nn.Sequential. Names are those of the modules in the whole model.
@@ -21,7 +21,7 @@ _TRIES = 3  # of a block's timing; the fastest counts
 
 
 def listed_blocks(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """(name, module) in order. Raises InputError when the model does not say how it may be cut."""
+    """(name, module) of a model's blocks, in order. Raises InputError when the model does not say what they are."""
     if not isinstance(model, nn.Module):
         return list(model)
     if callable(listing := getattr(model, "pipeline_blocks", None)):
@@ -44,10 +44,17 @@ def listed_blocks(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tu
 
 
 def partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Bounds (parts + 1) of contiguous, non-empty parts whose largest sum of costs is as small as possible.
+    """Divide a list into contiguous, non-empty parts whose largest sum of costs is as small as possible.
 
-    Among such cuts, that with the smallest sum of squares, so that the rest is even too. Dynamic programming over
-    (blocks taken, parts made).
+    Of several such partitions it is that with the smallest sum of squares, so that the other parts are even too.
+    Dynamic programming over (blocks taken, parts made).
+
+    Args:
+        costs: Of each block.
+        parts: How many.
+
+    Returns:
+        The bounds, one more than parts: part p has blocks bounds[p] to bounds[p + 1] - 1.
     """
     total = [0.0, *accumulate(costs)]
     n = len(costs)
@@ -72,8 +79,8 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
     return bounds[::-1]
 
 
-def cut_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequence[float] | None) -> list[int]:
-    """Bounds of the stages: equally many blocks each, or by costs."""
+def partition_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequence[float] | None) -> list[int]:
+    """Bounds of the stages in the list of blocks: equally many blocks each, or by costs."""
     if len(blocks) < stages:
         raise InputError(
             f"the model has {len(blocks)} blocks, but there are {stages} stages (pipeline ranks x chunks); use fewer "
@@ -84,7 +91,7 @@ def cut_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequ
 
 
 def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
-    """Parameters of each block."""
+    """The number of parameters of each block."""
     return [float(sum(p.numel() for p in block.parameters())) for _, block in blocks]
 
 
@@ -104,9 +111,9 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
 
 
 def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
-    """Seconds, and the block's output cut off from its graph."""
+    """Seconds of forward and backward, and the block's output, detached."""
     tensors = _leaves(x)
-    given = [t.clone() for t in tensors]  # which the block may overwrite, as no leaf may be
+    given = [t.clone() for t in tensors]  # the block may overwrite these, but not leaves of a graph
     x = given[0] if isinstance(x, torch.Tensor) else tuple(given)
     begin = time.perf_counter()
     y = block(x)
@@ -119,5 +126,6 @@ def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
 
 
 def _leaves(x: Any) -> list[torch.Tensor]:
+    """Copies of the tensors that require gradients where they can."""
     tensors = [x] if isinstance(x, torch.Tensor) else list(x)
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]

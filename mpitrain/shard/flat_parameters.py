@@ -1,8 +1,9 @@
-"""What of the parameters this rank's optimizer updates: flat stretches, fp32.
+"""Flat parameters: what this rank's optimizer updates in place of the model's parameters.
 
-A segment is a parameter (replicated states), or a stretch of this rank's share of a bucket whose parameters have the
-same settings (sharded states); in the latter gaps between parameters are zeros that stay zeros. In 16-bit training
-the optimizer works on an fp32 copy, which is rounded into the parameters after each update.
+Where optimizer states are replicated, a flat parameter is a parameter. Where they are sharded, it is a stretch of this
+rank's share of a bucket, whose parameters have the same settings in the optimizer (Zhao et al. 2023, PyTorch FSDP,
+section 3.2.1); the gaps between parameters in it are zeros that stay zeros. In 16-bit training the optimizer works on
+an fp32 copy (the master weights of Micikevicius et al. 2018), which is rounded into the parameters after each update.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup
 
-# their update of an element looks at that element alone
+# optimizers whose update of an element depends on that element alone, so that it can be done share by share
 ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -33,12 +34,17 @@ ELEMENTWISE = (
 
 
 @dataclass
-class Segment:
-    """value: what the optimizer updates, fp32. stored: the parameter it is a copy of; None where it is that itself.
+class FlatParameter:
+    """What the optimizer updates as if it were one parameter.
 
-    gradient: gives the reduced gradient, in the gradients' dtype; None when there is none. contents: (parameter,
-    first, last, offset): elements [first, last) of a parameter begin at `offset` of the segment. counted: whether
-    its gradient belongs to this rank's part of the norm.
+    Attributes:
+        value: What the optimizer updates, fp32 (fp64 where the parameter is).
+        stored: The parameter, or the stretch of flat memory, that `value` is a copy of; None where it is that itself.
+        gradient: Gives the reduced gradient in the gradients' dtype; None when there is none.
+        contents: (parameter, first, last, offset) of every parameter in it: its elements [first, last) begin at
+            `offset` of the flat parameter.
+        settings: The number of the optimizer's parameter group.
+        counted: Whether its gradient belongs to this rank's part of the norm.
     """
 
     value: torch.Tensor
@@ -54,22 +60,29 @@ class Segment:
             self.stored.copy_(self.value)
 
 
-def whole_segments(
+def replicated_flat_parameters(
     optimizer: torch.optim.Optimizer,
     gradient: Callable[[nn.Parameter], torch.Tensor | None],
     counted: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
-) -> list[Segment]:
-    """One segment for each parameter the optimizer has. on_host: the optimizer works on copies in host memory."""
-    segments = []
+) -> list[FlatParameter]:
+    """One flat parameter for each parameter that the optimizer trains.
+
+    Args:
+        optimizer: Whose parameters are meant.
+        gradient: Gives a parameter's reduced gradient.
+        counted: Whether a parameter's gradient belongs to this rank's part of the norm.
+        on_host: The optimizer works on copies in host memory of what is on a device.
+    """
+    flat_parameters = []
     for number, settings in enumerate(optimizer.param_groups):
         for parameter in settings["params"]:
             if not parameter.requires_grad:
                 continue
             copied = parameter.element_size() < 4 or (on_host and parameter.is_cuda)
-            segments.append(
-                Segment(
+            flat_parameters.append(
+                FlatParameter(
                     _copy(parameter, on_host) if copied else parameter,
                     parameter.detach() if copied else None,
                     lambda p=parameter: gradient(p),  # type: ignore[misc]
@@ -78,10 +91,10 @@ def whole_segments(
                     counted(parameter),
                 )
             )
-    return segments
+    return flat_parameters
 
 
-def shared_out_segments(
+def sharded_flat_parameters(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[FlatGroup],
     share: int,
@@ -90,25 +103,35 @@ def shared_out_segments(
     counted: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
-) -> list[Segment]:
-    """The segments of share number `share` of every bucket. own(group, lo, hi), gradient(group, lo, hi): flat memory.
+) -> list[FlatParameter]:
+    """The flat parameters of one share of every bucket.
 
-    Raises InputError for an optimizer whose update of an element depends on others.
+    Args:
+        optimizer: Whose parameters are meant.
+        groups: The parameters and where each lies.
+        share: The number of the share, the same in each bucket.
+        own: Gives elements [lo, hi) of a group's parameters, a view: own(group, lo, hi).
+        gradient: Gives elements [lo, hi) of a group's reduced gradients, a view: gradient(group, lo, hi).
+        counted: Whether a parameter's gradient belongs to this rank's part of the norm.
+        on_host: The optimizer works on copies in host memory of what is on a device.
+
+    Raises:
+        InputError: The optimizer's update of an element may depend on others.
     """
     refuse_unless_elementwise(optimizer)
     settings_of = _settings_of(optimizer)
-    segments = []
+    flat_parameters = []
     for g, group in enumerate(groups):
         for b in range(group.layout.buckets):
             for lo, hi, number, count, contents in _stretches(
                 group, *group.layout.share(b, share), settings_of, counted
             ):
-                if number < 0:  # trained by nobody here
+                if number < 0:  # the optimizer does not have these parameters
                     continue
                 stored = own(g, lo, hi)
                 copied = group.dtype.itemsize < 4 or (on_host and stored.is_cuda)
-                segments.append(
-                    Segment(
+                flat_parameters.append(
+                    FlatParameter(
                         _copy(stored, on_host) if copied else nn.Parameter(stored),
                         stored if copied else None,
                         lambda view=gradient(g, lo, hi): view,  # type: ignore[misc]
@@ -117,7 +140,7 @@ def shared_out_segments(
                         count,
                     )
                 )
-    return segments
+    return flat_parameters
 
 
 def _copy(tensor: torch.Tensor, on_host: bool) -> nn.Parameter:
@@ -133,7 +156,7 @@ def _stretches(
     settings_of: Mapping[nn.Parameter, int],
     counted: Callable[[nn.Parameter], bool],
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
-    """[lo, hi) cut where the settings change: (first, last, settings, counted, contents)."""
+    """[lo, hi) divided where the settings change: (first, last, settings, counted, contents) of each stretch."""
     found: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
     pieces = group.layout.within(lo, hi)
     for at, (n, first, last, offset) in enumerate(pieces):
@@ -149,16 +172,19 @@ def _stretches(
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """The number of the optimizer's parameter group that each of its parameters is in."""
     return {p: number for number, settings in enumerate(optimizer.param_groups) for p in settings["params"]}
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+    """Raise InputError when the optimizer trains parameters that are in none of the groups."""
     strangers = set(_settings_of(optimizer)) - {p for group in groups for p in group.parameters}
     if any(p.requires_grad for p in strangers):
         raise InputError("the optimizer has parameters that are not the model's; give it those alone", agreed=True)
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputError for an optimizer that is not known to update each element by itself."""
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
         raise InputError(
@@ -168,12 +194,16 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def hand_over(optimizer: torch.optim.Optimizer, segments: Sequence[Segment]) -> None:
-    """Let the optimizer update the segments in place of the parameters it was made for."""
+def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatParameter]) -> None:
+    """Let the optimizer update the flat parameters in place of the parameters it was made for.
+
+    Raises:
+        InputError: It has made steps already, so that it has states of those parameters.
+    """
     if optimizer.state:
         raise InputError(
             "the optimizer has a state already; hand it over before its first step, and load a checkpoint after",
             agreed=True,
         )
     for number, settings in enumerate(optimizer.param_groups):
-        settings["params"] = [s.value for s in segments if s.settings == number]
+        settings["params"] = [s.value for s in flat_parameters if s.settings == number]

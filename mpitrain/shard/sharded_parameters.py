@@ -1,0 +1,283 @@
+"""Sharded parameters (stage 3): every rank keeps its shares; a unit's parameters are whole only while it computes.
+
+    forward    unshard 0 | compute 0, reshard | compute 1, reshard | ...      each while the one before computes,
+    backward               ... | unshard 1, compute 1, reshard | unshard 0 ...  where a core is free for it
+
+What autograd would save of the gathered memory is saved as its place in it, so freed memory can serve another unit
+in between (Rajbhandari et al. 2020 section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from mpitrain.comm import Communicator, Work
+from mpitrain.shard.flat import FlatGroup
+from mpitrain.shard.protocols import Parameters
+
+
+class _Unit:
+    """A unit and where it stands between two reshards. bucket: the number of its bucket in every group."""
+
+    def __init__(self, module: nn.Module, bucket: int, root: bool) -> None:
+        self.module, self.bucket, self.root = module, bucket, root
+        self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
+        self.works: list[Work] = []  # all-gathers under way
+        self.saving: saved_tensors_hooks | None = None  # entered during its forward pass
+        self.ready = False  # the parameters are views of the buffers
+
+
+class ShardedParameters(Parameters):
+    """This rank's shares of every unit, and the whole of the units that compute now. Collective to make.
+
+    Args:
+        module: The model; its parameters become views of the memory that units are gathered into.
+        units: Of `units_of`.
+        groups: Of `unit_groups`, whose buckets are the units.
+        shard: The ranks that the shares are divided over.
+        reshard_after_forward: Drop a unit's whole parameters after its forward pass, and gather them again for
+            backward; else keep them until backward has gone through the unit.
+    """
+
+    gathers = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[nn.Module],
+        groups: Sequence[FlatGroup],
+        shard: Communicator,
+        *,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
+        self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
+        self._pool: dict[int, list[torch.Tensor]] = {}  # by group, buffers that are free
+        self._pool_bytes = 0
+        count = len(units)
+        self._units = [_Unit(u, count - 1 - number, False) for number, u in enumerate(units)]
+        self._units.append(_Unit(module, count, True))
+        self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
+        self._by_bucket: list[list[tuple[int, nn.Parameter, int]]] = [[] for _ in self._units]
+        for g, group in enumerate(groups):
+            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
+                offset = place.offset - group.layout.bounds[place.bucket]
+                self._by_bucket[place.bucket].append((g, parameter, offset))
+        self._order: list[_Unit] = []  # of the units in the forward pass
+        self._taken: dict[int, int] = {}  # buckets whose gradients were taken, by how many groups
+        self._saved: Callable[[torch.Tensor], None] | None = None  # called with what autograd keeps (`watch_saved`)
+        self._hooks: list[Any] = []
+        for unit in self._units:
+            self._take_shares(unit)
+            self._drop_values(unit)
+            self._hooks.append(unit.module.register_forward_pre_hook(lambda m, a, u=unit: self._before(u)))
+            self._hooks.append(
+                unit.module.register_forward_hook(lambda m, a, out, u=unit: self._after(u, out), always_call=True)
+            )
+
+    # -- memory
+
+    def _buckets(self, unit: _Unit) -> Iterator[tuple[int, FlatGroup, int, int]]:
+        """The unit's buckets that hold anything: (group number, group, lo, hi) in the group's layout."""
+        for g, group in enumerate(self._groups):
+            lo, hi = group.layout.bounds[unit.bucket : unit.bucket + 2]
+            if lo < hi:
+                yield g, group, lo, hi
+
+    def _members(self, unit: _Unit) -> list[tuple[int, nn.Parameter, int]]:
+        """The unit's parameters: (group number, parameter, offset in the unit's bucket of that group)."""
+        return self._by_bucket[unit.bucket]
+
+    def _share(self, g: int, lo: int, hi: int) -> torch.Tensor:
+        """This rank's share of the bucket [lo, hi) of a group, a view."""
+        parts = self._groups[g].layout.parts
+        return self._arenas[g].tensor[lo // parts : hi // parts]
+
+    def _take_shares(self, unit: _Unit) -> None:
+        """Copy this rank's shares of the values that a unit's parameters have now into its arenas."""
+        for g, group, lo, hi in self._buckets(unit):
+            full = torch.zeros(hi - lo, dtype=group.dtype, device=group.device)
+            for h, parameter, offset in self._members(unit):
+                if h == g:
+                    full[offset : offset + parameter.numel()].copy_(parameter.data.reshape(-1))
+            length = (hi - lo) // group.layout.parts
+            self._share(g, lo, hi).copy_(full[self._shard.rank * length : (self._shard.rank + 1) * length])
+
+    def _drop_values(self, unit: _Unit) -> None:
+        """Leave the parameters their shapes without memory behind them: whoever reads them now gets NaN."""
+        for _, parameter, _ in self._members(unit):
+            parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
+
+    def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
+        """Memory for at least `length` elements of a group: from the pool, or new."""
+        free = self._pool.setdefault(g, [])
+        for number, buffer in enumerate(free):
+            if buffer.numel() >= length:
+                return free.pop(number)
+        group = self._groups[g]
+        buffer = torch.empty(length if root else self._longest[g], dtype=group.dtype, device=group.device)
+        self._pool_bytes += buffer.numel() * buffer.element_size()
+        return buffer
+
+    def _begin_unshard(self, unit: _Unit) -> None:
+        """Start the all-gathers of a unit's buckets, if they have not been. Collective."""
+        if unit.buffers:
+            return
+        background = self._shard.overlaps
+        for g, _, lo, hi in self._buckets(unit):
+            buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
+            work = self._shard.all_gather(buffer[: hi - lo], self._share(g, lo, hi), async_op=background)
+            if work is not None:
+                unit.works.append(work)
+
+    def unshard(self, unit: _Unit) -> None:
+        """Gather a unit's buckets, and make its parameters views of them. Collective."""
+        if unit.ready:
+            return
+        self._begin_unshard(unit)
+        for work in unit.works:
+            work.wait()
+        unit.works.clear()
+        for g, parameter, offset in self._members(unit):
+            parameter.data = unit.buffers[g][offset : offset + parameter.numel()].view(parameter.shape)
+        unit.ready = True
+
+    def reshard(self, unit: _Unit) -> None:
+        """Give back the memory of a unit's whole parameters; this rank's shares stay."""
+        for work in unit.works:
+            work.wait()
+        unit.works.clear()
+        if unit.ready:
+            self._drop_values(unit)
+            unit.ready = False
+        for g, buffer in unit.buffers.items():
+            self._pool[g].append(buffer)
+        unit.buffers = {}
+
+    # -- the passes
+
+    def _before(self, unit: _Unit) -> None:
+        """Hook before a unit's forward pass."""
+        self.unshard(unit)
+        if unit not in self._order and not unit.root:
+            self._order.append(unit)
+        self._prefetch(unit, 1)
+        if torch.is_grad_enabled() and not unit.root:
+            unit.saving = saved_tensors_hooks(self._pack(unit), self._unpack)
+            unit.saving.__enter__()
+
+    def _after(self, unit: _Unit, output: Any) -> None:
+        """Hook after a unit's forward pass. What its output's gradient arrives at unshards it for backward."""
+        if unit.saving is not None:
+            unit.saving.__exit__(None, None, None)
+            unit.saving = None
+        waiting = [t for t in tree_leaves(output) if torch.is_tensor(t) and t.requires_grad]
+        for tensor in waiting if not unit.root else ():
+            tensor.register_hook(lambda grad, u=unit: self._before_backward(u))
+        if not waiting or (self._reshard and not unit.root):
+            self.reshard(unit)
+
+    def _before_backward(self, unit: _Unit) -> None:
+        """Hook on the gradients of a unit's output: autograd is about to enter it."""
+        self.unshard(unit)
+        self._prefetch(unit, -1)
+
+    def _prefetch(self, unit: _Unit, step: int) -> None:
+        """Start to gather the unit that comes `step` units after this one in the forward pass's order."""
+        if not self._shard.overlaps or unit.root:
+            return
+        at = self._order.index(unit) + step
+        if 0 <= at < len(self._order):
+            self._begin_unshard(self._order[at])
+
+    def _pack(self, unit: _Unit) -> Any:
+        """The function that autograd saves tensors of a unit by: views of gathered memory by their place in it."""
+        places = {buffer.untyped_storage().data_ptr(): g for g, buffer in unit.buffers.items()}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            g = places.get(tensor.untyped_storage().data_ptr())
+            if g is None:
+                if self._saved is not None:
+                    self._saved(tensor)
+                return tensor
+            return unit, g, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+        return pack
+
+    @staticmethod  # the buffers are those of the unit's backward pass, into which it has been gathered again
+    def _unpack(packed: Any) -> torch.Tensor:
+        """What `_pack` saved, as the tensor it stands for."""
+        if torch.is_tensor(packed):
+            return packed
+        unit, g, offset, shape, stride = packed
+        return unit.buffers[g].as_strided(shape, stride, offset)
+
+    @contextmanager
+    def watch_saved(self, saved: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        self._saved = saved
+        try:
+            yield
+        finally:
+            self._saved = None
+
+    def gradients_taken(self, bucket: int) -> None:
+        """Reshard a unit once the gradients of its bucket have been taken in every group."""
+        self._taken[bucket] = self._taken.get(bucket, 0) + 1
+        if self._taken[bucket] == len(self._groups) and bucket < len(self._units) - 1:
+            self.reshard(self._units[len(self._units) - 2 - bucket])
+
+    def end_of_backward(self) -> None:
+        self._taken.clear()
+        for unit in self._units:
+            self.reshard(unit)
+
+    # -- what others need
+
+    def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
+        layout = self._groups[group].layout
+        bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= lo < layout.bounds[b + 1])
+        first, _ = layout.share(bucket, self._shard.rank)
+        begin = layout.bounds[bucket] // layout.parts + lo - first
+        return self._arenas[group].tensor[begin : begin + hi - lo]
+
+    def publish(self) -> None:
+        """The next gather shows what was written."""
+
+    def nbytes(self) -> float:
+        return sum(a.tensor.numel() * a.tensor.element_size() for a in self._arenas)
+
+    def buffer_bytes(self) -> int:
+        return self._pool_bytes
+
+    @contextmanager
+    def whole(self, *, written: bool = False) -> Iterator[None]:
+        """All parameters whole inside. written: take over what was changed in them. Collective."""
+        for unit in self._units:
+            self.unshard(unit)
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                if written:
+                    self._take_shares(unit)
+                self.reshard(unit)
+
+    def free(self) -> None:
+        for unit in self._units:
+            self.unshard(unit)
+            for _, parameter, _ in self._members(unit):
+                parameter.data = parameter.data.clone()
+        for hook in self._hooks:
+            hook.remove()
+        for arena in self._arenas:
+            arena.free()

@@ -1,0 +1,50 @@
+"""Placements of parameters and gradients: nobody has to ask which one it has."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import mpitrain
+from mpitrain.shard.flat import flat_groups
+from mpitrain.shard.parameters import ReplicatedParameters
+from mpitrain.shard.protocols import Gradients, Parameters
+from mpitrain.shard.sharded_gradients import ShardedGradients
+from mpitrain.shard.sharded_parameters import ShardedParameters
+from mpitrain.shard.whole_gradients import WholeGradients
+
+
+def test_nothing_asks_which_placement_it_has():
+    placements = {
+        kind.__name__
+        for of in (Parameters, Gradients)
+        for kind in (of, *of.__subclasses__(), ShardedParameters, ShardedGradients, WholeGradients)
+    }
+    assert len(placements) >= 8
+    package = Path(mpitrain.__file__).parent
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass", "type")
+        and placements & {name.id for part in node.args[1:] for name in ast.walk(part) if isinstance(name, ast.Name)}
+    ]
+    assert found == []
+
+
+def test_replicated_parameters_give_stretches_of_the_module_itself():
+    layer = nn.Linear(3, 4)
+    (group,) = flat_groups([layer.bias, layer.weight], bucket_mb=1)
+    parameters = ReplicatedParameters([group])
+    offset = group.layout.places[1].offset
+    parameters.own(0, offset + 3, offset + 6).fill_(7.0)
+    assert torch.equal(layer.weight[1], torch.full((3,), 7.0))
+    assert not parameters.gathers and parameters.buffer_bytes() == 0
+    assert parameters.nbytes() == (12 + 4) * 4
+    with parameters.whole(), parameters.watch_saved(lambda tensor: None):
+        pass
