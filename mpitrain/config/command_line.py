@@ -53,14 +53,19 @@ def help_text(program: str, sections: Sections) -> str:
     lines = [f"usage: mpirun -n N python -m {program} [CONFIG.toml] [--section.key value]...", "", "keys:"]
     for section, settings in sections.items():
         for key, field in settings.items():
-            choices = f": {', '.join(map(str, get_args(field.annotation)))}" if _is_choice(field.annotation) else ""
+            names = _choices(field.annotation)
+            choices = f": {', '.join(map(str, names))}" if names else ""
             default = json.dumps(field.default)
             lines.append(f"  --{section + '.' + key:24} {field.description}{choices} [{default}]")
     return "\n".join(lines)
 
 
-def _is_choice(annotation: Any) -> bool:
-    return get_origin(annotation) is Literal
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The names that a setting chooses among, where there are several; also beside something of one's own."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    several = [found for member in get_args(annotation) if len(found := _choices(member)) > 1]
+    return several[0] if several else ()
 
 
 def _value(text: str, annotation: Any) -> Any:

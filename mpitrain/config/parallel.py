@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mpitrain.choices import AllReduce, Compression, PipelineSchedule
-from mpitrain.config.section import Section, setting
+from mpitrain.config.section import Named, Section, setting
 
 
 class ParallelSection(Section):
@@ -27,7 +27,9 @@ class ParallelSection(Section):
     reshard: bool = setting(
         True, "zero 3 without share_node: free a block between forward and backward", also=["reshard_after_forward"]
     )
-    schedule: PipelineSchedule = setting("1f1b", "pipeline schedule", also=["pipeline_schedule"])
+    schedule: PipelineSchedule | Named = setting(
+        "1f1b", "pipeline schedule, or package.module:function of your own", also=["pipeline_schedule"]
+    )
     cut: Literal["uniform", "parameters", "time"] = setting(
         "uniform", "what stages have equally much of: blocks, parameters or measured time"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
+Named: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]  # something of the user's own code
 Sections: TypeAlias = Mapping[str, Mapping[str, FieldInfo]]  # the settings of each section, by their keys
 
 

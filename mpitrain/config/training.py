@@ -83,7 +83,9 @@ class TrainSection(Section):
 class OptimSection(Section):
     """[optim]"""
 
-    name: str = setting("adamw", "adamw, sgd or any class of torch.optim", also=["optimizer"])
+    name: str = setting(
+        "adamw", "adamw, sgd, any class of torch.optim, or package.module:Class of your own", also=["optimizer"]
+    )
     lr: float = setting(2e-3, "peak learning rate", gt=0.0, also=["learning_rate"])
     schedule: Decay = setting("cosine", "decay after the warm-up", also=["scheduler", "lr_scheduler", "decay"])
     warmup: int = setting(20, "steps of linear warm-up", ge=0, also=["warmup_steps", "warmup_iters"])

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json")
     prepare.add_argument("--size", type=_size, metavar="HxW", help="images: pixels, as 224 or 128x256")
     prepare.add_argument("--label", metavar="COLUMN", help="CSV: name or number (from 1) of the label's column")
+    prepare.add_argument("--kind", metavar="MODULE:FUNCTION", help="a function of yours that returns a kind of input")
     prepare.add_argument("--shard-mb", type=_positive, default=256, metavar="MB", help="MiB of data per shard [256]")
     info = commands.add_parser("info", help="describe a data set folder")
     info.add_argument("dir", type=Path, metavar="DIR")
@@ -74,9 +75,11 @@ def _positive(text: str) -> float:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    from mpitrain.config.named import find
     from mpitrain.data.info import describe
     from mpitrain.data.prepare import PrepareOptions, prepare
 
+    more = [find("--kind", arguments.kind)()] if arguments.kind else []
     with _Progress() as progress:
         manifest = prepare(
             arguments.sources,
@@ -85,6 +88,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
             options=PrepareOptions(arguments.tokenizer, arguments.size, arguments.label),
             shard_bytes=max(1, round(arguments.shard_mb * 2**20)),
             progress=progress if sys.stderr.isatty() else None,
+            more=more,
         )
     print(*describe(arguments.out, manifest), sep="\n")
     print(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}")

@@ -69,17 +69,27 @@ def prepare(
     options: PrepareOptions | None = None,
     shard_bytes: int = 256 << 20,
     progress: Progress | None = None,
+    more: Sequence[Kind] = (),
 ) -> DatasetManifest:
-    """Makes the data set folder `out` of the sources.
+    """Make the data set folder `out` of the sources.
 
-    held_out: fraction of rows kept for evaluation, 0 to 0.5; an input that brings its own test set keeps that.
-    Raises InputError: nothing there, empty, unknown or mixed kinds, `out` exists, no permission, disk full, ...
+    Args:
+        sources: Files and folders, all of one kind of input.
+        out: The folder to make.
+        held_out: Fraction of rows kept for evaluation, 0 to 0.5; an input that brings its own test set keeps that.
+        options: What some kinds of input need to know.
+        shard_bytes: Of data in a shard.
+        progress: Told of the rows that are written.
+        more: Kinds of input of one's own, which are recognised before those of the table KINDS.
+
+    Raises:
+        InputError: Nothing is there, it is empty, of an unknown kind or of several, `out` exists, the disk is full, ...
     """
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
     if os.path.lexists(out):
         raise InputError(f"output folder {out} exists already; give another --out, or remove it")
-    source = recognise(sources, options or PrepareOptions())
+    source = recognise(sources, options or PrepareOptions(), (*more, *KINDS))
 
     def fill(folder: Path) -> None:
         write_dataset(folder, source, names=sources, held_out=held_out, shard_bytes=shard_bytes, progress=progress)
@@ -88,13 +98,13 @@ def prepare(
     return read_manifest(out)
 
 
-def recognise(sources: Sequence[str], options: PrepareOptions) -> Source:
-    """Finds the one kind that all sources are of."""
+def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[Kind]) -> Source:
+    """Find the one kind that all sources are of."""
     chosen: dict[str, list[Found]] = defaultdict(list)
     kinds: dict[str, Kind] = {}
     skipped: list[Path] = []
     for name in sources:
-        kind, found, others = _look(Path(name))
+        kind, found, others = _look(Path(name), among)
         kinds[kind.name] = kind
         chosen[kind.name] += found
         skipped += others
@@ -104,7 +114,7 @@ def recognise(sources: Sequence[str], options: PrepareOptions) -> Source:
     (kind,) = kinds.values()
     for option in ("tokenizer", "size", "label"):
         if getattr(options, option) is not None and option != kind.option:
-            owner = next(other.name for other in KINDS if other.option == option)
+            owner = next(other.name for other in among if other.option == option)
             raise InputError(f"--{option} is for {owner}, these sources are {kind.name}; leave it out")
     source = kind.source(chosen[kind.name], options)
     row_bytes = sum(field.row_bytes for field in source.fields)
@@ -120,29 +130,29 @@ def recognise(sources: Sequence[str], options: PrepareOptions) -> Source:
     return replace(source, notes=(*source.notes, note))
 
 
-def _look(path: Path) -> tuple[Kind, list[Found], list[Path]]:
+def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     """The kind of one source, its files of that kind in a fixed order, and its other files."""
     with os_errors(f"source {path} cannot be read"):
         if not os.path.lexists(path):
             raise InputError(f"source {path} does not exist; give an existing file or folder")
         if path.is_dir():
-            return _look_into(path)
+            return _look_into(path, among)
         if path.stat().st_size == 0:
             raise InputError(f"source {path} is empty; give a file with data")
-        kind = _kind_of(path)
+        kind = _kind_of(path, among)
     if kind is None:
         raise InputError(f"source {path} is of no kind that prepare reads: {_KNOWN}; convert it to one of these")
     return kind, [Found(path, path.parent)], []
 
 
-def _look_into(folder: Path) -> tuple[Kind, list[Found], list[Path]]:
+def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
     by_kind: dict[str, list[Path]] = defaultdict(list)
     kinds: dict[str, Kind] = {}
     unknown: list[Path] = []
     for path in _walk(folder):
         if path.stat().st_size == 0:
             continue
-        kind = _kind_of(path)
+        kind = _kind_of(path, among)
         if kind is None:
             unknown.append(path)
         else:
@@ -175,8 +185,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _kind_of(path: Path) -> Kind | None:
-    return next((kind for kind in KINDS if kind.matches(path)), None)
+def _kind_of(path: Path, among: Sequence[Kind]) -> Kind | None:
+    return next((kind for kind in among if kind.matches(path)), None)
 
 
 def _is_text(path: Path) -> bool:

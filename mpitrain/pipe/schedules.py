@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeAlias
 
+from mpitrain.config.named import find
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
@@ -163,7 +164,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
     """The schedule that a user names.
 
     Args:
-        name: A key of SCHEDULES, or terapipe.
+        name: A key of SCHEDULES, terapipe, or package.module:function of a function of one's own that takes the ranks,
+            the microbatches and the chunks, and returns a `Schedule`.
         ranks: Of the pipeline.
         microbatches: Of a batch.
         chunks: Stages a rank.
@@ -174,6 +176,9 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
     """
     if name == "terapipe":
         return terapipe(ranks, microbatches, slices)
+    if ":" in name:
+        schedule = find("parallel.schedule", name)(ranks, microbatches, chunks)
+        return schedule if slices == 1 else in_slices(schedule, slices)
     if name not in SCHEDULES:
         raise InputError(
             f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}", agreed=True

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from mpitrain.config.named import find
 from mpitrain.config.settings import OptimSection
 from mpitrain.errors import InputError
 
@@ -28,7 +29,7 @@ def make_optimizer(
     an option torch.optim does not have.
     """
     _spare_the_compiler()
-    kind = _class_of(section.name)
+    kind = find("optim.name", section.name) if ":" in section.name else _class_of(section.name)
     trained = [p for _, p in named if p.requires_grad]
     accepted = inspect.signature(kind).parameters
     options = dict(section.options)

@@ -1,0 +1,88 @@
+"""What a setting names in the user's own code, as `package.module:name`: found, or one line of what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from mpitrain.errors import InputError
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def find(key: str, path: str) -> Callable[..., Any]:
+    """The function or class that a setting names.
+
+    Args:
+        key: Of the setting, for messages.
+        path: package.module:name; the working directory is looked in as well.
+
+    Raises:
+        InputError: There is no such thing, or importing it failed. Not `agreed`: it may be missing on one node alone.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise InputError(f"{key} {path!r} names no function; write package.module:function", agreed=True)
+    module = _import(f"{key} {path}", module_name)
+    function = getattr(module, name, None)
+    if function is None:
+        known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        raise InputError(
+            f"{key} {path}: {module.__file__ or module_name} has no function {name!r}; "
+            + _suggestion(name, known, "define it there")
+        )
+    if not callable(function):
+        raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
+    return function
+
+
+def _import(named: str, module_name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, however the job was started
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # its own import may be what is missing: then that is the message
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise InputError(f"{named}: {module_name} needs {told(error)}; install it") from error
+        raise InputError(
+            f"{named}: there is no module {error.name!r} in {here} or among the installed packages; "
+            + _suggestion(error.name, _modules_beside(error.name), "start the job in its folder, or install it")
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{named}: importing {module_name} raised {told(error)}; mend it") from error
+
+
+def _modules_beside(name: str) -> list[str]:
+    """Full names of the modules in the package that should have held `name`, or of all top-level modules."""
+    parent, dot, _ = name.rpartition(".")
+    where = list(getattr(sys.modules.get(parent), "__path__", [])) if dot else None
+    return [parent + dot + module.name for module in pkgutil.iter_modules(where)]
+
+
+def _suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def told(error: BaseException) -> str:
+    """What the user's own code raised, and where: `ValueError: depth must be positive (model.py:12)`, on one line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_plumbing(frame.filename)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames  # rather theirs than torch's
+    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    if isinstance(error, SyntaxError):
+        place = f" ({os.path.basename(error.filename or '?')}:{error.lineno})"
+        return f"{type(error).__name__}: {error.msg}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def _is_plumbing(filename: str) -> bool:
+    return filename.startswith((_PACKAGE, "<frozen importlib")) or filename == importlib.__file__

@@ -1,0 +1,80 @@
+"""A schedule, a kind of data, an optimizer and a callback from outside of the package (`extensions.py`), in runs."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import extensions
+import pytest
+from support import ROOT, clean_environment
+
+import mpitrain as mt
+from mpitrain.data.__main__ import main as data_command
+from mpitrain.errors import InputError
+from mpitrain.monitor import read_metrics
+from mpitrain.pipe.passes import with_messages
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.verify import verify
+
+
+def fit(world, config, callbacks=()):
+    trainer = mt.Trainer(config, callbacks, world=world)
+    with trainer.working():
+        assert trainer.train() == 0
+    world.barrier()
+    return trainer
+
+
+@pytest.mark.ranks(2)
+def test_data_optimizer_schedule_and_callback_of_ones_own_train_a_model(world, folder):
+    if world.rank == 0:
+        extensions.write_numbers(folder / "points.numbers")
+        arguments = [str(folder / "points.numbers"), "--out", str(folder / "points"), "--held-out", "0.25"]
+        assert data_command(["prepare", *arguments, "--kind", "extensions:lines_of_numbers"]) == 0
+    world.barrier()
+    config = {
+        "run": {"dir": str(folder / "r")},
+        "data": {"path": str(folder / "points")},
+        "model": {"name": "mlp", "layers": 4, "width": 16},
+        "train": {"steps": 12, "batch": 16, "evaluate_every": 3, "evaluate_samples": 16},
+        "optim": {"name": "extensions:SignDescent", "lr": 0.01, "schedule": "constant", "warmup": 0},
+        "checkpoint": {"every": 6},
+    }
+    best = extensions.Best()
+    trainer = fit(world, config, [best])
+    assert isinstance(trainer.engine.optimizer, extensions.SignDescent)
+    wanted = [line["loss"] for line in read_metrics(folder / "r")]
+    assert wanted[-1] < wanted[0] and best.best == min(
+        line["held_out_loss"] for line in read_metrics(folder / "r") if "held_out_loss" in line
+    )
+    again = extensions.Best()
+    fit(world, config | {"train": config["train"] | {"steps": 13, "evaluate_every": 0}}, [again])
+    assert again.best <= best.best
+    piped = config | {"run": {"dir": str(folder / "p")}}
+    piped["parallel"] = {"pipeline": 2, "zero": 0, "schedule": "extensions:one_by_one"}
+    fit(world, piped)
+    losses = [line["loss"] for line in read_metrics(folder / "p")]
+    assert losses[0] == pytest.approx(wanted[0], rel=1e-5) and losses[-1] < losses[0]
+
+
+def test_the_schedule_is_proved_like_any_other():
+    for ranks in (1, 2, 4):
+        for microbatches in (1, 3, 8):
+            verify(with_messages(extensions.one_by_one(ranks, microbatches, 1)))
+
+
+def test_each_of_them_takes_less_than_thirty_lines():
+    for made in (extensions.one_by_one, extensions.lines_of_numbers, extensions.SignDescent, extensions.Best):
+        assert len(inspect.getsource(made).splitlines()) < 30
+
+
+def test_what_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"parallel.schedule extensions:nothing: .* has no function 'nothing'"):
+        make_schedule("extensions:nothing", 2, 2)
+    command = [sys.executable, "-m", "mpitrain.train", "--optim.name", "extensions:nothing", "--run.dir", "r"]
+    environment = clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=tmp_path)
+    assert done.returncode == 2 and "optim.name extensions:nothing: " in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
