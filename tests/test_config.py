@@ -146,7 +146,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path, content):
 def test_help_lists_every_key_with_its_choices():
     text = help_text("mpitrain.train")
     assert all(f"--{name} " in text for name in key_names())
-    assert 'pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble ["1f1b"]' in text
+    assert 'of your own: gpipe, 1f1b, interleaved, zero-bubble ["1f1b"]' in text
 
 
 def test_what_is_no_configuration_file_is_refused_in_one_line(tmp_path):
