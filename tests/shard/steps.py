@@ -62,23 +62,23 @@ def steps_of(
     engine: Engine, comm, data, *, first=0, steps=STEPS, microbatches=1, workers=0, delay=lambda: None
 ) -> list[float]:
     """The losses of training with an engine, every step's global batch cut over the ranks."""
-    cut = VirtualWorkers.of(comm, bool(workers), workers)
+    division = VirtualWorkers.of(comm, bool(workers), workers)
     losses = []
     for step in range(first, first + steps):
         x, y = data(step)
-        start, stop = cut.share(len(x))
+        start, stop = division.share(len(x))
         mine = x[start:stop], y[start:stop]
-        largest = max(hi - lo for lo, hi in VirtualWorkers.within(VirtualWorkers(0, 1, cut.count), len(x)))
+        largest = max(hi - lo for lo, hi in VirtualWorkers.within(VirtualWorkers(0, 1, division.count), len(x)))
         size = -(-largest // microbatches)
-        leaves = [
+        passes = [
             [(mine[0][at : min(at + size, hi)], mine[1][at : min(at + size, hi)]) for at in range(lo, hi, size)]
-            for lo, hi in cut.within(len(x))
+            for lo, hi in division.within(len(x))
         ]
         delay()
-        parts = engine.forward_backward(leaves, len(x), rounds=cut.rounds(len(x), size))
+        parts = engine.forward_backward(passes, len(x), rounds=division.rounds(len(x), size))
         delay()
         engine.step()
-        losses.append(cut.total(comm, parts))
+        losses.append(division.total(comm, parts))
     return losses
 
 
