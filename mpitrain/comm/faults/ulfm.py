@@ -259,7 +259,7 @@ def shrink(
     deaths = _deaths_of(world)
     before = deaths.processes
     record = world.process.watchdog.record("elastic")
-    record.begin("shrink", (), None)
+    record.begin("shrink", None)
     comm, made = MPI.Intracomm(world._comm), None
     while made is None:
         deaths.give_up()

@@ -3,7 +3,7 @@
     word of each rank   | number of the operation | digest of its arguments |
 
 A rank writes its own word and then looks at the others'. Where one of them has signed the same number for something
-else, the ranks have parted, and this rank, which came later, raises instead of going on. So two ranks never exchange
+else, the ranks have diverged, and this rank, which came later, raises instead of going on. So two ranks never exchange
 data for different arguments: some MPI libraries would write a message that is too long behind the memory it is for,
 and all of them take one type for another.
 
@@ -60,17 +60,34 @@ class Register:
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % _STEP
         digest = digest | _MEETS if meets else digest & ~_MEETS
         self._note(digest, said)
-        own, others = self._words[self._rank], self._others
+        own, others, fence = self._words[self._rank], self._others, self._fence
 
         def sign() -> None:
             self._last = number = self._last + _STEP
             own[0] = word = number + digest
             for other in others:
-                if other[0] != word:
+                if other[0] != word:  # not here yet, or elsewhere
+                    break
+            else:
+                return
+            fence()
+            for other in others:
+                theirs = other[0]
+                if theirs != word and theirs >= number:
                     self._look(number, digest, together)
                     return
 
         return sign
+
+    def _fence(self) -> None:
+        """Let this rank's word be seen before it reads the others': of two that come at once, one must see the other.
+
+        Taking a lock keeps the processor from reading before its own word is seen.
+        """
+        self._acquire()
+        self._release()
+        for call in self._synchronize:
+            call()
 
     def _note(self, digest: int, said: str) -> None:
         text = digest.to_bytes(8, "little") + said.encode()[: _TEXT - 8].ljust(_TEXT - 8, b"\0")
@@ -79,13 +96,6 @@ class Register:
 
     def _look(self, number: int, digest: int, together: bool) -> None:
         """Raise CommunicationError if another rank is in another operation of this number, or has left this one."""
-        self._acquire()  # of two ranks that come at once, one at least must see what the other has written: taking a
-        self._release()  # lock keeps the processor from reading before its own word is seen
-        for call in self._synchronize:
-            call()
-        word = number + digest
-        if all(other[0] == word or other[0] < number for other in self._others):
-            return
         wrong: list[str] = []
         for rank in self._ranks:
             word = self._words[rank][0]

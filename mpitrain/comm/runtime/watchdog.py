@@ -24,7 +24,7 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -36,7 +36,8 @@ from mpi4py import MPI
 
 from mpitrain.comm.process.abort import say
 from mpitrain.comm.process.leaving import Departures
-from mpitrain.errors import EXIT_FAILED
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.errors import EXIT_FAILED, CommunicationError
 
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
@@ -55,8 +56,7 @@ class Record:
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "dtype", "key", "label", "limited", "members", "name", "sequence", "shape", "since",
-        "thread",
+        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "sequence", "since", "tensor", "thread",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
@@ -65,35 +65,34 @@ class Record:
         self.limited = False
         self.sequence = 0
         self.name = ""
-        self.shape: Sequence[int] = ()
-        self.dtype: torch.dtype | None = None
+        self.tensor: torch.Tensor | None = None  # the operation's, as long as it lasts
         self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
         self.thread = 0
 
-    def begin(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
-        """dtype: None for an operation on no data."""
+    def begin(self, name: str, tensor: torch.Tensor | None) -> None:
+        """tensor: None for an operation on no data."""
         self.sequence += 1
-        self.name, self.shape, self.dtype = name, shape, dtype
+        self.name, self.tensor = name, tensor
         self.thread = threading.get_ident()
         self.since = time.monotonic()
 
     def end(self) -> None:
-        self.since = 0.0
+        self.since, self.tensor = 0.0, None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """An operation on no data."""
         self.awaited = ()
-        self.begin(name, (), None)
+        self.begin(name, None)
         try:
             yield
         finally:
             self.end()
 
     @contextmanager
-    def comparing(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Iterator[None]:
+    def comparing(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
         """The ranks compare what they are about to do; the operation itself has not begun."""
-        self.begin(f"before {name}", shape, dtype)
+        self.begin(f"before {name}", tensor)
         try:
             yield
         finally:
@@ -101,8 +100,41 @@ class Record:
             self.sequence -= 1
 
     def text(self) -> str:
-        data = f" of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}" if self.dtype is not None else ""
+        tensor = self.tensor
+        data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
         return f"{self.label}: {self.name} #{self.sequence}{data}"
+
+
+def watched(
+    record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call
+) -> Callable[[torch.Tensor | None], None]:
+    """A function that performs an operation's calls, for the watchdog to see; its argument is the operation's tensor.
+
+    For what is repeated: it does what `Record.begin` and `end` do without calling them, and little else.
+    Raises CommunicationError where MPI fails.
+
+    waiting: operations that come first, if there are any; drain performs them.
+    """
+    calls, thread, now = tuple(calls), threading.get_ident, time.monotonic
+
+    def perform(tensor: torch.Tensor | None) -> None:
+        if waiting:
+            drain()
+        record.sequence += 1
+        record.name = name
+        record.tensor = tensor
+        record.thread = thread()
+        record.since = now()
+        try:
+            for call in calls:
+                call()
+        except MPI.Exception as error:
+            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+        finally:
+            record.since = 0.0
+            record.tensor = None
+
+    return perform
 
 
 class Deaths(Protocol):
