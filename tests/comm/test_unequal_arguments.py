@@ -97,7 +97,7 @@ def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
 def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
     plain.all_reduce(torch.ones(3))
     register = plain.binder._register
-    sign = {said: register.signing(said, meets=False, together=True) for said in ("this", "that", "next")}
+    sign = {said: register.signature(said, meets=False, together=True) for said in ("this", "that", "next")}
     if world.rank == 0:
         sign["this"]()
     world.barrier()
@@ -115,7 +115,7 @@ def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays
     if world.rank:
         with pytest.raises(CommunicationError, match="rank 0 has gone on to next"):
             sign["this"]()
-        register._last += 1 << 28
+        register.last[0] += 1 << 28
     world.barrier()
     x = torch.ones(5)
     plain.all_reduce(x)

@@ -21,7 +21,7 @@ from mpitrain.comm.algorithms.shared import shared_all_gather
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
-from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, segments_of
 from mpitrain.comm.memory.board import described
@@ -81,13 +81,13 @@ def all_gather(
             possible for them.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
-    if type(x) is Tensor and type(out) is Tensor and not async_op and counts is None:
-        try:
-            own = x.data_ptr(), x.numel(), x.dtype
-            ready = comm.ready.get(("all_gather", out.data_ptr(), out.numel(), out.dtype, own, algorithm, None))
-        except (RuntimeError, TypeError):  # a tensor without storage, an argument that is no name
-            ready = None
-        if ready is not None and x.is_contiguous() and out.is_contiguous():
+    try:
+        whole, own = (out.data_ptr(), out.numel(), out.dtype), (x.data_ptr(), x.numel(), x.dtype)
+        ready = comm.ready["all_gather", whole, own, algorithm, counts]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(out)
             return None
     into, of = as_tensor(out), as_tensor(x, written=False)
@@ -106,8 +106,8 @@ def all_gather(
 
 
 def _key(out: Tensor, x: Tensor, blocks: Sequence[int], algorithm: str) -> tuple[object, ...]:
-    own = x.data_ptr(), x.numel(), x.dtype
-    return "all_gather", out.data_ptr(), out.numel(), out.dtype, own, algorithm, if_unequal(blocks)
+    whole, own = (out.data_ptr(), out.numel(), out.dtype), (x.data_ptr(), x.numel(), x.dtype)
+    return "all_gather", whole, own, algorithm, if_unequal(blocks)
 
 
 def bound(

@@ -22,7 +22,7 @@ from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import (
     RING_SEGMENT,
@@ -112,13 +112,12 @@ def all_reduce(
         InputError: x cannot be communicated, or op or algorithm is not known or not possible for it.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
-    if type(x) is Tensor and not async_op and compression is None:
-        try:
-            key = "all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible
-            ready = comm.ready.get(key)
-        except (RuntimeError, TypeError):  # a tensor without storage, an argument that is no name
-            ready = None
-        if ready is not None and x.is_contiguous():
+    try:
+        ready = comm.ready["all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and compression is None and x.is_contiguous():
             ready(x)
             return None
     tensor = as_tensor(x)

@@ -18,7 +18,7 @@ from mpitrain.comm.algorithms.direct import direct_all_to_all
 from mpitrain.comm.collectives import all_reduce, library
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
@@ -56,13 +56,13 @@ def all_to_all(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     even = in_counts is None and out_counts is None
-    if even and type(x) is Tensor and type(out) is Tensor and not async_op:
-        try:
-            whole = out.data_ptr(), out.numel(), out.dtype
-            ready = comm.ready.get(("all_to_all", x.data_ptr(), x.numel(), x.dtype, whole))
-        except RuntimeError:  # a tensor without storage
-            ready = None
-        if ready is not None and x.is_contiguous() and out.is_contiguous():
+    try:
+        whole = out.data_ptr(), out.numel(), out.dtype
+        ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
+    except NOT_READY:
+        pass
+    else:
+        if even and not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
     into, of = as_tensor(out), as_tensor(x, written=False)

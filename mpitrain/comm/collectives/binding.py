@@ -29,7 +29,7 @@ from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
-from mpitrain.comm.runtime.signatures import Register
+from mpitrain.comm.runtime.signatures import Register, Signature
 from mpitrain.errors import InputError
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
@@ -57,7 +57,7 @@ class Binder:
         self._board: Arena | None = None  # the memory of `_rows`
         self._rows: Board | None = None
         self._register: Register | None = None
-        self._signings: OrderedDict[Hashable, Call] = OrderedDict()
+        self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
 
     @property
@@ -71,7 +71,7 @@ class Binder:
             if arena is not None:
                 arena.free()
         self._staging = self._board = self._rows = self._register = None
-        self._signings.clear()
+        self._signatures.clear()
 
     def bound(
         self,
@@ -194,11 +194,11 @@ class Binder:
         if self._register is None:
             return compiled
         key = said, compiled.meets, together
-        signing = self._signings.get(key)
-        if signing is None:
-            signing = self._register.signing(said, meets=compiled.meets, together=together)
-            kept(self._signings, key, signing)
-        return compiled.after(signing)
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._register.signature(said, meets=compiled.meets, together=together)
+            kept(self._signatures, key, signature)
+        return compiled.after(signature)
 
     def staging(self) -> Arena | None:
         """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.

@@ -17,7 +17,7 @@ from mpitrain.comm.algorithms.tree import tree_broadcast
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
-from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, segments_of
 from mpitrain.comm.memory.board import described
@@ -54,12 +54,12 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
         InputError: x cannot be communicated, or root or algorithm is not known or not possible for it.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
-    if type(x) is Tensor and not async_op:
-        try:
-            ready = comm.ready.get(("broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm))
-        except (RuntimeError, TypeError):  # a tensor without storage, an argument that is no name
-            ready = None
-        if ready is not None and x.is_contiguous():
+    try:
+        ready = comm.ready["broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous():
             ready(x)
             return None
     tensor = as_tensor(x, written=comm.rank != root)

@@ -1,6 +1,6 @@
 """Performs the operations of a communicator: at once or in the background, compared where debugging, watched.
 
-An operation whose arguments a loop repeats is performed three times as much by its first call as by the others:
+Most of what an operation's first call does is not done again when a loop repeats it:
 
     first     arguments checked -> (ranks compared) -> bound to memory -> performed
     again     found in `ready` by the addresses, sizes and types of its tensors -> performed
@@ -25,12 +25,16 @@ from mpitrain.comm.process.owned import OwnedCommunicators
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.ordering import Call
-from mpitrain.comm.runtime.watchdog import Record, watched
+from mpitrain.comm.runtime.repeating import repeated
+from mpitrain.comm.runtime.watchdog import Record
 from mpitrain.comm.runtime.work import Work, Worker
 from mpitrain.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
     from mpitrain.comm.world import Process
+
+# what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
+NOT_READY = (KeyError, AttributeError, RuntimeError, TypeError)
 
 Tensors = Sequence["torch.Tensor | None"]
 Bind = Callable[..., Call]
@@ -121,7 +125,7 @@ class Dispatcher(Member):
             compiled = self.binder.cache.bound.get(call.key)
             if compiled is not None:
                 waiting = self._worker.waiting if self._background is None else ()
-                self.ready[call.key] = watched(self._record, call.name, compiled.calls, waiting, self._worker.drain)
+                self.ready[call.key] = repeated(self._record, call.name, compiled.calls, waiting, self._worker.drain)
         return None
 
     def compare(

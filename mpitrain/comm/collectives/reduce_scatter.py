@@ -22,7 +22,7 @@ from mpitrain.comm.algorithms.shared import shared_reduce_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
@@ -91,14 +91,13 @@ def reduce_scatter(
             possible for them.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
-    if type(x) is Tensor and type(out) is Tensor and not async_op and counts is None:
-        try:
-            own = out.data_ptr(), out.numel(), out.dtype
-            key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, algorithm, reproducible, None
-            ready = comm.ready.get(key)
-        except (RuntimeError, TypeError):  # a tensor without storage, an argument that is no name
-            ready = None
-        if ready is not None and x.is_contiguous() and out.is_contiguous():
+    try:
+        whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
+        ready = comm.ready["reduce_scatter", whole, own, op, algorithm, reproducible, counts]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
     into, of = as_tensor(out), as_tensor(x, written=False)
@@ -118,8 +117,8 @@ def reduce_scatter(
 def _key(
     out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
 ) -> tuple[object, ...]:
-    own = out.data_ptr(), out.numel(), out.dtype
-    return "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, algorithm, reproducible, if_unequal(blocks)
+    whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
+    return "reduce_scatter", whole, own, op, algorithm, reproducible, if_unequal(blocks)
 
 
 def bound(

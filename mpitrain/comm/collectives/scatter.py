@@ -16,7 +16,7 @@ from mpitrain.comm.algorithms.direct import direct_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
@@ -42,13 +42,13 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
         InputError: The tensors cannot be communicated or do not fit together, or there is no such root.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
-    if type(out) is Tensor and not async_op and (x is None or type(x) is Tensor):
-        try:
-            whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
-            ready = comm.ready.get(("scatter", out.data_ptr(), out.numel(), out.dtype, whole, root))
-        except (RuntimeError, TypeError):  # a tensor without storage, an argument that is no number
-            ready = None
-        if ready is not None and out.is_contiguous() and (x is None or x.is_contiguous()):
+    try:
+        whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
+        ready = comm.ready["scatter", out.data_ptr(), out.numel(), out.dtype, whole, root]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
             ready(out)
             return None
     into = as_tensor(out)

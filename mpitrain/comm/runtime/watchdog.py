@@ -24,7 +24,7 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -36,8 +36,7 @@ from mpi4py import MPI
 
 from mpitrain.comm.process.abort import say
 from mpitrain.comm.process.leaving import Departures
-from mpitrain.comm.runtime.ordering import Call
-from mpitrain.errors import EXIT_FAILED, CommunicationError
+from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
@@ -103,38 +102,6 @@ class Record:
         tensor = self.tensor
         data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
         return f"{self.label}: {self.name} #{self.sequence}{data}"
-
-
-def watched(
-    record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call
-) -> Callable[[torch.Tensor | None], None]:
-    """A function that performs an operation's calls, for the watchdog to see; its argument is the operation's tensor.
-
-    For what is repeated: it does what `Record.begin` and `end` do without calling them, and little else.
-    Raises CommunicationError where MPI fails.
-
-    waiting: operations that come first, if there are any; drain performs them.
-    """
-    calls, thread, now = tuple(calls), threading.get_ident, time.monotonic
-
-    def perform(tensor: torch.Tensor | None) -> None:
-        if waiting:
-            drain()
-        record.sequence += 1
-        record.name = name
-        record.tensor = tensor
-        record.thread = thread()
-        record.since = now()
-        try:
-            for call in calls:
-                call()
-        except MPI.Exception as error:
-            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
-        finally:
-            record.since = 0.0
-            record.tensor = None
-
-    return perform
 
 
 class Deaths(Protocol):
