@@ -20,13 +20,13 @@ if "--clean" in sys.argv:  # works where MPI would not start: outside a job, wit
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
 from mpitrain.comm import Communicator, init
-from mpitrain.comm.collectives.selection import Setting
+from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.tuning import describe
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
-from mpitrain.comm.memory.arena import SHARED_MEMORY
 from mpitrain.comm.process import fault_tolerance
 from mpitrain.comm.process.cleanup import clean
 from mpitrain.comm.process.cores import sharing
+from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 from mpitrain.monitor.text import counted
 
@@ -167,8 +167,9 @@ def algorithms(world: Communicator) -> list[Line]:
     table = world.process.tuning
     for memory, words in (("arena", "in an arena"), ("private", "ordinary tensors")):
         place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
-        origin = table.origin if table.is_measured(place, world.size) else _UNMEASURED
-        lines.append((OK, "algorithms", f"all_reduce, {words}: {describe(table.rules(place, world.size))} ({origin})"))
+        origin = table.origin if table.is_measured("all_reduce", place, world.size) else _UNMEASURED
+        rules = describe(table.rules("all_reduce", place, world.size))
+        lines.append((OK, "algorithms", f"all_reduce, {words}: {rules} ({origin})"))
     return lines
 
 

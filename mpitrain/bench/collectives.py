@@ -43,8 +43,9 @@ from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.timing import Contender, Times, interleaved
 from mpitrain.comm.collectives import tuning
-from mpitrain.comm.collectives.selection import ALGORITHMS, Setting
-from mpitrain.comm.plain_mpi import Bare
+from mpitrain.comm.collectives.all_reduce import ALGORITHMS
+from mpitrain.comm.collectives.setting import Setting
+from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -120,11 +121,11 @@ class _Contenders:
     """The contenders of each operation, with memory that lives as long as the context they come from."""
 
     def __init__(self, world: Communicator) -> None:
-        self.world, self.bare = world, Bare(world)
-        self.adds_fp16 = self.bare.adds_fp16
+        self.world, self.plain = world, PlainMPI(world)
+        self.adds_fp16 = self.plain.adds_fp16
 
     def free(self) -> None:
-        self.bare.free()
+        self.plain.free()
 
     @contextmanager
     def _arena(self, numel: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
@@ -143,7 +144,7 @@ class _Contenders:
                 size,
                 arena=partial(world.all_reduce, x),
                 tensor=partial(world.all_reduce, mine),
-                library=self.bare.all_reduce(theirs),
+                library=self.plain.all_reduce(theirs),
                 gloo=partial(dist.all_reduce, gloos),
                 memcpy=partial(np.copyto, dest.numpy(), source.numpy()),
             )
@@ -159,7 +160,7 @@ class _Contenders:
             }
             if self.adds_fp16:
                 theirs = _zeros(numel, torch.float16)
-                call, prepare = self.bare.all_reduce(theirs), partial(theirs.fill_, 0.5)
+                call, prepare = self.plain.all_reduce(theirs), partial(theirs.fill_, 0.5)
                 found["library"] = Contender(call, prepare, size >= _SINGLE_FROM)
             yield found
 
@@ -172,7 +173,7 @@ class _Contenders:
             yield _contenders(
                 size,
                 arena=partial(world.reduce_scatter, out, x),
-                library=self.bare.reduce_scatter(their_out, theirs),
+                library=self.plain.reduce_scatter(their_out, theirs),
             )
 
     @contextmanager
@@ -182,11 +183,11 @@ class _Contenders:
         theirs = _zeros(numel)
         with self._arena(numel) as out:
             block = out[world.rank * each : (world.rank + 1) * each]
-            yield _contenders(size, arena=partial(world.all_gather, out, block), library=self.bare.all_gather(theirs))
+            yield _contenders(size, arena=partial(world.all_gather, out, block), library=self.plain.all_gather(theirs))
 
     def algorithms(self, memory: str) -> Callable[[int], Any]:
         """Every all_reduce algorithm that these ranks can use, on vectors in an arena or in private memory."""
-        names = [name for name in ALGORITHMS if name != ("two_level" if self.world.num_nodes == 1 else "shared")]
+        names = [name for name in ALGORITHMS.names if name != ("two_level" if self.world.num_nodes == 1 else "shared")]
 
         @contextmanager
         def make(size: int) -> Iterator[dict[str, Contender]]:
@@ -205,7 +206,7 @@ class _Contenders:
     def probes(self, size: int) -> Iterator[Probes]:
         arena = self.world.arena(max(self.world.size, size // 4))
         try:
-            yield Probes(self.world, self.bare, arena)
+            yield Probes(self.world, self.plain, arena)
         finally:
             arena.free()
 
@@ -225,7 +226,7 @@ def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
     for memory, name in (("arena", "algorithms"), ("private", "algorithms_private")):
         place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
         times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in result[name].items()}
-        rules[f"{place}/{world.size}"] = tuning.rules_from(times)
+        rules[tuning.key("all_reduce", place, world.size)] = tuning.rules_from(times)
     machine = tuning.this_machine()
     origin = f"measured {time.strftime('%Y-%m-%d')}"
     path = world.on_root(lambda: str(tuning.keep(machine, rules, origin)))

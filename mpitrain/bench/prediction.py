@@ -28,13 +28,14 @@ import torch
 from mpitrain.bench.timing import Contender, Times
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
-from mpitrain.comm.collectives.selection import ALGORITHMS, RING_SEGMENT, Setting, all_reduce_program
+from mpitrain.comm.collectives.all_reduce import ALGORITHMS, program_of
+from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
 
 if TYPE_CHECKING:
     from mpitrain.comm import Arena, Communicator
-    from mpitrain.comm.plain_mpi import Bare
+    from mpitrain.comm.plain_mpi import PlainMPI
 
 _FASTEST = 1e11  # bytes per second: what a difference too small to be measured is taken for
 _LEAST = 1e-8  # seconds
@@ -43,8 +44,8 @@ _LEAST = 1e-8  # seconds
 class Probes:
     """Measurements that give the figures of a `Machine`. arena: of the vector's size; each rank works on its block."""
 
-    def __init__(self, world: Communicator, bare: Bare, arena: Arena) -> None:
-        self.world, self.bare = world, bare
+    def __init__(self, world: Communicator, plain: PlainMPI, arena: Arena) -> None:
+        self.world, self.plain = world, plain
         block = arena.tensor.numel() // world.size
         mine = slice(world.rank * block, (world.rank + 1) * block)
         near = [r for r in range(world.size) if world.nodes[r] == world.node]
@@ -61,16 +62,16 @@ class Probes:
         tiny, landing = torch.zeros(2), torch.zeros(2)
         mine, theirs, few = self.block.numpy(), self.neighbour.numpy(), np.zeros(2, dtype=np.float32)
         calls: dict[str, Callable[[], object]] = {
-            "tiny": self.bare.exchange(landing, tiny, *self.near),
-            "exchange": self.bare.exchange(self.landing, self.message, *self.near),
+            "tiny": self.plain.exchange(landing, tiny, *self.near),
+            "exchange": self.plain.exchange(self.landing, self.message, *self.near),
             "step": partial(np.add, few, few, out=few),
             "add": partial(np.add, mine, theirs, out=mine),
             "copy": partial(np.copyto, theirs, mine),
-            "barrier": self.bare.node_barrier(),
+            "barrier": self.plain.node_barrier(),
         }
         if self.world.num_nodes > 1:
-            calls["far tiny"] = self.bare.exchange(landing, tiny, *self.far)
-            calls["far exchange"] = self.bare.exchange(self.landing, self.message, *self.far)
+            calls["far tiny"] = self.plain.exchange(landing, tiny, *self.far)
+            calls["far exchange"] = self.plain.exchange(self.landing, self.message, *self.far)
         return {name: Contender(call) for name, call in calls.items()}
 
     def machine(self, times: dict[str, Times]) -> Machine:
@@ -109,16 +110,16 @@ class Probes:
 def predicted(world: Communicator, size: int, machine: Machine) -> dict[str, float]:
     """Seconds of each algorithm for a vector of `size` bytes in an arena."""
     setting = Setting(size, size // 4, world.nodes, "arena")
-    names = [name for name in ALGORITHMS if name != ("two_level" if setting.one_node else "shared")]
-    found = {name: _seconds(all_reduce_program(name, setting), size, machine) for name in names if name != "mpi"}
-    bare = replace(machine, step=0.0)
+    names = [name for name in ALGORITHMS.names if name != ("two_level" if setting.one_node else "shared")]
+    found = {name: _seconds(program_of(name, setting), size, machine) for name in names if name != "mpi"}
+    instant = replace(machine, step=0.0)
     ranks, nodes = world.size, world.nodes
     textbook = (
         doubling_all_reduce(ranks, nodes),
         halving_all_reduce(ranks, 1, nodes),
         ring_all_reduce(ranks, 1, nodes),
     )
-    found["mpi"] = min(_seconds(program, size, bare) for program in textbook)
+    found["mpi"] = min(_seconds(program, size, instant) for program in textbook)
     return found
 
 

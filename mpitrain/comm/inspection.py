@@ -51,7 +51,7 @@ def hosts(world: Communicator) -> list[str]:
 
 def reads_neighbours(world: Communicator) -> bool:
     """Whether every rank may read and write the memory of those on its node. Collective."""
-    return world._operations.neighbours() is not None
+    return world.binder.neighbours() is not None
 
 
 def bandwidth(world: Communicator, other: int, seconds: float, nbytes: int = 4 << 20) -> float:

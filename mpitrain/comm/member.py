@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpitrain.comm.process.topology import Topology, library_name
-
-if TYPE_CHECKING:
-    from mpitrain.comm.collectives.operations import Operations
-    from mpitrain.comm.world import Process
 
 
 class Member:
-    """A rank of a communicator. label: the communicator's name in messages."""
+    """A rank of a communicator.
 
-    label: str
-    process: Process
-    _topology: Topology
-    _background: Operations | None
+    label: the communicator's name in messages. rank, size: this rank's number and the number of ranks. node,
+    num_nodes: likewise for nodes. local_rank, local_size: this rank's number among the communicator's ranks on its
+    node, and theirs. world_ranks: the number in the world of each rank.
+    """
+
+    def __init__(self, topology: Topology, label: str) -> None:
+        self._topology, self.label = topology, label
 
     @property
     def rank(self) -> int:
@@ -56,11 +53,6 @@ class Member:
     def library(self) -> str:
         """The MPI library and its version."""
         return library_name()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether operations begun with async_op make progress while this rank computes."""
-        return self._background is not None
 
     def __repr__(self) -> str:
         return f"Communicator({self.label!r}, rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes})"

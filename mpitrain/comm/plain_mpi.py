@@ -12,7 +12,7 @@ from mpitrain.comm.memory.buffers import MPI_TYPES
 from mpitrain.comm.runtime.ordering import Call
 
 
-class Bare:
+class PlainMPI:
     """Calls on the ranks of a communicator, for CPU tensors, which the calls keep alive. Collective to make."""
 
     def __init__(self, world: Communicator) -> None:

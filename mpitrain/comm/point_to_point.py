@@ -26,37 +26,36 @@ ANY_SOURCE = MPI.ANY_SOURCE
 _TAGS = 1 << 13  # more than there are messages under way between two ranks
 
 
-class PointToPoint(Member):
-    """Sends and receives, on an MPI communicator of their own: the caller's tags must not meet those of programs."""
+class PointToPoint:
+    """Sends and receives of one rank, on an MPI communicator of their own.
 
-    _messages: MPI.Intracomm
-    _message_record: Record
-    _sent = 0  # messages
+    The caller's tags must not meet those of programs.
+    """
 
-    def send(self, x: Any, dest: int, tag: int = 0) -> None:
-        """Send x to rank dest; may return before it is received."""
-        self.isend(x, dest, tag).wait()
+    def __init__(self, member: Member, comm: MPI.Intracomm, record: Record, *, cuda_aware: bool) -> None:
+        """member: the rank. comm: a duplicate of its communicator, for messages alone. record: where waits are seen.
 
-    def recv(self, x: Any, source: int, tag: int = 0) -> None:
-        """Receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
-        self.irecv(x, source, tag).wait()
+        cuda_aware: whether MPI reads and writes device memory.
+        """
+        self._member, self._messages, self._record, self._cuda_aware = member, comm, record, cuda_aware
+        self._sent = 0  # messages
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
         """Begin to send x, which must not change until the work is done."""
-        check_rank(self, dest)
+        check_rank(self._member, dest)
         tensor = self._near(as_tensor(x, written=False))
         self._sent += 1
         data_tag = _data_tags()[self._sent % _TAGS]
         header = np.array([_nbytes(tensor), data_tag])
         requests = [self._messages.Isend(header, dest, _checked(tag))]
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in _specs(tensor)]
-        awaited = (self.world_ranks[dest],)
-        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], self._message_record, awaited)
+        awaited = (self._member.world_ranks[dest],)
+        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], self._record, awaited)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
         if source != ANY_SOURCE:
-            check_rank(self, source)
+            check_rank(self._member, source)
         tensor = as_tensor(x)
         near = self._near(tensor, filled=False)
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
@@ -71,9 +70,10 @@ class PointToPoint(Member):
                 rank = statuses[0].source
                 if nbytes != _nbytes(near):
                     self._discard(nbytes, rank, data_tag)
+                    own = self._member
                     raise CommunicationError(
-                        f"{self.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
-                        f"{self.rank} expects {_nbytes(near)}; send and receive tensors of one size and type"
+                        f"{own.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
+                        f"{own.rank} expects {_nbytes(near)}; send and receive tensors of one size and type"
                     )
                 if specs := _specs(near):
                     return [self._messages.Irecv(spec, rank, data_tag) for spec in specs]
@@ -82,9 +82,9 @@ class PointToPoint(Member):
             return []
 
         requests = [self._messages.Irecv(header, source, _checked(tag))]
-        ranks = self.world_ranks
-        awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
-        return Messages(name, tensor, requests, proceed, self._message_record, awaited)
+        ranks = self._member.world_ranks
+        awaited = [r for r in ranks if r != ranks[self._member.rank]] if source == ANY_SOURCE else [ranks[source]]
+        return Messages(name, tensor, requests, proceed, self._record, awaited)
 
     def _discard(self, nbytes: int, source: int, tag: int) -> None:
         """Receive data that nobody can use: their sender may wait for that."""
@@ -96,7 +96,7 @@ class PointToPoint(Member):
         if not tensor.is_cuda:
             return tensor
         synchronize(tensor)
-        if self.process.cuda_aware:
+        if self._cuda_aware:
             return tensor
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)
 

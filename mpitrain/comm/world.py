@@ -19,7 +19,7 @@ from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import Share, find_share, spare_cores
 from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
 from mpitrain.comm.process.topology import discover, machine_key
-from mpitrain.comm.runtime.watchdog import Deaths, Watchdog
+from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.errors import EXIT_BAD_INPUT, InputError
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -31,7 +31,7 @@ class Process:
 
     cores: what this rank has of its node's. spare_cores: of the ranks that have fewest, cores that no rank computes on;
     negative: ranks that have none.
-    deaths: where the job is to go on without ranks that die (see `elastic`).
+    failures: where the job is to go on without ranks that die (see `elastic`).
     """
 
     arenas: ArenaIndex
@@ -42,19 +42,19 @@ class Process:
     spare_cores: int
     cuda_aware: bool
     debug: bool
-    deaths: Deaths | None = None
+    failures: FailureHandler | None = None
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """The communicator, which is new; noted where it may have to be given up."""
-        return comm if self.deaths is None else self.deaths.track(comm)
+        return comm if self.failures is None else self.failures.track(comm)
 
     def may_release(self, comm: MPI.Intracomm) -> bool:
         """Whether the ranks of a tracked communicator can still act together."""
-        return self.deaths is None or self.deaths.tracks(comm)
+        return self.failures is None or self.failures.tracks(comm)
 
     def release(self, comm: MPI.Intracomm) -> None:
         """Free a tracked communicator, unless it was given up with dead ranks. Collective."""
-        if self.deaths is None or self.deaths.forget(comm):
+        if self.failures is None or self.failures.forget(comm):
             comm.Free()
 
 

@@ -87,7 +87,7 @@ class BucketReduction:
             return self.sum(x, number, shapes, background=background)
         comm = self.comms[number % len(self.comms)]
         if defer:
-            work = comm.lagging_reduce_scatter(into, x, self.op)
+            work = comm.deferred_reduce_scatter(into, x, self.op)
             if work is not None:
                 return work
         return comm.reduce_scatter(into, x, self.op, async_op=background, reproducible=self.reproducible)

@@ -134,8 +134,8 @@ class Survivors(Callback):
         trainer.folder.log.info("lost %s; %s, this one is rank %d", list(loss.lost), left, self.everyone.rank)
         if not loss.is_main_part:
             raise TooFewLeft(
-                f"{left}, cut off from ranks {', '.join(map(str, loss.parted))}, which may go on; start the job again "
-                "when their nodes are back",
+                f"{left}, cut off from ranks {', '.join(map(str, loss.partitioned))}, which may go on; start the job "
+                "again when their nodes are back",
                 agreed=True,
             )
         well = time.monotonic() - self._well if self.trains else 0.0

@@ -23,8 +23,10 @@ from mpitrain.bench.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.bench.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
-from mpitrain.comm.collectives.tuning import Tuning, describe, keep, load, rules_from, table_path
-from mpitrain.comm.plain_mpi import Bare
+from mpitrain.comm.collectives import all_reduce
+from mpitrain.comm.collectives.setting import Setting
+from mpitrain.comm.collectives.tuning import Tuning, describe, keep, key, load, rules_from, table_path
+from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine, simulate
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -74,7 +76,9 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     assert str(path) in done.stdout
     written = Tuning.from_json(path.read_text())
     assert {key.rpartition("/")[2] for key in written.measured} == {"2"}
-    assert {"node arena", "node"} == {key.rpartition("/")[0].removesuffix(" crowded") for key in written.measured}
+    assert {"all_reduce node arena", "all_reduce node"} == {
+        key.rpartition("/")[0].removesuffix(" oversubscribed") for key in written.measured
+    }
     told = job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
     assert told.returncode == 0, told.stdout + told.stderr
     lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
@@ -171,35 +175,44 @@ def test_rules_change_half_way_and_only_for_a_clear_gain():
     rules = rules_from(times)
     assert rules[:-1] == ((8 * KIB, "mpi"),) and rules[-1][1] == "shared"
     assert describe(rules) == "mpi below 8 KiB, then shared"
-    table = Tuning({"node/2": rules}, "measured")
-    assert [table.algorithm("node", 2, n) for n in (0, 8 * KIB - 1, 8 * KIB, 1 << 40)] == ["mpi", "mpi"] + [
-        "shared"
-    ] * 2
+    table = Tuning({key("all_reduce", "node", 2): rules}, "measured")
+    assert [chosen(table, 2, n) for n in (0, 8 * KIB - 1, 8 * KIB, 1 << 40)] == ["mpi", "mpi"] + ["shared"] * 2
+
+
+def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
+    return table.algorithm(all_reduce.ALGORITHMS, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
 
 
 def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load("x").origin == "built-in"
     first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
-    assert keep("x", {"node/2": first}, "one") == table_path("x")
-    keep("x", {"node/4": second}, "two")
+    assert keep("x", {key("all_reduce", "node", 2): first}, "one") == table_path("x")
+    keep("x", {key("all_reduce", "node", 4): second}, "two")
     table = load("x")
     assert table.origin == "two"
-    assert table.algorithm("node", 2, 5) == "ring" and table.algorithm("node", 4, 500) == "tree"
-    assert table.is_measured("node", 2) and not table.is_measured("node", 8)
-    assert table.rules("node", 8) == Tuning().rules("node", 8)
+    assert chosen(table, 2, 5) == "ring" and chosen(table, 4, 500) == "tree"
+    assert table.is_measured("all_reduce", "node", 2) and not table.is_measured("all_reduce", "node", 8)
+    assert table.rules("all_reduce", "node", 8) == Tuning().rules("all_reduce", "node", 8)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"measured": {"node/2": [[5, "mpi"]]}, "origin": ""}',
-             '{"measured": {"node/2": [[4611686018427387904, "teleport"]]}, "origin": ""}'],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["", "[]", '{"measured": {"node/2": [[5, "mpi"]]}, "origin": ""}'])
 def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = table_path("x")
     path.parent.mkdir()
     path.write_text(text)
     assert load("x") == Tuning()
+
+
+def test_rules_of_an_algorithm_that_nobody_has_registered_are_passed_over():
+    table = Tuning.from_json('{"measured": {"all_reduce node/2": [[4611686018427387904, "teleport"]]}, "origin": ""}')
+    assert chosen(table, 2, 8) == chosen(Tuning(), 2, 8)
+
+
+def test_a_table_of_earlier_versions_is_one_of_all_reduce():
+    text = '{"measured": {"node arena crowded/2": [[4611686018427387904, "ring"]]}, "origin": ""}'
+    assert list(Tuning.from_json(text).measured) == ["all_reduce node arena oversubscribed/2"]
 
 
 # -- prediction ----------------------------------------------------------------------------------------------
@@ -231,8 +244,8 @@ def test_ranks_without_a_core_wait_only_for_those_that_work():
 
 @pytest.mark.ranks(2, 3)
 def test_the_probes_give_speeds_and_an_order_of_the_algorithms(world):
-    bare, arena = Bare(world), world.arena(64 * KIB)
-    probes = Probes(world, bare, arena)
+    plain, arena = PlainMPI(world), world.arena(64 * KIB)
+    probes = Probes(world, plain, arena)
     machine = probes.machine(interleaved(world, probes.contenders(), repeats=3))
     for speed in (machine.local_bandwidth, machine.copy_rate, machine.reduce_rate):
         assert 1e6 < speed < 1e13
@@ -241,7 +254,7 @@ def test_the_probes_give_speeds_and_an_order_of_the_algorithms(world):
     assert set(seconds) == {"mpi", "ring", "tree", "halving", "shared"} and min(seconds.values()) > 0
     assert seconds["mpi"] < seconds["ring"]
     arena.free()
-    bare.free()
+    plain.free()
 
 
 # -- reports -------------------------------------------------------------------------------------------------

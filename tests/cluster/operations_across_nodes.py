@@ -5,6 +5,7 @@ Started by test_several_nodes.py on three hosts, or by hand: python tests/cluste
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 import mpitrain as mt
+from mpitrain.comm.collectives import all_reduce
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
 from reference import DTYPES, assert_equal, meaningful, reduced, values
@@ -105,8 +107,8 @@ def main(nodes: int) -> None:
     reductions(world, arena)
     movements(world)
     groups(world)
-    setting = world._operations.setting(arena.tensor)
-    chosen = world.process.tuning.algorithm(setting.place, setting.size, 16 << 20)
+    setting = dataclasses.replace(world.binder.setting(arena.tensor), nbytes=16 << 20)
+    chosen = world.process.tuning.algorithm(all_reduce.ALGORITHMS, setting)
     world.barrier()
     if world.rank == 0:
         print(f"{world.size} ranks on {world.num_nodes} nodes agree; 16 MiB by {chosen}", flush=True)

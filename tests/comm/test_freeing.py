@@ -27,9 +27,9 @@ def every_kind_of_operation(comm) -> None:
     received.wait()
     if comm.size > 1:
         arena = comm.arena(16 * comm.size)
-        lagging = comm.lagging_reduce_scatter(torch.empty(16), arena.tensor)
-        if lagging is not None:
-            lagging.release()
+        work = comm.deferred_reduce_scatter(torch.empty(16), arena.tensor)
+        if work is not None:
+            work.release()
         arena.free()
 
 

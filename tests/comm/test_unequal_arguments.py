@@ -78,17 +78,17 @@ def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arg
 
 
 @MANY
-def test_a_lagging_reduce_scatter_compares_what_it_sums(world, plain):
+def test_a_deferred_reduce_scatter_compares_what_it_sums(world, plain):
     x = plain.arena(world.size * 6000)
     x.tensor.fill_(1.0)
     out, odd = torch.zeros(6000), world.rank == 0
     for numel, op in ((6000, "max" if odd else "sum"), (5000 if odd else 6000, "sum")):
-        work = plain.lagging_reduce_scatter(out[:numel], x.tensor[: world.size * numel], op)
+        work = plain.deferred_reduce_scatter(out[:numel], x.tensor[: world.size * numel], op)
         with pytest.raises(CommunicationError, match="ranks call different operations: rank"):
             work.wait()
         work.release()
         assert bool((out == 0).all())
-    plain.lagging_reduce_scatter(out, x.tensor).release()
+    plain.deferred_reduce_scatter(out, x.tensor).release()
     assert bool((out == world.size).all())
     x.free()
 
@@ -96,8 +96,8 @@ def test_a_lagging_reduce_scatter_compares_what_it_sums(world, plain):
 @MANY
 def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays_out(world, plain):
     plain.all_reduce(torch.ones(3))
-    register = plain._operations._register
-    sign = {said: register.signing(said, meets=False, together=True) for said in ("this", "that", "next")}
+    register = plain.binder._register
+    sign = {said: register.signature(said, meets=False, together=True) for said in ("this", "that", "next")}
     if world.rank == 0:
         sign["this"]()
     world.barrier()
@@ -115,7 +115,7 @@ def test_whoever_comes_to_another_operation_than_a_rank_before_says_so_and_stays
     if world.rank:
         with pytest.raises(CommunicationError, match="rank 0 has gone on to next"):
             sign["this"]()
-        register._last += 1 << 28
+        register.last[0] += 1 << 28
     world.barrier()
     x = torch.ones(5)
     plain.all_reduce(x)

@@ -37,7 +37,7 @@ _ALGORITHMS = {
     "all_reduce": ("auto", "mpi", "ring", "tree", "halving", *_MEETING),
     "reduce": ("auto", "mpi", "tree", "shared"),
     "reduce_scatter": ("auto", "mpi", "ring", "halving", "pairwise", "shared"),
-    "lagging reduce_scatter": ("shared",),
+    "deferred reduce_scatter": ("shared",),
     "broadcast": ("auto", "mpi", "tree", "shared"),
     "all_gather": ("auto", "mpi", "ring", "halving", "shared"),
     "gather": ("mpi",),
@@ -63,7 +63,7 @@ class Arguments:
     @property
     def meets(self) -> bool:
         """Whether ranks touch each other's memory for certain."""
-        if self.operation == "lagging reduce_scatter":
+        if self.operation == "deferred reduce_scatter":
             return False  # they do, but find out in messages
         return self.algorithm == "shared" or (self.algorithm == "two_level" and not self.reproducible)
 
@@ -98,7 +98,9 @@ def case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Ar
         return [name for name in _ALGORITHMS[operation] if not meeting or name in _MEETING]
 
     def draw() -> Arguments:
-        operation = chance.choice([name for name in _ALGORITHMS if known(name) and not (meeting and "lag" in name)])
+        operation = chance.choice(
+            [name for name in _ALGORITHMS if known(name) and not (meeting and "deferred" in name)]
+        )
         algorithm = chance.choice(known(operation))
         return Arguments(
             operation,
@@ -107,7 +109,7 @@ def case(seed: int, number: int, size: int, *, meeting: bool = False) -> list[Ar
             op=chance.choice(["sum", "max", "product"]),
             root=chance.randrange(size),
             algorithm=algorithm,
-            place=chance.choice(["first", "second"] if "lag" in operation else ["guarded", "guarded", "first"]),
+            place=chance.choice(["first", "second"] if "deferred" in operation else ["guarded", "guarded", "first"]),
             offset=64 * chance.randrange(64),
             reproducible=operation == "all_reduce" and algorithm != "two_level" and chance.random() < 0.2,
         )
@@ -200,8 +202,8 @@ class Cases:
             comm.reduce(whole, root, mine.op, mine.algorithm)
         elif mine.operation == "reduce_scatter":
             comm.reduce_scatter(block, whole, mine.op, mine.algorithm)
-        elif mine.operation == "lagging reduce_scatter":
-            work = comm.lagging_reduce_scatter(block, whole, mine.op)
+        elif mine.operation == "deferred reduce_scatter":
+            work = comm.deferred_reduce_scatter(block, whole, mine.op)
             if work is not None:
                 work.release()
         elif mine.operation == "broadcast":

@@ -74,11 +74,11 @@ def test_tensor_groups_stay_inside_their_nodes_where_ranks_were_lost():
 
 
 def test_of_two_parts_that_were_cut_apart_only_one_goes_on():
-    assert Loss(lost=(2, 3), left=(0, 1, 4, 5), parted=(2, 3)).is_main_part
-    assert not Loss(lost=(0, 1, 4, 5), left=(2, 3), parted=(0, 1, 4, 5)).is_main_part
-    assert Loss(lost=(2, 3), left=(0, 1), parted=(2, 3)).is_main_part
-    assert not Loss(lost=(0, 1), left=(2, 3), parted=(0, 1)).is_main_part
-    assert Loss(lost=(0, 1, 2), left=(3,), parted=()).is_main_part  # dead for certain
+    assert Loss(lost=(2, 3), left=(0, 1, 4, 5), partitioned=(2, 3)).is_main_part
+    assert not Loss(lost=(0, 1, 4, 5), left=(2, 3), partitioned=(0, 1, 4, 5)).is_main_part
+    assert Loss(lost=(2, 3), left=(0, 1), partitioned=(2, 3)).is_main_part
+    assert not Loss(lost=(0, 1), left=(2, 3), partitioned=(0, 1)).is_main_part
+    assert Loss(lost=(0, 1, 2), left=(3,), partitioned=()).is_main_part  # dead for certain
 
 
 def test_shrinking_is_refused_at_start_where_ranks_cannot_die_alone(tmp_path):

@@ -43,3 +43,19 @@ def block_sizes(
             f"{whole_name} is one block per rank"
         )
     return blocks
+
+
+def unequal(counts: Sequence[int]) -> str:
+    """Block sizes in words, where the number of all elements does not tell them."""
+    return f"in blocks of {list(counts)}" if min(counts) != max(counts) else ""
+
+
+def if_unequal(counts: Sequence[int]) -> tuple[int, ...] | None:
+    """Block sizes for a key; None where all are equal, whose size the tensors tell."""
+    return tuple(counts) if min(counts) != max(counts) else None
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memories of two contiguous tensors have bytes in common."""
+    a_end, b_end = a.data_ptr() + a.numel() * a.element_size(), b.data_ptr() + b.numel() * b.element_size()
+    return a.data_ptr() < b_end and b.data_ptr() < a_end

@@ -1,47 +1,41 @@
-"""What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and the kept results.
+"""What every operation needs to bind a program to memory: arenas, staging, 16-bit data, and what ranks tell each other.
 
-One instance works on one MPI communicator from one thread. Bound programs are found again by the address,
-length and type of the caller's tensors, so a training loop binds each of its operations once; plans by length and
-type alone, so that tensors at new addresses only have to be bound.
-
-What was bound goes with the tensors' memory. If it stayed, its small objects would keep the C library from giving
-the place between them out again (glibc's aligned allocations ask for more than they leave): a loop that allocates
-its tensors anew each time would grow by one tensor at each operation.
+One instance works on one MPI communicator from one thread.
 """
 
 from __future__ import annotations
 
 import platform
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.selection import Setting
+from mpitrain.comm.collectives.cache import BoundCache, Ready, kept
+from mpitrain.comm.collectives.registry import Algorithm, Algorithms
+from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.board import ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.process.topology import Topology
-from mpitrain.comm.programs.program import Program
+from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.runtime import kernels, signatures
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
-from mpitrain.comm.runtime.signatures import Register
+from mpitrain.comm.runtime.signatures import Register, Signature
+from mpitrain.errors import InputError
 
-T = TypeVar("T")
-
-_KEPT = 512  # bound programs, and plans
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that
+CACHE_LINE = 64  # bytes: slices of different ranks meet at multiples of it
 WINDOW = 8 << 20  # bytes of staging memory per rank
+NOTHING = Compiled(())
 
 
 class Binder:
@@ -52,96 +46,84 @@ class Binder:
         topology: Topology,
         arenas: ArenaIndex,
         tuning: Tuning,
-        crowded: bool,
+        oversubscribed: bool,
     ) -> None:
-        """node: the communicator of this node's ranks of comm. crowded: some node has more ranks than cores."""
-        self.crowded = crowded
+        """node: the communicator of this node's ranks of comm. oversubscribed: some node has more ranks than cores."""
+        self.oversubscribed = oversubscribed
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
         self.nodes_shared = len(set(topology.nodes)) < topology.size  # whether some node has several ranks
-        self._bound: OrderedDict[Hashable, Compiled] = OrderedDict()
+        self.cache = BoundCache(arenas)
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self._plans: OrderedDict[Hashable, tuple[Program, Plan]] = OrderedDict()
-        self._ends: dict[Hashable, list[weakref.ref[torch.UntypedStorage]]] = {}  # for the keys of _bound
-        self._ended: list[Compiled] = []  # whose memory is gone, to be released by this instance's thread
-        self._generation = 0  # of the arenas, when the oldest entry of _bound was bound
         self._staging: Arena | None = None
         self._board: Arena | None = None  # the memory of `_rows`
         self._rows: Board | None = None
         self._register: Register | None = None
-        self._signings: OrderedDict[Hashable, Call] = OrderedDict()
+        self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
+
+    @property
+    def ready(self) -> dict[Hashable, Ready]:
+        return self.cache.ready
 
     def free(self) -> None:
         """Release what was bound, and the staging memory. Collective over the communicator."""
-        self._drop_bound()
+        self.cache.drop_all()
         for arena in (self._staging, self._board):
             if arena is not None:
                 arena.free()
         self._staging = self._board = self._rows = self._register = None
-        self._signings.clear()
+        self._signatures.clear()
 
     def bound(
         self,
         key: Hashable,
         bind: Callable[[], Compiled],
-        *tensors: torch.Tensor,
+        *tensors: torch.Tensor | None,
         said: Callable[[], str] | None = None,
         together: bool = True,
     ) -> Compiled:
-        """What was bound under the key, or else is now; kept as long as the tensors' memory, the newest _KEPT.
+        """What was bound under the key, or else is now; kept as long as the tensors' memory.
 
         said: the arguments of an operation that is to be signed for (`signed`), unless it is part of another.
         together: whether its ranks wait for each other, where there are any elements.
         """
-        if self._generation != self.arenas.generation:  # an address may mean other memory than before
-            self._drop_bound()
-        while self._ended:
-            self._ended.pop().free()
-        compiled = self._bound.get(key)
+        compiled = self.cache.find(key)
         if compiled is None:
             compiled = bind()
+            present = [tensor for tensor in tensors if tensor is not None]
             if said is not None and self.nodes_shared:
-                elements = any(tensor.numel() for tensor in tensors)
+                elements = any(tensor.numel() for tensor in present)
                 compiled = self.signed(said(), compiled, together=together and elements)
-            self._bound[key] = compiled
-            self._generation = self.arenas.generation  # binding may have made the staging arena
-            self._watch(key, tensors)
-            if len(self._bound) > _KEPT:
-                oldest, dropped = self._bound.popitem(last=False)
-                self._ends.pop(oldest, None)
-                dropped.free()
+            self.cache.keep(key, compiled, present)
         return compiled
 
-    def _watch(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
-        """Drop what was bound when memory that torch has allocated ends."""
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        ends = [weakref.ref(storage, partial(self._end, key)) for storage in storages if storage.resizable()]
-        if ends:
-            self._ends[key] = ends
+    # -- which program
 
-    def _end(self, key: Hashable, _: object) -> None:
-        """Called in whichever thread lets go of the memory; its operation is over, or it would hold on to it."""
-        self._ends.pop(key, None)
-        compiled = self._bound.pop(key, None)
-        if compiled is not None and compiled.has_requests:
-            self._ended.append(compiled)
+    def choose(self, algorithms: Algorithms, name: str, setting: Setting, otherwise: str = "mpi") -> str:
+        """The name of an algorithm; of "auto", the fastest by the tuning table that these ranks and data allow."""
+        if name != "auto":
+            return name
+        name = self.tuning.algorithm(algorithms, setting)
+        needs = algorithms[name]
+        if needs.one_node and not setting.one_node:
+            return otherwise
+        if needs.reach and not needs.stages and setting.memory != "arena" and self.neighbours() is None:
+            return otherwise
+        return name
 
-    def _drop_bound(self) -> None:
-        bound, self._bound = self._bound, OrderedDict()
-        self._ends.clear()
-        for compiled in (*bound.values(), *self._ended):
-            compiled.free()
-        self._ended.clear()
-        self._plans.clear()
-        self._generation = self.arenas.generation
+    def program(self, algorithm: Algorithm, setting: Setting) -> Program:
+        """The algorithm's program; the same object for the same setting."""
+        assert algorithm.program is not None
+        key = algorithm.program, setting
+        return self._programs.get(key) or kept(self._programs, key, algorithm.program(setting))
 
-    def program(self, make: Callable[..., Program], *args: Any, **options: Any) -> Program:
-        """What `make` gives for these arguments; the same object for the same ones."""
-        key = make, args, *options.items()
-        program = self._programs.get(key)
-        if program is None:
-            program = _kept(self._programs, key, make(*args, **options))
-        return program
+    def chosen_program(self, algorithms: Algorithms, name: str, x: torch.Tensor, **more: Any) -> Program:
+        """The program of the algorithm of that name, or of the fastest, on x; more: fields of the setting.
+
+        For operations all of whose algorithms are programs that reach no other rank's memory.
+        """
+        setting = self.setting(x, **more)
+        return self.program(algorithms[self.choose(algorithms, name, setting)], setting)
 
     # -- where the data are
 
@@ -153,15 +135,29 @@ class Binder:
         )
         return arena if reachable else None
 
-    def setting(self, x: torch.Tensor, reproducible: bool = False) -> Setting:
+    def setting(self, x: torch.Tensor, **more: Any) -> Setting:
+        """more: fields of the setting besides where x is and how large."""
         memory = "arena" if self.arena_of(x) is not None else "private"
         nbytes = x.numel() * x.element_size()
-        return Setting(nbytes, x.numel(), self.topology.nodes, memory, self.crowded, reproducible)
+        return Setting(nbytes, x.numel(), self.topology.nodes, memory, self.oversubscribed, **more)
 
     def reach(self, x: torch.Tensor) -> tuple[Arena | None, Neighbours | None]:
         """How neighbours get at each other's x: in an arena, else by the system, else (None, None) not at all."""
         arena = self.arena_of(x)
         return arena, None if arena is not None else self.neighbours()
+
+    def require_reach(
+        self, x: torch.Tensor, algorithms: Algorithms, name: str
+    ) -> tuple[Arena | None, Neighbours | None]:
+        """How neighbours get at each other's x, or an InputError where they do not."""
+        arena, neighbours = self.reach(x) if self.topology.num_nodes == 1 else (None, None)
+        if arena is None and neighbours is None:
+            raise InputError(
+                f"algorithm {name} of {algorithms.operation} needs all ranks on one node and the tensor in an arena; "
+                f"use {algorithms[name].instead}",
+                agreed=True,
+            )
+        return arena, neighbours
 
     def place(self, x: torch.Tensor) -> str:
         """Where x lies as far as it must lie there on all ranks of the node."""
@@ -207,11 +203,11 @@ class Binder:
         if self._register is None or self.node.size == 1:
             return compiled
         key = said, compiled.meets, together
-        signing = self._signings.get(key)
-        if signing is None:
-            signing = self._register.signing(said, meets=compiled.meets, together=together)
-            _kept(self._signings, key, signing)
-        return compiled.after(signing)
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._register.signature(said, meets=compiled.meets, together=together)
+            kept(self._signatures, key, signature)
+        return compiled.after(signature)
 
     def staging(self) -> Arena | None:
         """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
@@ -228,19 +224,31 @@ class Binder:
 
     # -- binding
 
-    def in_place(self, x: torch.Tensor, bounds: Sequence[int], neighbours: Neighbours | None = None) -> Layout:
+    def in_place(
+        self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, multiple: int = CACHE_LINE
+    ) -> Layout:
+        """x as the WORK of a program, in blocks of nearly equal length, which meet at multiples of `multiple` bytes."""
         arena, staging = self.arena_of(x), self._staging
         world = self.topology.world_ranks
+        bounds = even_bounds(x.numel(), program.blocks, max(1, multiple // x.element_size()))
         return Layout(
             x.dtype,
-            bounds,
+            chunk_bounds(bounds, program.segments),
             x.data_ptr(),
             x.data_ptr(),
             peers=self.peers(x, arena) if arena is not None else None,
             neighbours=neighbours,
             seen=x.data_ptr(),
             slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
+            inbox_bounds=self.cells(program, bounds),
         )
+
+    def cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
+        """Bounds of an inbox of contributions to this rank's own block, where there is one block a rank."""
+        if not program.inbox or program.segments > 1 or program.blocks != self.topology.size:
+            return ()
+        own = bounds[self.topology.rank + 1] - bounds[self.topology.rank]
+        return [i * own for i in range(program.inbox + 1)]
 
     def compile(
         self,
@@ -267,10 +275,10 @@ class Binder:
         fence: list[Call] = [*sync, self.node.Barrier, *sync] if fenced else []
         reduces = (reduction.op, reduction.dtype) if reduction is not None else None
         key = id(program), layout.shape, reduces, id(owner), fenced
-        known = self._plans.get(key)
+        known = self.cache.plans.get(key)
         if known is None:
             plan = Plan(program, self.comm, layout, reduction, fence)
-            known = _kept(self._plans, key, (program, plan))  # with the program, whose id stays its own
+            known = kept(self.cache.plans, key, (program, plan))  # with the program, whose id stays its own
         compiled = known[1].bind(layout)
         return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
 
@@ -301,14 +309,6 @@ class Binder:
             calls += [copying(staged, piece), inner, copying(piece, staged)]
             inners.append(inner)
         return Compiled(calls, inners)
-
-
-def _kept(among: OrderedDict[Hashable, T], key: Hashable, made: T) -> T:
-    """Keep what was made under the key; the oldest is dropped when there are too many."""
-    among[key] = made
-    if len(among) > _KEPT:
-        among.popitem(last=False)
-    return made
 
 
 def syncs(arena: Arena | None) -> list[Call]:

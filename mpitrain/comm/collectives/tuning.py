@@ -1,4 +1,4 @@
-"""Which algorithm is fastest at which size: built-in defaults, or a table measured on this machine.
+"""Which algorithm of an operation is fastest at which size: built-in defaults, or a table measured on this machine.
 
 `python -m mpitrain.bench collectives --tune` measures and writes the table, one file per kind of machine and
 MPI library, under $XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it; all ranks use the same.
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.selection import ALGORITHMS
+from mpitrain.comm.collectives.registry import Algorithms
+from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.process.topology import machine_key
 from mpitrain.storage.disk import read_plain
 
@@ -23,39 +24,60 @@ Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
 _NO_LIMIT = 1 << 62
 _CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
 
-# where the ranks and the data are -> rules in order of size; crowded: more ranks than cores
-_DEFAULTS: dict[str, tuple[Rule, ...]] = {
-    "node arena": ((12 * KIB, "mpi"), (_NO_LIMIT, "shared")),
-    "node arena crowded": ((32 * KIB, "mpi"), (_NO_LIMIT, "shared")),
-    "node": ((96 * KIB, "mpi"), (_NO_LIMIT, "shared")),
-    "node crowded": ((512 * KIB, "mpi"), (_NO_LIMIT, "shared")),
-    "node private crowded": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
-    "node private": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
-    "nodes arena crowded": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-    "nodes crowded": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-    "nodes single crowded": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
-    "nodes arena": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-    "nodes": ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
-    "nodes single": ((16 * MIB, "mpi"), (_NO_LIMIT, "ring")),
+_ALWAYS_MPI: tuple[Rule, ...] = ((_NO_LIMIT, "mpi"),)
+
+
+def _shared_from(in_arena: int, crowded_arena: int, ordinary: int, crowded: int) -> dict[str, tuple[Rule, ...]]:
+    """Rules of an operation that goes through the memory of one node from so many bytes on, and by MPI otherwise.
+
+    crowded, crowded_arena: with more ranks than cores.
+    """
+    limits = {"node arena": in_arena, "node arena oversubscribed": crowded_arena}
+    limits |= {"node": ordinary, "node oversubscribed": crowded}
+    return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in limits.items()}
+
+
+# operation -> where the ranks and the data are -> rules in order of size; elsewhere: MPI
+_DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
+    "all_reduce": {
+        **_shared_from(12 * KIB, 32 * KIB, 96 * KIB, 512 * KIB),
+        **dict.fromkeys(
+            ["nodes", "nodes arena", "nodes oversubscribed", "nodes arena oversubscribed"],
+            ((64 * KIB, "mpi"), (_NO_LIMIT, "two_level")),
+        ),
+        **dict.fromkeys(["nodes single", "nodes single oversubscribed"], ((16 * MIB, "mpi"), (_NO_LIMIT, "ring"))),
+    },
+    "reduce": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
+    "reduce_scatter": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
+    "broadcast": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
+    "all_gather": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
 }
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rules for all_reduce by place; `measured` overrides the defaults, keyed "place/ranks"."""
+    """Rules by operation and place; `measured` overrides the defaults, keyed "operation place/ranks"."""
 
     measured: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
     origin: str = "built-in"
 
-    def algorithm(self, place: str, ranks: int, nbytes: int) -> str:
-        """The algorithm for a vector of nbytes on `ranks` ranks at a place of `PLACES`."""
-        return next(name for limit, name in self.rules(place, ranks) if nbytes < limit)
+    def algorithm(self, algorithms: Algorithms, setting: Setting) -> str:
+        """The operation's fastest algorithm for a vector of the setting's size, ranks and place."""
+        rules = self.rules(algorithms.operation, setting.place, setting.size)
+        if any(name not in algorithms for _, name in rules):  # one that this job has not registered
+            rules = Tuning().rules(algorithms.operation, setting.place, setting.size)
+        if not rules:  # of an operation that is not in the table
+            return "mpi" if "mpi" in algorithms else algorithms.names[0]
+        return next(name for limit, name in rules if setting.nbytes < limit)
 
-    def rules(self, place: str, ranks: int) -> Sequence[Rule]:
-        return self.measured.get(f"{place}/{ranks}") or _DEFAULTS[place]
+    def rules(self, operation: str, place: str, ranks: int) -> Sequence[Rule]:
+        """In order of size; none for an operation that is not in the table."""
+        by_place = _DEFAULTS.get(operation)
+        otherwise = () if by_place is None else by_place.get(place, _ALWAYS_MPI)
+        return self.measured.get(key(operation, place, ranks)) or otherwise
 
-    def is_measured(self, place: str, ranks: int) -> bool:
-        return f"{place}/{ranks}" in self.measured
+    def is_measured(self, operation: str, place: str, ranks: int) -> bool:
+        return key(operation, place, ranks) in self.measured
 
     def to_json(self) -> str:
         return json.dumps({"origin": self.origin, "measured": {k: list(v) for k, v in self.measured.items()}})
@@ -66,19 +88,25 @@ class Tuning:
         try:
             values = json.loads(text)
             measured = {
-                key: tuple((int(limit), str(name)) for limit, name in rules)
+                _present(key): tuple((int(limit), str(name)) for limit, name in rules)
                 for key, rules in values["measured"].items()
             }
             if any(not rules or rules[-1][0] < _NO_LIMIT for rules in measured.values()):
                 raise ValueError("rules without an end")
-            if any(name not in ALGORITHMS for rules in measured.values() for _, name in rules):
-                raise ValueError("an algorithm that does not exist")
             return Tuning(measured, str(values["origin"]))
         except (LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a tuning table: {error}") from None
 
 
-PLACES = tuple(_DEFAULTS)
+def key(operation: str, place: str, ranks: int) -> str:
+    """Under which the table keeps what was measured."""
+    return f"{operation} {place}/{ranks}"
+
+
+def _present(key: str) -> str:
+    """A key as it is now written: the first tables knew all_reduce alone, and said crowded."""
+    key = key.replace(" crowded", " oversubscribed")
+    return f"all_reduce {key}" if key.startswith("node") else key
 
 
 def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:

@@ -53,7 +53,7 @@ def require() -> None:
         raise InputError("elastic.mode shrink needs an MPI with THREAD_MULTIPLE; use another MPI", agreed=True)
 
 
-class Deaths:
+class UlfmFailures:
     """Which ranks of the world died, and all communicators of this process, to be given up at once."""
 
     def __init__(
@@ -181,19 +181,19 @@ class Deaths:
 class Loss:
     """What became of a world. lost, left: numbers of ranks in MPI_COMM_WORLD.
 
-    parted: those of the lost that may be alive, cut off together with their nodes.
+    partitioned: those of the lost that may be alive, cut off together with their nodes.
     """
 
     lost: tuple[int, ...]
     left: tuple[int, ...]
-    parted: tuple[int, ...]
+    partitioned: tuple[int, ...]
 
     @property
     def is_main_part(self) -> bool:
         """Whether no other part of the world that is alive may take itself for what is left of the job."""
-        if len(self.left) != len(self.parted):
-            return len(self.left) > len(self.parted)
-        return min(self.left) < min(self.parted)
+        if len(self.left) != len(self.partitioned):
+            return len(self.left) > len(self.partitioned)
+        return min(self.left) < min(self.partitioned)
 
 
 def begin(world: Communicator) -> Communicator:
@@ -216,10 +216,10 @@ def begin(world: Communicator) -> Communicator:
     mpirun, silence = mpiruns[world.rank], min(_SILENCE, world.process.watchdog.timeout / 2)
     if world.num_nodes > 1 and mpirun and world.rank == mpiruns.index(mpirun):
         _warn_of(mpirun)
-    deaths = Deaths(world.nodes, neighbours, mpirun, silence, connections.find(world))
+    failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connections.find(world))
     comm = MPI.Intracomm(world._comm.Dup())
-    deaths.begin(comm, range(world.size))
-    made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, deaths)
+    failures.begin(comm, range(world.size))
+    made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, failures)
     _replace(world, made)
     return made
 
@@ -229,9 +229,9 @@ def ranks_died(world: Communicator, error: BaseException) -> bool:
 
     Any error counts: what an operation gave that was under way when a rank died may be anything.
     """
-    deaths = _deaths_of(world)
+    failures = _failures_of(world)
     deadline = time.monotonic() + (_NOTICE if _of_communication(error) else _MOMENT)
-    while not deaths.noticed():
+    while not failures.noticed():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -240,12 +240,12 @@ def ranks_died(world: Communicator, error: BaseException) -> bool:
 
 def noticed(world: Communicator) -> bool:
     """Whether a rank is known to have died. Not collective, and takes no time."""
-    return _deaths_of(world).noticed()
+    return _failures_of(world).noticed()
 
 
 def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
     """See `Witness`. lost: numbers in MPI_COMM_WORLD. Collective."""
-    return _deaths_of(world).witness.seconds_since(world, lost, otherwise)
+    return _failures_of(world).witness.seconds_since(world, lost, otherwise)
 
 
 def shrink(
@@ -256,13 +256,13 @@ def shrink(
     order: puts the ranks that are left, given by their nodes, into the order that they shall have; the same on all.
     Ranks that die meanwhile are left out as well. Nothing that was made from the old world is of use afterwards.
     """
-    deaths = _deaths_of(world)
-    before = deaths.processes
+    failures = _failures_of(world)
+    before = failures.processes
     record = world.process.watchdog.record("elastic")
-    record.begin("shrink", (), None)
+    record.begin("shrink", None)
     comm, made = MPI.Intracomm(world._comm), None
     while made is None:
-        deaths.give_up()
+        failures.give_up()
         try:
             comm = MPI.Intracomm(comm.Shrink())
         except MPI.Exception:
@@ -272,23 +272,23 @@ def shrink(
         ranks = [int(r) for r in MPI.Group.Translate_ranks(comm.group, range(comm.size), world._comm.group)]
         if order is not None:
             ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
-        deaths.begin(comm, [before[rank] for rank in ranks])
-        made = _agreed(comm, _try_to_make(comm, ranks, world, deaths))
+        failures.begin(comm, [before[rank] for rank in ranks])
+        made = _agreed(comm, _try_to_make(comm, ranks, world, failures))
     record.end()
-    left = deaths.processes
+    left = failures.processes
     lost = tuple(process for process in before if process not in left)
-    alive = {deaths.nodes[process] for process in left}
-    parted = tuple(process for process in lost if deaths.nodes[process] not in alive)
-    deaths.host_lost = deaths.host_lost or bool(parted)
-    deaths.kill(lost)  # one that was only stopped must not come back
+    alive = {failures.nodes[process] for process in left}
+    partitioned = tuple(process for process in lost if failures.nodes[process] not in alive)
+    failures.host_lost = failures.host_lost or bool(partitioned)
+    failures.kill(lost)  # one that was only stopped must not come back
     _replace(world, made)
-    return made, Loss(lost, left, parted)
+    return made, Loss(lost, left, partitioned)
 
 
 def leave(world: Communicator, code: int) -> None:
     """End this process; all ranks do. Without MPI_Finalize, which may wait for the dead."""
     world.process.watchdog.stop()
-    _leave(world._comm, _deaths_of(world), code)
+    _leave(world._comm, _failures_of(world), code)
 
 
 def partners(nodes: Sequence[int]) -> list[int]:
@@ -324,10 +324,10 @@ def _warn_of(mpirun: int) -> None:
         )
 
 
-def _deaths_of(world: Communicator) -> Deaths:
-    deaths = world.process.deaths
-    assert isinstance(deaths, Deaths), "begin() comes first"
-    return deaths
+def _failures_of(world: Communicator) -> UlfmFailures:
+    failures = world.process.failures
+    assert isinstance(failures, UlfmFailures), "begin() comes first"
+    return failures
 
 
 def _of_communication(error: BaseException | None) -> bool:
@@ -340,17 +340,19 @@ def _of_communication(error: BaseException | None) -> bool:
     return False
 
 
-def _try_to_make(comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, deaths: Deaths) -> Communicator | None:
+def _try_to_make(
+    comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, failures: UlfmFailures
+) -> Communicator | None:
     """A world of the ranks of `comm`; None when a rank died meanwhile. ranks: their numbers in the world before, in
     the order that they get."""
     numbers: dict[int, int] = {}
     nodes = tuple(numbers.setdefault(world.nodes[rank], len(numbers)) for rank in ranks)
     try:
         if list(ranks) != sorted(ranks):
-            comm = deaths.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
-        return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, deaths)
+            comm = failures.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
+        return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, failures)
     except MPI.Exception:
-        deaths.give_up()  # others may be waiting for this rank
+        failures.give_up()  # others may be waiting for this rank
         return None
 
 
@@ -362,12 +364,12 @@ def _agreed(comm: MPI.Intracomm, made: Communicator | None) -> Communicator | No
         return None
 
 
-def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, deaths: Deaths) -> Communicator:
-    faults = Faults(deaths.track(MPI.Intracomm(comm.Dup())), partial(_end, deaths), partial(_leave, comm, deaths))
-    asking = deaths.track(MPI.Intracomm(comm.Dup()))
-    watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, deaths)
+def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, failures: UlfmFailures) -> Communicator:
+    faults = Faults(failures.track(MPI.Intracomm(comm.Dup())), partial(_end, failures), partial(_leave, comm, failures))
+    asking = failures.track(MPI.Intracomm(comm.Dup()))
+    watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, failures)
     faults.before_leaving = watchdog.stop_with_all
-    process = replace(before.process, arenas=ArenaIndex(), watchdog=watchdog, faults=faults, deaths=deaths)
+    process = replace(before.process, arenas=ArenaIndex(), watchdog=watchdog, faults=faults, failures=failures)
     return Communicator(comm, topology, process, "world")
 
 
@@ -380,19 +382,19 @@ def _replace(old: Communicator, new: Communicator) -> None:
     of_process.replace(new)
 
 
-def _end(deaths: Deaths, code: int) -> None:
+def _end(failures: UlfmFailures, code: int) -> None:
     """End this process so that the others notice: they would wait for one that ends with an exit code."""
     sys.stdout.flush()
-    deaths.free_mpirun()
+    failures.free_mpirun()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave(comm: MPI.Intracomm, deaths: Deaths, code: int) -> None:
+def _leave(comm: MPI.Intracomm, failures: UlfmFailures, code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with suppress(MPI.Exception):
         comm.Barrier()
-    deaths.free_mpirun(comm.rank)
-    if not deaths.may_exit(code):
+    failures.free_mpirun(comm.rank)
+    if not failures.may_exit(code):
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from itertools import count
 from math import prod
 from typing import Any
@@ -22,10 +23,10 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.memory.buffers import DTYPES, LARGEST_COUNT, memory_at, tensor_at
+from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import InputError
 
 _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
-SHARED_MEMORY = "/dev/shm"
 _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
 
 
@@ -89,6 +90,18 @@ class ArenaIndex:
         self.numbers = count(1)  # of those that this process is the first rank of
         self.warned = False  # that there is no room in shared memory
         self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
+        self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have a method called whenever the generation changes, as long as its object lives."""
+        self._watchers.append(weakref.WeakMethod(changed, self._watchers.remove))
+
+    def _change(self) -> None:
+        self.generation += 1
+        for watcher in list(self._watchers):
+            changed = watcher()
+            if changed is not None:
+                changed()
 
     def add(self, arena: Arena, *, for_tensors: bool) -> None:
         """for_tensors: whether `find` finds it."""
@@ -96,13 +109,13 @@ class ArenaIndex:
             self._windows[arena.name] = arena.window
         if for_tensors:
             self._arenas.append(arena)
-            self.generation += 1
+            self._change()
 
     def forget(self, arena: Arena) -> None:
         self._windows.pop(arena.name, None)
         if arena in self._arenas:
             self._arenas.remove(arena)
-            self.generation += 1
+            self._change()
 
     def free_windows(self) -> None:
         """Release all memory, at the end of the program. Collective over all ranks, each of which has come there.

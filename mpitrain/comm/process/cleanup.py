@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.comm.memory.arena import SHARED_MEMORY
+from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 
 _SEGMENT = re.compile(r"(sm_segment|vader_segment|osc_sm)\..+|(mpich_shm|ucx_shm_posix)_.+|mpich_shar_tmp.+")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
+SHARED_MEMORY = "/dev/shm"  # of a node
+
 
 @dataclass(frozen=True)
 class Topology:

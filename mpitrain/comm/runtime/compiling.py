@@ -2,7 +2,7 @@
 
 A plan knows sizes and no addresses, so that a caller whose tensors lie elsewhere each time pays for binding alone:
 a view and a call for each chunk. A receive to be reduced lands in scratch memory; while it is added, the next
-messages are already posted, as far as they touch other chunks (`Schedule`).
+messages are already posted, as far as they touch other chunks (`CallOrder`).
 
 A chunk of WORK is read where it currently is: at first in the caller's input, and after it was written
 once, in the output. So nothing is copied before the first reduction, and inputs stay as they were.
@@ -45,7 +45,7 @@ from mpitrain.comm.runtime.executor import (
     Place,
 )
 from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, Region, Schedule
+from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, CallOrder, Region
 
 _LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
 
@@ -63,7 +63,7 @@ class Plan:
     ) -> None:
         """comm: its ranks are the program's. layout: one of the shape. fence: the calls of a `Fence`."""
         compiled = _Compiler(program, comm.rank, layout, reduction, fence)
-        self._comm, self._makers = comm, compiled.schedule.entries()
+        self._comm, self._makers = comm, compiled.order.entries()
         self._scratch, self._transfers, self._locals = compiled.scratch, compiled.transfers, compiled.locals
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
@@ -88,7 +88,7 @@ class _Compiler:
         self.item = layout.dtype.itemsize
         in_place = layout.source == layout.target
         self.moved = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.schedule = Schedule[Maker]()
+        self.order = CallOrder[Maker]()
         self.scratch: list[torch.Tensor] = []
         self.exchanges = 0
         self.steps = list(program.steps(self.rank))
@@ -183,7 +183,7 @@ class _Compiler:
         if sends:
             reads.append(_region(step.send))
             messages.append(Message(True, self._place(self.rank, step.send, leaving), to))
-        self.schedule.exchange(
+        self.order.exchange(
             partial(executor.start, number, messages), partial(executor.wait, number, messages), reads, writes
         )
         if not receives:
@@ -194,7 +194,7 @@ class _Compiler:
             into = self._place(self.rank, step.recv, arriving, written=True)
             region = _region(step.recv)
             make = partial(executor.combine, self.reduction, [current, landing], into, False, None)
-            self.schedule.local(make, [(SCRATCH, slot, slot + 1), region], [region])
+            self.order.local(make, [(SCRATCH, slot, slot + 1), region], [region])
         self._mark(step.recv)
 
     def _landing(self, slot: int) -> int:
@@ -207,12 +207,12 @@ class _Compiler:
     def _fence(self) -> None:
         self.met += 1
         if self.met == 1:
-            self.schedule.barrier(executor.publish)
-        self.schedule.barrier(lambda binding: self.fence)
+            self.order.barrier(executor.publish)
+        self.order.barrier(lambda binding: self.fence)
         if self.met == 1:
-            self.schedule.barrier(executor.compare)
+            self.order.barrier(executor.compare)
         if self.met == self.meetings:
-            self.schedule.barrier(executor.withdraw)
+            self.order.barrier(executor.withdraw)
 
     def _is_remote(self, owner: int, span: Span) -> bool:
         return owner != self.rank and span.memory == WORK and self.transfers is not None
@@ -257,7 +257,7 @@ class _Compiler:
         if len(parts) > 1 or len(present) == 1:
             makers.append(partial(executor.combine, self.reduction, parts, into, step.tree, scale))
         for make in makers:
-            self.schedule.local(make, [_region(span) for _, span in present], [_region(step.into)])
+            self.order.local(make, [_region(span) for _, span in present], [_region(step.into)])
         self._mark(step.into)
 
     def _copy(self, step: Copy) -> None:
@@ -274,7 +274,7 @@ class _Compiler:
         else:
             of = self._place(source, step.of, numel)
             make = partial(executor.copy, self._place(dest, step.into, numel, written=True), of)
-        self.schedule.local(make, [_region(step.of)], [_region(step.into)])
+        self.order.local(make, [_region(step.of)], [_region(step.into)])
         if dest == self.rank:
             self._mark(step.into)
 
@@ -282,7 +282,7 @@ class _Compiler:
         _, numel = self._elements(step.span)
         if numel and self._scale is not None:
             make = partial(executor.scale, self._place(self.rank, step.span, numel), self._scale)
-            self.schedule.local(make, [_region(step.span)], [_region(step.span)])
+            self.order.local(make, [_region(step.span)], [_region(step.span)])
 
     def _bring_home(self) -> None:
         """Blocks this rank must end with that were never written are still in the caller's input: copy them."""

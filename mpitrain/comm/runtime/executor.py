@@ -103,6 +103,11 @@ class Compiled:
             for call in self._calls:
                 call()
 
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """What running it calls."""
+        return (self,) if self._computes else self._calls
+
     def after(self, call: Call) -> Compiled:
         """The same, with a call before it. This one must not be used any more."""
         return Compiled((call, *self._calls), self._keeps, self._requests, self._computes, self._meets)

@@ -38,7 +38,7 @@ def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:
     return any(m == n and lo < end and start < hi for m, lo, hi in a for n, start, end in b)
 
 
-class Schedule(Generic[T]):
+class CallOrder(Generic[T]):
     def __init__(self) -> None:
         self._entries: list[_Entry[T]] = []
 

@@ -3,7 +3,7 @@
     word of each rank   | number of the operation | digest of its arguments |
 
 A rank writes its own word and then looks at the others'. Where one of them has signed the same number for something
-else, the ranks have parted, and this rank, which came later, raises instead of going on. So two ranks never exchange
+else, the ranks have diverged, and this rank, which came later, raises instead of going on. So two ranks never exchange
 data for different arguments: some MPI libraries would write a message that is too long behind the memory it is for,
 and all of them take one type for another.
 
@@ -12,7 +12,6 @@ Ranks that meet at a fence anyway leave it to the `board`, where all of them fin
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.errors import CommunicationError
 
-_STEP = 1 << 28  # a word is number * _STEP + digest
+STEP = 1 << 28  # a word is number * STEP + digest
 _MEETS = 1  # the bit of a digest that says that the ranks meet at a fence
 _TEXT = 128  # bytes of an entry of the directory: a digest and what it stands for
 _ENTRIES = 31
@@ -32,7 +31,11 @@ NBYTES = (1 + _ENTRIES) * _TEXT  # of a rank's memory: the word, and the directo
 
 
 class Register:
-    """Where the ranks of a node sign, for the operations of one communicator."""
+    """Where the ranks of a node sign, for the operations of one communicator.
+
+    own, others: this rank's word and the others', each the one element of what is indexed. last: the number of this
+    rank's last operation, times STEP; the one element of a list.
+    """
 
     def __init__(
         self, ranks: Sequence[int], own: int, memory: Callable[[int], int], synchronize: Sequence[Call]
@@ -43,56 +46,55 @@ class Register:
         """
         self._ranks, self._rank, self._synchronize = ranks, own, synchronize
         areas = {rank: tensor_at(memory(rank), NBYTES, torch.uint8).numpy() for rank in ranks}
-        self._words = {rank: (ctypes.c_uint64 * 1).from_address(area.ctypes.data) for rank, area in areas.items()}
-        self._others = [word for rank, word in self._words.items() if rank != own]
+        self._words = {rank: area.data[:8].cast("Q") for rank, area in areas.items()}
+        self.own, self.others = self._words[own], [word for rank, word in self._words.items() if rank != own]
+        self.last = [0]
         self._directories = {rank: area[_TEXT:].reshape(_ENTRIES, _TEXT) for rank, area in areas.items()}
         self._signed = 0  # texts in the directory so far
-        self._last = 0  # number of this rank's last operation, times _STEP
         lock = threading.Lock()
         self._acquire, self._release = lock.acquire, lock.release
 
-    def signing(self, said: str, *, meets: bool, together: bool) -> Call:
-        """A call that signs for an operation. Raises CommunicationError where another rank has signed for another.
+    def signature(self, said: str, *, meets: bool, together: bool) -> Signature:
+        """What signs for an operation when it is called.
 
         said: its arguments. meets: whether its ranks meet at a fence. together: whether no rank can complete it before
         all have begun it.
         """
-        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % _STEP
+        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % STEP
         digest = digest | _MEETS if meets else digest & ~_MEETS
         self._note(digest, said)
-        own, others = self._words[self._rank], self._others
-
-        def sign() -> None:
-            self._last = number = self._last + _STEP
-            own[0] = word = number + digest
-            for other in others:
-                if other[0] != word:
-                    self._look(number, digest, together)
-                    return
-
-        return sign
+        return Signature(self, digest, together)
 
     def _note(self, digest: int, said: str) -> None:
         text = digest.to_bytes(8, "little") + said.encode()[: _TEXT - 8].ljust(_TEXT - 8, b"\0")
         self._directories[self._rank][self._signed % _ENTRIES] = np.frombuffer(text, dtype=np.uint8)
         self._signed += 1
 
-    def _look(self, number: int, digest: int, together: bool) -> None:
-        """Raise CommunicationError if another rank is in another operation of this number, or has left this one."""
-        self._acquire()  # of two ranks that come at once, one at least must see what the other has written: taking a
-        self._release()  # lock keeps the processor from reading before its own word is seen
+    def look(self, number: int, digest: int, together: bool) -> None:
+        """Raise CommunicationError if another rank is in another operation of this number, or has left this one.
+
+        Of two ranks that come at once, one at least must see what the other has written: taking a lock keeps the
+        processor from reading before its own word is seen.
+        """
+        self._acquire()
+        self._release()
         for call in self._synchronize:
             call()
         word = number + digest
-        if all(other[0] == word or other[0] < number for other in self._others):
-            return
+        for other in self.others:
+            theirs = other[0]
+            if theirs != word and theirs >= number:
+                self._raise(number, digest, together)
+                return
+
+    def _raise(self, number: int, digest: int, together: bool) -> None:
         wrong: list[str] = []
         for rank in self._ranks:
             word = self._words[rank][0]
-            if word >= number + _STEP and together:
-                wrong.append(f"rank {rank} has gone on to {self._text(rank, word % _STEP)}")
-            elif number <= word < number + _STEP and word % _STEP != digest and not word & digest & _MEETS:
-                wrong.append(f"rank {rank}: {self._text(rank, word % _STEP)}")
+            if word >= number + STEP and together:
+                wrong.append(f"rank {rank} has gone on to {self._text(rank, word % STEP)}")
+            elif number <= word < number + STEP and word % STEP != digest and not word & digest & _MEETS:
+                wrong.append(f"rank {rank}: {self._text(rank, word % STEP)}")
         if wrong:
             mine = f"rank {self._rank}: {self._text(self._rank, digest)}"
             raise CommunicationError(
@@ -105,3 +107,21 @@ class Register:
             if int.from_bytes(entry[:8].tobytes(), "little") == digest:
                 return entry[8:].tobytes().rstrip(b"\0").decode(errors="replace")
         return "another operation"
+
+
+class Signature:
+    """Signs for an operation. Raises CommunicationError where another rank has signed for another."""
+
+    __slots__ = ("digest", "register", "together")
+
+    def __init__(self, register: Register, digest: int, together: bool) -> None:
+        self.register, self.digest, self.together = register, digest, together
+
+    def __call__(self) -> None:  # `repeating.repeated` does the same
+        register = self.register
+        register.last[0] = number = register.last[0] + STEP
+        register.own[0] = word = number + self.digest
+        for other in register.others:
+            if other[0] != word:  # not here yet, or elsewhere
+                register.look(number, self.digest, self.together)
+                return

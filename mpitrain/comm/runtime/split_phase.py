@@ -72,12 +72,11 @@ class Meeting:
         self._idle.clear()
 
 
-class Lagging(Work):
+class DeferredReduceScatter(Work):
     """Begun when it is made: x is complete on this rank. `wait` in the order of beginning."""
 
     def __init__(
         self,
-        name: str,
         out: torch.Tensor,
         x: torch.Tensor,
         body: Call,
@@ -90,7 +89,8 @@ class Lagging(Work):
         """body: sums the share, once all have told. said: the arguments, which must be the same on all ranks.
         sync: makes x's memory seen, before telling and after waiting. record: where a wait is to be seen.
         """
-        self._name, self._x, self._body, self._sync, self._record = name, x, body, sync, record
+        self._name = "deferred reduce_scatter"
+        self._x, self._body, self._sync, self._record = x, body, sync, record
         self._out = out  # written by the body, which knows its address alone
         self._meetings, self._row = (complete, read), row_of(0, said)
         self._synchronize()

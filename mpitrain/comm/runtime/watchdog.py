@@ -55,8 +55,7 @@ class Record:
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "dtype", "key", "label", "limited", "members", "name", "sequence", "shape", "since",
-        "thread",
+        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "sequence", "since", "tensor", "thread",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
@@ -65,35 +64,34 @@ class Record:
         self.limited = False
         self.sequence = 0
         self.name = ""
-        self.shape: Sequence[int] = ()
-        self.dtype: torch.dtype | None = None
+        self.tensor: torch.Tensor | None = None  # the operation's, as long as it lasts
         self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
         self.thread = 0
 
-    def begin(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
-        """dtype: None for an operation on no data."""
+    def begin(self, name: str, tensor: torch.Tensor | None) -> None:
+        """tensor: None for an operation on no data."""
         self.sequence += 1
-        self.name, self.shape, self.dtype = name, shape, dtype
+        self.name, self.tensor = name, tensor
         self.thread = threading.get_ident()
         self.since = time.monotonic()
 
     def end(self) -> None:
-        self.since = 0.0
+        self.since, self.tensor = 0.0, None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """An operation on no data."""
         self.awaited = ()
-        self.begin(name, (), None)
+        self.begin(name, None)
         try:
             yield
         finally:
             self.end()
 
     @contextmanager
-    def comparing(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Iterator[None]:
+    def comparing(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
         """The ranks compare what they are about to do; the operation itself has not begun."""
-        self.begin(f"before {name}", shape, dtype)
+        self.begin(f"before {name}", tensor)
         try:
             yield
         finally:
@@ -101,11 +99,12 @@ class Record:
             self.sequence -= 1
 
     def text(self) -> str:
-        data = f" of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}" if self.dtype is not None else ""
+        tensor = self.tensor
+        data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
         return f"{self.label}: {self.name} #{self.sequence}{data}"
 
 
-class Deaths(Protocol):
+class FailureHandler(Protocol):
     """What is done about ranks that died (`elastic`)."""
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -132,17 +131,17 @@ class Watchdog:
         comm: MPI.Intracomm,
         timeout: float,
         end_job: Callable[..., None],
-        deaths: Deaths | None = None,
+        failures: FailureHandler | None = None,
     ) -> None:
         """timeout: seconds an operation may take. end_job: prints a text and ends all ranks, with an exit code.
 
-        deaths: where the job goes on without ranks that died.
+        failures: where the job goes on without ranks that died.
         """
         self.timeout = timeout
         self._comm, self._rank = comm, comm.rank
         self._alone = MPI.Query_thread() != MPI.THREAD_MULTIPLE  # only the main thread may call MPI
         self._end_job = end_job
-        self._deaths = deaths
+        self._failures = failures
         self._references: list[weakref.ref[Record]] = []  # a record goes with the last that uses it
         self._made: Counter[tuple[str, Sequence[int]]] = Counter()
         self._departures = Departures(comm, lambda: self.records)
@@ -164,7 +163,7 @@ class Watchdog:
 
         code: the exit code, where it is known. Returns whether all ranks have come here.
         """
-        waits = self._thread.is_alive() and self._deaths is None and not MPI.Is_finalized()
+        waits = self._thread.is_alive() and self._failures is None and not MPI.Is_finalized()
         if waits:
             self._departures.wait_for_all(code)
         self.stop()
@@ -194,16 +193,16 @@ class Watchdog:
         return None
 
     def _watch(self) -> None:
-        pause = 0.5 if self._deaths is None else _LOOK
+        pause = 0.5 if self._failures is None else _LOOK
         while not self._stop.wait(min(pause, self.timeout / 4)):
             try:
-                if self._deaths is not None:
-                    self._deaths.look()
+                if self._failures is not None:
+                    self._failures.look()
                 if not self._alone:
                     self._answer_questions()
                     self._departures.look()
             except MPI.Exception:  # of communicators that were given up with their dead ranks
-                if self._deaths is None:
+                if self._failures is None:
                     raise
             late = self._late()
             if late is not None and not self._report(*late):
@@ -250,14 +249,14 @@ class Watchdog:
         try:
             places = self._ask()
         except MPI.Exception as error:
-            if self._deaths is None:
+            if self._failures is None:
                 raise
             self._end_job(f"{late}, and the other ranks cannot be asked: {error}")
             return False
         rank, size = self._comm.rank, self._comm.size
         spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
         if spoken:  # where the job goes on: before the silent are ended, with which the operation is not late any more
-            time.sleep(_PATIENCE if self._deaths is not None else 2 * _PATIENCE)
+            time.sleep(_PATIENCE if self._failures is not None else 2 * _PATIENCE)
         lines = [f"{late}; the ranks are at:"]
         for other in range(size):
             if other in places:
@@ -265,8 +264,8 @@ class Watchdog:
             else:
                 lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
         silent = [other for other in range(size) if other not in places]
-        early = self._deaths is not None and silent and seconds < 2 * self.timeout + _PATIENCE
-        if early and self._deaths is not None and self._deaths.end_silent(silent, list(places)):
+        early = self._failures is not None and silent and seconds < 2 * self.timeout + _PATIENCE
+        if early and self._failures is not None and self._failures.end_silent(silent, list(places)):
             if not spoken:
                 say("\n".join(lines))
             time.sleep(_PATIENCE)  # until the operation has failed

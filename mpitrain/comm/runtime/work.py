@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 
@@ -43,7 +43,7 @@ class Work:
 
 def seen(record: Record, name: str, tensor: torch.Tensor, act: Callable[[], object]) -> None:
     """Do something that may wait, for the watchdog to see. Raises CommunicationError where MPI fails."""
-    record.begin(name, tensor.shape, tensor.dtype)
+    record.begin(name, tensor)
     try:
         act()
     except MPI.Exception as error:
@@ -117,7 +117,7 @@ class Messages(Work):
         """Inside, somebody waits for it and stops by himself: only a rank that leaves concerns the watchdog."""
         record = self._record
         record.awaited, record.limited = self._awaited, True
-        record.begin(self._name, self._tensor.shape, self._tensor.dtype)
+        record.begin(self._name, self._tensor)
         try:
             yield
         finally:
@@ -222,8 +222,9 @@ class Worker:
             self.finish(last)
 
     @property
-    def idle(self) -> bool:
-        return not self._queue
+    def waiting(self) -> Sized:
+        """What is not complete yet; the same object all the time."""
+        return self._queue
 
     def close(self) -> None:
         self.drain()

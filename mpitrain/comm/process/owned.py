@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpitrain.comm.world import Process
 
 
-class Held:
+class OwnedCommunicators:
     """Those of one `Communicator`. Made and freed by all of its ranks in the same order."""
 
     def __init__(self, process: Process) -> None:

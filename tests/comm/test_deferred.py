@@ -40,7 +40,7 @@ def test_vectors_through_three_slots_are_reduced_whoever_is_late(world, op):
         slots[slot].tensor.copy_(values(world.rank, number, world.size))
         own = slots[slot].tensor[world.rank * LENGTH : (world.rank + 1) * LENGTH]
         out = own if number % 2 else torch.empty(LENGTH)  # in place, or elsewhere
-        readers[slot] = world.lagging_reduce_scatter(out, slots[slot].tensor, op)
+        readers[slot] = world.deferred_reduce_scatter(out, slots[slot].tensor, op)
         under_way.append((number, out, readers[slot]))
         if number == 7:  # other operations may come between
             world.barrier()
@@ -64,16 +64,16 @@ def test_a_wait_ends_with_an_error_when_the_other_rank_does_not_come_in_time(wor
     slot = world.arena(world.size * LENGTH)
     slot.tensor.fill_(world.rank + 1.0)
     out = torch.empty(LENGTH)
-    comm.lagging_reduce_scatter(out, slot.tensor).release()
+    comm.deferred_reduce_scatter(out, slot.tensor).release()
     out.zero_()
     if world.rank == 0:
-        work = comm.lagging_reduce_scatter(out, slot.tensor)
+        work = comm.deferred_reduce_scatter(out, slot.tensor)
         assert not work.done()
-        with pytest.raises(CommunicationError, match=r"lagging reduce_scatter is not complete after 0\.2 s"):
+        with pytest.raises(CommunicationError, match=r"deferred reduce_scatter is not complete after 0\.2 s"):
             work.wait(timeout=0.2)
     world.barrier()
     if world.rank == 1:
-        work = comm.lagging_reduce_scatter(out, slot.tensor)
+        work = comm.deferred_reduce_scatter(out, slot.tensor)
     work.release()
     assert (out == 3.0).all()
     world.barrier()
@@ -84,6 +84,6 @@ def test_a_wait_ends_with_an_error_when_the_other_rank_does_not_come_in_time(wor
 @pytest.mark.ranks(1, 2)
 def test_memory_that_is_not_shared_is_left_to_the_ordinary_operation(world):
     x = torch.zeros(world.size * LENGTH)
-    assert world.lagging_reduce_scatter(torch.empty(LENGTH), x) is None
+    assert world.deferred_reduce_scatter(torch.empty(LENGTH), x) is None
     with pytest.raises(InputError, match="reduce_scatter"):
-        world.lagging_reduce_scatter(torch.empty(LENGTH + 1), x)
+        world.deferred_reduce_scatter(torch.empty(LENGTH + 1), x)

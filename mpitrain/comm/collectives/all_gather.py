@@ -1,0 +1,164 @@
+"""all_gather: every rank gets the blocks of all ranks.
+
+rank 0   a               a b c
+rank 1      b       ->   a b c
+rank 2         c         a b c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+from torch import Tensor
+
+from mpitrain.comm.algorithms.halving import doubling_all_gather
+from mpitrain.comm.algorithms.ring import ring_all_gather
+from mpitrain.comm.algorithms.shared import shared_all_gather
+from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, unequal
+from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, segments_of
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, tensor_at
+from mpitrain.comm.programs.program import Program, chunk_bounds
+from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.work import Work
+
+
+def _ring(s: Setting) -> Program:
+    return ring_all_gather(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)
+
+
+def _halving(s: Setting) -> Program:
+    return doubling_all_gather(s.size, s.nodes)
+
+
+def _shared(s: Setting) -> Program:
+    return shared_all_gather(s.size)
+
+
+ALGORITHMS = Algorithms(
+    "all_gather",
+    {
+        "mpi": LIBRARY,
+        "ring": Algorithm(_ring),
+        "halving": Algorithm(_halving),
+        "shared": Algorithm(_shared, one_node=True, reach=True),
+    },
+)
+
+
+def all_gather(
+    comm: Dispatcher,
+    out: Any,
+    x: Any,
+    algorithm: str = "auto",
+    async_op: bool = False,
+    *,
+    counts: Sequence[int] | None = None,
+) -> Work | None:
+    """Gather every rank's x into every rank's out, one after the other in order of rank. Collective.
+
+    Args:
+        out: A contiguous tensor or array. x may be this rank's block of it.
+        x: This rank's block: a contiguous tensor or array.
+        algorithm: auto, mpi, ring, halving or shared, or one that was registered.
+        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+        counts: Elements of each rank's block; without it all are of x's length.
+
+    Shape:
+        out: sum(counts) elements. x: counts[rank] elements.
+
+    Raises:
+        InputError: The tensors cannot be communicated or do not fit together, or algorithm is not known or not
+            possible for them.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        whole, own = (out.data_ptr(), out.numel(), out.dtype), (x.data_ptr(), x.numel(), x.dtype)
+        ready = comm.ready["all_gather", whole, own, algorithm, counts]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous() and out.is_contiguous():
+            ready(out)
+            return None
+    into, of = as_tensor(out), as_tensor(x, written=False)
+    blocks = block_sizes(comm, "all_gather", of, into, counts, "x out")
+    in_place = of.data_ptr() == into.data_ptr() + sum(blocks[: comm.rank]) * of.element_size()
+    call = Invocation(
+        "all_gather",
+        lambda binder, into, of: bound(binder, into, of, blocks, algorithm),
+        (into, of),
+        (True, False),
+        key=_key(into, of, blocks, algorithm),
+        alike=(blocks, algorithm),
+        placed=(into if in_place else of) if ALGORITHMS.touch(algorithm) else None,
+    )
+    return comm.dispatch(call, async_op)
+
+
+def _key(out: Tensor, x: Tensor, blocks: Sequence[int], algorithm: str) -> tuple[object, ...]:
+    whole, own = (out.data_ptr(), out.numel(), out.dtype), (x.data_ptr(), x.numel(), x.dtype)
+    return "all_gather", whole, own, algorithm, if_unequal(blocks)
+
+
+def bound(
+    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int] | None = None, algorithm: str = "auto"
+) -> Compiled:
+    """The operation on a rank's memory. blocks: all equal, without any."""
+    blocks = blocks or [x.numel()] * binder.topology.size
+    said = partial(described, "all_gather", out.numel(), x.dtype, unequal(blocks))
+    bind = partial(_bind, binder, out, x, blocks, algorithm)
+    return binder.bound(_key(out, x, blocks, algorithm), bind, out, x, said=said, together=min(blocks) > 0)
+
+
+def _bind(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], algorithm: str) -> Compiled:
+    rank, item, bounds = binder.topology.rank, x.element_size(), offsets(blocks)
+    if bounds[-1] == 0:
+        return NOTHING
+    own = tensor_at(out.data_ptr() + bounds[rank] * item, blocks[rank], x.dtype)
+    place = [] if own.data_ptr() == x.data_ptr() or not blocks[rank] else [copying(own, x)]
+    if binder.topology.size == 1:
+        return Compiled(place)
+    read = x if place else out  # what neighbours would read
+    setting = replace(binder.setting(read, block=max(blocks) * item), nbytes=bounds[-1] * item, numel=bounds[-1])
+    if algorithm == "auto" and min(blocks) != max(blocks):
+        algorithm = "mpi"  # a rank with nothing would not find its x in the arena
+    name = binder.choose(ALGORITHMS, algorithm, setting)
+    if name == "mpi" and setting.nbytes > LARGEST_COUNT:
+        name = "ring"
+    chosen = ALGORITHMS[name]
+    if chosen.program is None:
+        return Compiled([*place, _by_library(binder, out, blocks)])
+    program = binder.program(chosen, setting)
+    layout = Layout(x.dtype, chunk_bounds(bounds, program.segments), out.data_ptr(), out.data_ptr())
+    if not chosen.reach:
+        inner = binder.compile(program, layout)
+        return Compiled([*place, inner], [inner])
+    arena, neighbours = binder.require_reach(read, ALGORITHMS, name)
+    # a neighbour's x is its block alone: its WORK begins as far before it as the block lies in out
+    before = (lambda r: bounds[r] * item) if place else (lambda r: 0)
+    layout = replace(layout, neighbours=neighbours, seen=read.data_ptr() - before(rank))
+    if arena is not None:
+        find = binder.peers(read, arena)
+        layout = replace(layout, peers=lambda r: find(r) - before(r))
+    where = binder.place(read) + " in place" * (read is out and arena is not None)
+    said = described("all_gather", bounds[-1], x.dtype, where, unequal(blocks))
+    inner = binder.compile(program, layout, None, arena, said=said)
+    return Compiled([*place, inner], [inner])
+
+
+def _by_library(binder: Binder, out: Tensor, blocks: Sequence[int]) -> Call:
+    """In place: the rank's own block already lies in out."""
+    comm, item = binder.comm, out.element_size()
+    if min(blocks) == max(blocks):
+        return partial(comm.Allgather, MPI.IN_PLACE, library.even_blocks(out.data_ptr(), blocks[0], comm.size, item))
+    return partial(comm.Allgatherv, MPI.IN_PLACE, library.uneven_blocks(out.data_ptr(), blocks, item))

@@ -1,0 +1,124 @@
+"""all_to_all: block r of every rank goes to rank r.
+
+rank 0   a0 b0 c0        a0 a1 a2
+rank 1   a1 b1 c1   ->   b0 b1 b2
+rank 2   a2 b2 c2        c0 c1 c2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpitrain.comm.algorithms.direct import direct_all_to_all
+from mpitrain.comm.collectives import all_reduce, library
+from mpitrain.comm.collectives.arguments import block_sizes
+from mpitrain.comm.collectives.binding import Binder, offsets
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
+from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.work import Work
+from mpitrain.errors import InputError
+
+ALGORITHMS = Algorithms(
+    "all_to_all",
+    {"mpi": LIBRARY, "direct": Algorithm(lambda s: direct_all_to_all(s.size, s.nodes))},
+)
+
+
+def all_to_all(
+    comm: Dispatcher,
+    out: Any,
+    x: Any,
+    async_op: bool = False,
+    *,
+    out_counts: Sequence[int] | None = None,
+    in_counts: Sequence[int] | None = None,
+) -> Work | None:
+    """Send block r of x to rank r; block s of out comes from rank s. Collective.
+
+    Args:
+        out: Where the blocks go: a contiguous tensor or array.
+        x: The blocks that leave: a contiguous tensor or array of out's type.
+        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+        out_counts: Elements of the blocks of out; without it all are equal.
+        in_counts: Elements of the blocks of x; without it all are equal.
+
+    Raises:
+        InputError: The tensors cannot be communicated or do not fit together.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    even = in_counts is None and out_counts is None
+    try:
+        whole = out.data_ptr(), out.numel(), out.dtype
+        ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
+    except NOT_READY:
+        pass
+    else:
+        if even and not async_op and x.is_contiguous() and out.is_contiguous():
+            ready(x)
+            return None
+    into, of = as_tensor(out), as_tensor(x, written=False)
+    received = block_sizes(comm, "all_to_all", None, into, out_counts, "x out")
+    sent = block_sizes(comm, "all_to_all", None, of, in_counts, "out x")
+    if into.dtype != of.dtype:
+        raise InputError(f"all_to_all: x is {of.dtype}, out is {into.dtype}; make them the same")
+    if even and into.numel() != of.numel():
+        raise InputError(f"all_to_all: x has {of.numel()} elements, out {into.numel()}; make them equal or give counts")
+    call = Invocation(
+        "all_to_all",
+        (lambda binder, of, into: bound(binder, into, of))
+        if even
+        else (lambda binder, of, into: _uneven(binder, into, of, received, sent)),
+        (of, into),
+        (False, True),
+        key=_key(into, of) if even else None,
+        alike=even,
+        uneven=not even,
+    )
+    return comm.dispatch(call, async_op)
+
+
+def _key(out: Tensor, x: Tensor) -> tuple[object, ...]:
+    return "all_to_all", x.data_ptr(), x.numel(), x.dtype, (out.data_ptr(), out.numel(), out.dtype)
+
+
+def bound(binder: Binder, out: Tensor, x: Tensor) -> Compiled:
+    """The operation on a rank's memory, in equal blocks."""
+    said = partial(described, "all_to_all", x.numel(), x.dtype)
+    return binder.bound(_key(out, x), lambda: _bind(binder, out, x), x, out, said=said)
+
+
+def _bind(binder: Binder, out: Tensor, x: Tensor) -> Compiled:
+    comm, item, size = binder.comm, x.element_size(), binder.topology.size
+    count = x.numel() // size
+    if x.numel() * item > LARGEST_COUNT:
+        return _directly(binder, out, x, [count] * size, [count] * size)
+    send, receive = (library.even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
+    return Compiled([partial(comm.Alltoall, send, receive)])
+
+
+def _uneven(binder: Binder, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Call:
+    """The ranks' sizes may differ, but they must choose alike, at each call anew."""
+    item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
+    all_reduce.bound(binder, largest, "max", "mpi")()
+    if int(largest) * item > LARGEST_COUNT:
+        compiled = _directly(binder, out, x, received, sent)
+    else:
+        send = library.uneven_blocks(x.data_ptr(), sent, item)
+        receive = library.uneven_blocks(out.data_ptr(), received, item)
+        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)])
+    return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
+
+
+def _directly(binder: Binder, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Compiled:
+    source, into = x.data_ptr(), out.data_ptr()
+    layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))
+    return binder.compile(binder.program(ALGORITHMS["direct"], binder.setting(x)), layout)

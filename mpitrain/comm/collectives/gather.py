@@ -1,0 +1,89 @@
+"""gather: the root gets the blocks of all ranks.
+
+rank 0   a               .
+rank 1      b       ->   a b c     root 1
+rank 2         c         .
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mpitrain.comm.algorithms.direct import direct_gather
+from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives.arguments import block_sizes, check_rank
+from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.runtime.work import Work
+
+ALGORITHMS = Algorithms(
+    "gather",
+    {"mpi": LIBRARY, "direct": Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))},
+)
+
+
+def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
+    """Gather every rank's x into the root's out, one after the other in order of rank. Collective.
+
+    Args:
+        out: On the root a contiguous tensor or array of all blocks; None on the other ranks.
+        x: This rank's block: a contiguous tensor or array, of one size and type on all ranks.
+        root: The rank that gets the blocks.
+        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+
+    Raises:
+        InputError: The tensors cannot be communicated or do not fit together, or there is no such root.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
+        ready = comm.ready["gather", x.data_ptr(), x.numel(), x.dtype, whole, root]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous() and (out is None or out.is_contiguous()):
+            ready(x)
+            return None
+    of = as_tensor(x, written=False)
+    check_rank(comm, root)
+    into = as_tensor(out) if comm.rank == root else None
+    if into is not None:
+        block_sizes(comm, "gather", of, into, None, "x out")
+    call = Invocation(
+        "gather",
+        lambda binder, of, into: bound(binder, into, of, root),
+        (of, into),
+        (False, True),
+        key=_key(into, of, root),
+        alike=root,
+    )
+    return comm.dispatch(call, async_op)
+
+
+def _key(out: Tensor | None, x: Tensor, root: int) -> tuple[object, ...]:
+    whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
+    return "gather", x.data_ptr(), x.numel(), x.dtype, whole, root
+
+
+def bound(binder: Binder, out: Tensor | None, x: Tensor, root: int) -> Compiled:
+    """The operation on a rank's memory."""
+    said = partial(described, f"gather to rank {root}", x.numel() * binder.topology.size, x.dtype)
+    return binder.bound(_key(out, x, root), lambda: _bind(binder, out, x, root), x, out, said=said, together=False)
+
+
+def _bind(binder: Binder, out: Tensor | None, x: Tensor, root: int) -> Compiled:
+    comm, numel, item = binder.comm, x.numel(), x.element_size()
+    into = out.data_ptr() if out is not None else 0
+    if numel * item * comm.size <= LARGEST_COUNT:
+        everything = library.even_blocks(into, numel, comm.size, item) if comm.rank == root else None
+        return Compiled([partial(comm.Gather, bytes_at(x.data_ptr(), numel * item), everything, root)])
+    cells = [r * numel if out is not None else 0 for r in range(comm.size + 1)]
+    layout = Layout(x.dtype, [0, numel], x.data_ptr(), x.data_ptr(), inbox=into, inbox_bounds=cells)
+    return binder.compile(binder.program(ALGORITHMS["direct"], binder.setting(x, root=root)), layout)

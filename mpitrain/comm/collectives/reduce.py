@@ -1,0 +1,127 @@
+"""reduce: the root's vector becomes the reduction of all vectors; the others stay as they were.
+
+rank 0   a0 b0           a0 b0
+rank 1   a1 b1     ->    a  b      a = a0 + a1 + a2, root 1
+rank 2   a2 b2           a2 b2
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpitrain.comm.algorithms.shared import shared_reduce
+from mpitrain.comm.algorithms.tree import tree_reduce
+from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives.arguments import check_rank
+from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import HALVES, as_tensor
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.runtime.executor import Compiled
+from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.work import Work
+
+
+def _tree(s: Setting) -> Program:
+    return tree_reduce(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)
+
+
+def _shared(s: Setting) -> Program:
+    return shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size))
+
+
+ALGORITHMS = Algorithms(
+    "reduce",
+    {"mpi": LIBRARY, "shared": Algorithm(_shared, one_node=True, reach=True), "tree": Algorithm(_tree)},
+)
+
+
+def reduce(
+    comm: Dispatcher, x: Any, root: int, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+) -> Work | None:
+    """Reduce every rank's x element by element; the root gets the result in its x. Collective.
+
+    Args:
+        x: A contiguous tensor or array, of one size and type on all ranks; it stays as it is on all but the root.
+        root: The rank that gets the result.
+        op: sum, product, min, max or avg.
+        algorithm: auto, mpi, tree or shared, or one that was registered.
+        async_op: Return at once with a `Work`; x must not be touched before that is complete.
+
+    Raises:
+        InputError: x cannot be communicated, or root, op or algorithm is not known or not possible for it.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, root, op, algorithm]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous():
+            ready(x)
+            return None
+    tensor = as_tensor(x, written=comm.rank == root)
+    check_rank(comm, root)
+    call = Invocation(
+        "reduce",
+        lambda binder, x: bound(binder, x, root, op, algorithm),
+        (tensor,),
+        (comm.rank == root,),
+        key=_key(tensor, root, op, algorithm),
+        alike=(op, root, algorithm),
+        placed=tensor if ALGORITHMS.touch(algorithm) else None,
+    )
+    return comm.dispatch(call, async_op)
+
+
+def _key(x: Tensor, root: int, op: str, algorithm: str) -> tuple[object, ...]:
+    return "reduce", x.data_ptr(), x.numel(), x.dtype, root, op, algorithm
+
+
+def bound(binder: Binder, x: Tensor, root: int, op: str, algorithm: str) -> Compiled:
+    """The operation on a rank's memory."""
+    said = partial(described, f"reduce to rank {root}", x.numel(), x.dtype, op)
+    key = _key(x, root, op, algorithm)
+    return binder.bound(key, lambda: _bind(binder, x, root, op, algorithm), x, said=said, together=False)
+
+
+def _bind(binder: Binder, x: Tensor, root: int, op: str, algorithm: str) -> Compiled:
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    if binder.topology.size == 1 or x.numel() == 0:
+        return NOTHING
+    setting, at_root = binder.setting(x, root=root), binder.topology.rank == root
+    name = binder.choose(ALGORITHMS, algorithm, setting)
+    chosen = ALGORITHMS[name]
+    if x.dtype in HALVES and not chosen.reach:
+        return binder.widened(x, lambda wide: _bind(binder, wide, root, op, name), back=at_root)
+    if chosen.program is None:
+        return Compiled([*_by_library(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())])
+    program = binder.program(chosen, setting)
+    if chosen.reach:
+        arena, neighbours = binder.require_reach(x, ALGORITHMS, name)
+        said = described(f"reduce to rank {root}", x.numel(), x.dtype, op, binder.place(x))
+        return binder.compile(program, binder.in_place(program, x, neighbours), reduction, arena, said=said)
+    layout = binder.in_place(program, x)
+    if at_root:
+        return binder.compile(program, layout, reduction)
+    sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums of other ranks than the root: their x stays
+    return binder.compile(program, replace(layout, target=sums.data_ptr()), reduction, keeps=[sums])
+
+
+def _by_library(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:
+    comm, calls = binder.comm, list[Call]()
+    for lo, n in library.pieces(x.numel()):
+        buffer = library.typed(x.data_ptr() + lo * x.element_size(), n, x.dtype)
+        send, receive = (MPI.IN_PLACE, buffer) if comm.rank == root else (buffer, None)
+        calls.append(partial(comm.Reduce, send, receive, reduction.mpi_op, root))
+    return calls

@@ -1,0 +1,220 @@
+"""reduce_scatter: each rank gets its block of the reduction of all vectors.
+
+rank 0   a0 b0 c0        a
+rank 1   a1 b1 c1   ->   b      a = a0 + a1 + a2
+rank 2   a2 b2 c2        c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpitrain.comm.algorithms.halving import halving_reduce_scatter
+from mpitrain.comm.algorithms.pairwise import pairwise_reduce_scatter
+from mpitrain.comm.algorithms.ring import ring_reduce_scatter
+from mpitrain.comm.algorithms.shared import shared_reduce_scatter
+from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
+from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
+from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, as_tensor
+from mpitrain.comm.programs.program import Program, chunk_bounds
+from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.work import Work
+
+
+def _ring(s: Setting) -> Program:
+    return ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)
+
+
+def _halving(s: Setting) -> Program:
+    return halving_reduce_scatter(s.size, s.nodes)
+
+
+def _pairwise(s: Setting) -> Program:
+    return pairwise_reduce_scatter(s.size, s.nodes)
+
+
+def _shared(s: Setting) -> Program:
+    return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
+
+
+ALGORITHMS = Algorithms(
+    "reduce_scatter",
+    {
+        "mpi": LIBRARY,
+        "ring": Algorithm(_ring),
+        "halving": Algorithm(_halving),
+        "pairwise": Algorithm(_pairwise, reproduces=always),
+        "shared": Algorithm(_shared, one_node=True, reach=True, reproduces=always),
+    },
+)
+
+
+def reduce_scatter(
+    comm: Dispatcher,
+    out: Any,
+    x: Any,
+    op: str = "sum",
+    algorithm: str = "auto",
+    async_op: bool = False,
+    *,
+    counts: Sequence[int] | None = None,
+    reproducible: bool = False,
+) -> Work | None:
+    """Reduce every rank's x element by element; out becomes this rank's block of the result. Collective.
+
+    Args:
+        out: Where the block goes: a contiguous tensor or array.
+        x: A contiguous tensor or array, of one size and type on all ranks: one block a rank, in order of rank.
+        op: sum, product, min, max or avg.
+        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered.
+        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+        counts: Elements of each rank's block; without it all are of out's length.
+        reproducible: Reduce in the order of a fixed binary tree over the ranks.
+
+    Shape:
+        out: counts[rank] elements. x: sum(counts) elements.
+
+    Raises:
+        InputError: The tensors cannot be communicated or do not fit together, or op or algorithm is not known or not
+            possible for them.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
+        ready = comm.ready["reduce_scatter", whole, own, op, algorithm, reproducible, counts]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and x.is_contiguous() and out.is_contiguous():
+            ready(x)
+            return None
+    into, of = as_tensor(out), as_tensor(x, written=False)
+    blocks = block_sizes(comm, "reduce_scatter", into, of, counts, "out x")
+    call = Invocation(
+        "reduce_scatter",
+        lambda binder, of, into: bound(binder, into, of, blocks, op, algorithm, reproducible),
+        (of, into),
+        (False, True),
+        key=_key(into, of, blocks, op, algorithm, reproducible),
+        alike=(op, blocks, algorithm, reproducible),
+        placed=of if ALGORITHMS.touch(algorithm) else None,
+    )
+    return comm.dispatch(call, async_op)
+
+
+def _key(
+    out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
+) -> tuple[object, ...]:
+    whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
+    return "reduce_scatter", whole, own, op, algorithm, reproducible, if_unequal(blocks)
+
+
+def bound(
+    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
+) -> Compiled:
+    """The operation on a rank's memory."""
+    key = _key(out, x, blocks, op, algorithm, reproducible)
+    said = partial(described, "reduce_scatter", x.numel(), x.dtype, op, unequal(blocks))
+    bind = partial(_bind, binder, out, x, blocks, op, algorithm, reproducible)
+    return binder.bound(key, bind, x, out, said=said, together=min(blocks) > 0)
+
+
+def body_in_arena(binder: Binder, out: Tensor, x: Tensor, op: str) -> Compiled | None:
+    """What lies between the two fences of a reduce_scatter in an arena, of blocks as long as `out`.
+
+    None, on all ranks, where x is not in the memory of one node.
+    """
+    topology = binder.topology
+    if topology.size == 1 or topology.num_nodes > 1 or x.numel() == 0 or binder.arena_of(x) is None:
+        return None
+    key = "body of reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op
+    blocks = [out.numel()] * topology.size
+    return binder.bound(key, lambda: _bind(binder, out, x, blocks, op, "shared", False, fenced=False), out, x)
+
+
+def in_words(binder: Binder, x: Tensor, blocks: Sequence[int], op: str) -> str:
+    """The arguments that must be the same on the ranks that touch each other's memory."""
+    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(blocks))
+
+
+def _bind(
+    binder: Binder,
+    out: Tensor,
+    x: Tensor,
+    blocks: Sequence[int],
+    op: str,
+    algorithm: str,
+    reproducible: bool,
+    *,
+    fenced: bool = True,
+) -> Compiled:
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    if x.numel() == 0:
+        return NOTHING
+    if binder.topology.size == 1:
+        return Compiled([copying(out, x)])
+    item, rank, bounds = x.element_size(), binder.topology.rank, offsets(blocks)
+    setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * item)
+    name = _chosen(binder, x, algorithm, setting)
+    chosen = ALGORITHMS[name]
+    if reproducible and not chosen.reproduces(setting):
+        chosen = ALGORITHMS["pairwise"]
+    program = binder.program(chosen, setting) if chosen.program is not None else None
+    if x.dtype in HALVES and (program is None or program.sends_partial_sums):
+        wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
+        inner = _bind(binder, sums, wide, blocks, op, name, False)
+        return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+    if program is None:
+        return _by_library(binder, out, x, blocks, reduction)
+    arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
+    layout = Layout(
+        x.dtype,
+        chunk_bounds(bounds, program.segments),
+        source=x.data_ptr(),
+        target=out.data_ptr() - bounds[rank] * item,  # where the own block is the only one written
+        peers=binder.peers(x, arena) if arena is not None else None,
+        neighbours=neighbours,
+        seen=x.data_ptr(),
+        inbox_bounds=binder.cells(program, bounds),
+    )
+    if not program.sends_partial_sums:
+        said = in_words(binder, x, blocks, op)
+        return binder.compile(program, layout, reduction, arena, said=said, fenced=fenced)
+    whole = torch.empty(x.numel(), dtype=x.dtype)
+    inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
+    return Compiled([inner, copying(out, whole[bounds[rank] : bounds[rank + 1]])], [inner, whole])
+
+
+def _chosen(binder: Binder, x: Tensor, algorithm: str, setting: Setting) -> str:
+    """The name of the algorithm, for `auto` the one that is fastest and possible."""
+    name = binder.choose(ALGORITHMS, algorithm, setting)
+    if name == "mpi" and algorithm == "auto" and x.dtype in HALVES:
+        return "pairwise"  # summed in fp32 where they arrive, from 16-bit messages
+    if name == "mpi" and x.numel() > LARGEST_COUNT:
+        return "ring"
+    return name
+
+
+def _by_library(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction) -> Compiled:
+    result = torch.empty_like(out) if overlap(out, x) else out
+    send = library.typed(x.data_ptr(), x.numel(), x.dtype)
+    receive = library.typed(result.data_ptr(), result.numel(), x.dtype)
+    if min(blocks) == max(blocks):
+        del send[1]  # which would count the elements of one block
+        call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.mpi_op)
+    else:
+        call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.mpi_op)
+    back = [] if result is out else [copying(out, result)]
+    return Compiled([call, *scaling(result, reduction), *back], [] if result is out else [result])

@@ -1,0 +1,89 @@
+"""scatter: each rank gets its block of the root's vector.
+
+rank 0   .               a
+rank 1   a b c      ->   b         root 1
+rank 2   .               c
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mpitrain.comm.algorithms.direct import direct_scatter
+from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives.arguments import block_sizes, check_rank
+from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.runtime.work import Work
+
+ALGORITHMS = Algorithms(
+    "scatter",
+    {"mpi": LIBRARY, "direct": Algorithm(lambda s: direct_scatter(s.size, s.root, s.nodes))},
+)
+
+
+def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
+    """Give every rank its block of the root's x. Collective.
+
+    Args:
+        out: Where the block goes: a contiguous tensor or array, of one size and type on all ranks.
+        x: On the root a contiguous tensor or array of all blocks in order of rank; None on the other ranks.
+        root: The rank that has the blocks.
+        async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
+
+    Raises:
+        InputError: The tensors cannot be communicated or do not fit together, or there is no such root.
+        CommunicationError: MPI fails, or ranks of a node call different operations.
+    """
+    try:
+        whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
+        ready = comm.ready["scatter", out.data_ptr(), out.numel(), out.dtype, whole, root]
+    except NOT_READY:
+        pass
+    else:
+        if not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
+            ready(out)
+            return None
+    into = as_tensor(out)
+    check_rank(comm, root)
+    of = as_tensor(x, written=False) if comm.rank == root else None
+    if of is not None:
+        block_sizes(comm, "scatter", into, of, None, "out x")
+    call = Invocation(
+        "scatter",
+        lambda binder, into, of: bound(binder, into, of, root),
+        (into, of),
+        (True, False),
+        key=_key(into, of, root),
+        alike=root,
+    )
+    return comm.dispatch(call, async_op)
+
+
+def _key(out: Tensor, x: Tensor | None, root: int) -> tuple[object, ...]:
+    whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
+    return "scatter", out.data_ptr(), out.numel(), out.dtype, whole, root
+
+
+def bound(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> Compiled:
+    """The operation on a rank's memory."""
+    said = partial(described, f"scatter from rank {root}", out.numel() * binder.topology.size, out.dtype)
+    return binder.bound(_key(out, x, root), lambda: _bind(binder, out, x, root), out, x, said=said, together=False)
+
+
+def _bind(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> Compiled:
+    comm, numel, item = binder.comm, out.numel(), out.element_size()
+    source = x.data_ptr() if x is not None else 0
+    if numel * item * comm.size <= LARGEST_COUNT:
+        everything = library.even_blocks(source, numel, comm.size, item) if comm.rank == root else None
+        return Compiled([partial(comm.Scatter, everything, bytes_at(out.data_ptr(), numel * item), root)])
+    blocks = [r * numel for r in range(comm.size + 1)]
+    layout = Layout(out.dtype, blocks, source, source, inbox=out.data_ptr(), inbox_bounds=[0, numel])
+    return binder.compile(binder.program(ALGORITHMS["direct"], binder.setting(out, root=root)), layout)

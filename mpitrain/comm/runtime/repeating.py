@@ -1,0 +1,79 @@
+"""An operation that is repeated, as one function: signed for, watched and performed, with nothing looked up or made.
+
+It does what `Record.begin`, `Signature` and `Record.end` do, without calling them: for a few bytes, calls between
+Python functions would take longer than the operation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence, Sized
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.signatures import STEP, Signature
+from mpitrain.comm.runtime.watchdog import Record
+from mpitrain.errors import CommunicationError
+
+Repeated = Callable[["torch.Tensor | None"], None]
+
+
+def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Repeated:
+    """A function that performs an operation's calls; given its tensor, for the watchdog. Returns None.
+
+    It raises CommunicationError where MPI fails, or another rank of the node is in another operation.
+
+    waiting: operations that come first, if there are any; drain performs them.
+    """
+    signature = calls[0] if calls else None
+    if not isinstance(signature, Signature):
+        return _unsigned(record, name, calls, waiting, drain)
+    digest, together, register = signature.digest, signature.together, signature.register
+    last, own, words, look = register.last, register.own, register.others, register.look
+    thread, now, performed = threading.get_ident, time.monotonic, tuple(calls[1:])
+
+    def perform(tensor: torch.Tensor | None) -> None:
+        if waiting:
+            drain()
+        last[0] = number = last[0] + STEP
+        own[0] = word = number + digest  # long before the others' words are read, which then may be there
+        record.sequence += 1
+        record.name = name
+        record.tensor = tensor
+        record.thread = thread()
+        record.since = now()
+        try:
+            for theirs in words:
+                if theirs[0] != word:
+                    look(number, digest, together)
+                    break
+            for call in performed:
+                call()
+        except MPI.Exception as error:
+            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+        finally:
+            record.since = 0.0
+            record.tensor = None
+
+    return perform
+
+
+def _unsigned(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Repeated:
+    """Likewise, where no rank signs: alone on its node, or for no data."""
+
+    def perform(tensor: torch.Tensor | None) -> None:
+        if waiting:
+            drain()
+        record.begin(name, tensor)
+        try:
+            for call in calls:
+                call()
+        except MPI.Exception as error:
+            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
+        finally:
+            record.end()
+
+    return perform

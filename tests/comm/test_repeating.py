@@ -1,0 +1,165 @@
+"""Operations that are repeated take a shorter way, and do the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mpitrain.comm.memory.buffers import as_tensor
+from mpitrain.errors import InputError
+
+MANY = pytest.mark.ranks(2, 3)
+
+
+@pytest.fixture
+def plain(world, monkeypatch):
+    """A communicator over all ranks without the debug mode, in which nothing is ready."""
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
+    comm = world.split(0)
+    yield comm
+    comm.free()
+
+
+def ready(comm, name: str) -> int:
+    """How many operations of that name take the shorter way."""
+    return sum(key[0] == name for key in comm.ready if isinstance(key, tuple))
+
+
+@MANY
+@pytest.mark.parametrize(
+    "give",
+    [lambda x: x, torch.Tensor.numpy, lambda x: torch.nn.Parameter(x, requires_grad=False)],
+    ids=["tensor", "array", "parameter"],
+)
+def test_every_operation_is_right_again_and_again(plain, give):
+    size, rank = plain.size, plain.rank
+    whole, other, block = torch.zeros(6 * size), torch.zeros(6 * size), torch.zeros(6)
+    w, o, b = map(give, (whole, other, block))
+    each = (rank + 1.0, size * (size + 1) / 2)
+    for number in range(1, 5):
+        whole.fill_(number * each[0])
+        plain.all_reduce(w)
+        assert (whole == number * each[1]).all()
+        whole.fill_(number * each[0])
+        plain.reduce(w, 1)
+        assert (whole == number * each[rank == 1]).all()
+        plain.broadcast(w, 1)
+        assert (whole == number * each[1]).all()
+        whole.fill_(number * each[0])
+        plain.reduce_scatter(b, w)
+        assert (block == number * each[1]).all()
+        block.fill_(number * rank)
+        plain.all_gather(o, b)
+        assert other.view(size, 6)[:, 0].tolist() == [number * r for r in range(size)]
+        other.zero_()
+        plain.gather(o if rank == 1 else None, b, 1)
+        assert other.view(size, 6)[:, 0].tolist() == [number * r * (rank == 1) for r in range(size)]
+        plain.scatter(b, o if rank == 1 else None, 1)
+        assert (block == number * rank).all()
+        whole.copy_(torch.arange(size).repeat_interleave(6) + 10 * number * rank)
+        plain.all_to_all(o, w)
+        assert other.view(size, 6)[:, 0].tolist() == [10 * number * r + rank for r in range(size)]
+        plain.barrier()
+    names = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+    assert [ready(plain, name) for name in names] == [1] * len(names) and "barrier" in plain.ready
+
+
+@MANY
+def test_other_tensors_at_the_same_place_are_looked_at_again(plain):
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        plain.all_reduce(x)
+    with pytest.raises(InputError, match="is not contiguous"):
+        plain.all_reduce(x.t())
+    plain.all_reduce(x.view(torch.int32), "max")
+    plain.all_reduce(x[:2])
+    assert x[0, 0] == plain.size**3 and x[3, 3] == plain.size**2
+    out = torch.zeros(16 // plain.size)
+    whole = x.view(-1)[: out.numel() * plain.size]
+    for _ in range(2):
+        plain.reduce_scatter(out, whole)
+    with pytest.raises(InputError, match="reduce_scatter: out has"):
+        plain.reduce_scatter(out[:-1], whole)
+    with pytest.raises(InputError, match="make them the same"):
+        plain.reduce_scatter(out.view(torch.int32), whole)
+    with pytest.raises(InputError, match="no rank 9"):
+        plain.broadcast(x, 9)
+    with pytest.raises(InputError, match="to_dense"):
+        plain.all_reduce(x.to_sparse())
+
+
+@MANY
+def test_lazily_conjugated_tensors_are_refused_however_often_their_memory_was_used(plain):
+    z = torch.ones(1, dtype=torch.complex64)
+    for _ in range(3):
+        plain.all_reduce(z)
+        plain.all_reduce(z.imag)
+    for lazy in (z.conj(), z.conj().imag):
+        assert lazy.data_ptr() in (z.data_ptr(), z.imag.data_ptr())
+        with pytest.raises(InputError, match="lazily conjugated"):
+            as_tensor(lazy)
+        with pytest.raises(InputError, match="lazily conjugated"):
+            plain.all_reduce(lazy)
+
+
+@MANY
+def test_what_is_ready_is_looked_at_again_when_arenas_come_and_go(plain):
+    x = torch.ones(3)
+    for _ in range(2):
+        plain.all_reduce(x)
+    assert ready(plain, "all_reduce") == 1
+    arena = plain.arena(10)
+    assert ready(plain, "all_reduce") == 0
+    for _ in range(2):
+        plain.all_reduce(x)
+    arena.free()
+    assert ready(plain, "all_reduce") == 0
+    plain.all_reduce(x)
+    assert (x == plain.size**5).all()
+
+
+@MANY
+def test_what_is_ready_goes_with_the_memory(plain):
+    for _ in range(5):
+        x = torch.ones(1 << 18)
+        plain.all_reduce(x)
+        plain.all_reduce(x)
+        del x
+    assert ready(plain, "all_reduce") == 0
+
+
+@MANY
+def test_what_was_begun_before_a_repeated_operation_comes_before_it(plain):
+    x, y = torch.ones(3), torch.ones(2)
+    for _ in range(3):
+        plain.all_reduce(x)
+        work = plain.all_reduce(y, async_op=True)
+        plain.barrier()
+        plain.all_reduce(x)
+        work.wait()
+        y /= plain.size
+        x /= plain.size**2
+    assert (x == 1).all() and (y == 1).all()
+
+
+@MANY
+def test_a_freed_communicator_is_refused_however_often_it_was_used(world, plain):
+    group = plain.split(0)
+    x = torch.ones(3)
+    for _ in range(3):
+        group.all_reduce(x)
+        group.barrier()
+    group.free()
+    for call in (lambda: group.all_reduce(x), group.barrier):
+        with pytest.raises(InputError, match="was freed"):
+            call()
+
+
+@MANY
+def test_in_debug_mode_the_ranks_compare_each_time(world):
+    x = torch.ones(3)
+    for _ in range(3):
+        world.all_reduce(x)
+    assert not world.ready
