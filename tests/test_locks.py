@@ -46,18 +46,18 @@ def _hold(path, then):
 
 def test_a_lease_is_held_by_one_process_and_given_back(lock):
     first = locks.take(lock)
-    with pytest.raises(locks.Held):
+    with pytest.raises(locks.LockHeld):
         locks.take(lock)
     locks.keep(lock)  # this process has it
     first.close()
     assert os.listdir(lock.parent) in (["lock", "sitecustomize.py"], ["sitecustomize.py", "lock"])
     holder = _hold(lock, "time.sleep(60)")
     try:
-        with pytest.raises(locks.Held):
+        with pytest.raises(locks.LockHeld):
             locks.take(lock)
         held = lock.with_name("lock.held")
         held.write_text(held.read_text().replace('["', '["another machine ', 1))  # whose processes nobody sees here
-        with pytest.raises(locks.Held):
+        with pytest.raises(locks.LockHeld):
             locks.take(lock)
         holder.kill()
         holder.wait()

@@ -152,7 +152,7 @@ def _occupied(*locked: Path) -> Iterator[None]:
         for folder in locked:
             try:
                 stack.callback(locks.take(folder / locks.LOCK).close)
-            except locks.Held:
+            except locks.LockHeld:
                 raise InputError(f"run folder {folder} is in use by a job; wait until it has ended") from None
         yield
 

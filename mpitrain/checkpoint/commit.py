@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.exchange import quiet_min
-from mpitrain.checkpoint.files import Part, Place, Structure, begin_file, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, begin_file, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import (
     Extent,
@@ -71,7 +71,7 @@ def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None
     return value
 
 
-class Layout:
+class FileLayout:
     """Whose file is whose, and what is the same from save to save: the files' structures, the view."""
 
     def __init__(self, comm: Communicator, nodes: Sequence[int], files: str) -> None:
@@ -79,7 +79,7 @@ class Layout:
         self._prefix = files
         self.number = comm.rank if files == "rank" else nodes[comm.rank]
         self.group = comm.split(nodes[comm.rank], comm.rank, "checkpoint node") if files == "node" else None
-        self._places: list[Place] = []
+        self._places: list[PlannedPiece] = []
         self._structure: Structure | None = None
         self._shown: tuple[object, bytes] | None = None
 
@@ -100,7 +100,7 @@ class Layout:
 
     def begin(self, path: Path, parts: Sequence[Part]) -> tuple[Sequence[int], int, int]:
         """Make this rank's file; returns (offsets of the parts, size and rest of the file)."""
-        places = [Place(part.spec, part.piece) for part in parts]
+        places = [PlannedPiece(part.spec, part.piece) for part in parts]
         if self.group is None:
             structure = self._made(places)
             begin_file(path, structure)
@@ -117,7 +117,7 @@ class Layout:
         first = sum(counts[: self.group.rank])
         return offsets[first : first + len(places)], size, rest
 
-    def _made(self, places: list[Place]) -> Structure:
+    def _made(self, places: list[PlannedPiece]) -> Structure:
         if self._structure is None or places != self._places:
             self._places, self._structure = places, make_structure(places)
         return self._structure
@@ -141,7 +141,7 @@ class Layout:
 
 def write_checkpoint(
     comm: Communicator,
-    layout: Layout,
+    layout: FileLayout,
     target: Target,
     step: int,
     parts: Sequence[Part],
@@ -208,7 +208,7 @@ def _attempt_save(comm: Communicator, target: Target, act: Callable[[], T] | Non
     return attempt(comm, saving if act is not None else None)
 
 
-def _write_own(layout: Layout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
+def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
     path = temporary / layout.file
     offsets, size, rest = layout.begin(path, parts)
     extents = write_parts(path, parts, offsets)
@@ -217,7 +217,7 @@ def _write_own(layout: Layout, temporary: Path, parts: Sequence[Part]) -> list[A
 
 
 def _commit(
-    layout: Layout,
+    layout: FileLayout,
     target: Target,
     temporary: Path,
     step: int,
@@ -244,13 +244,13 @@ def _write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _encode_place(place: Place) -> list[Any]:
+def _encode_place(place: PlannedPiece) -> list[Any]:
     box, spec = place.piece.box, place.spec
     of_box = [box.outer, box.dim, box.inner, box.start, box.stop, place.piece.lo, place.piece.hi]
     return [spec.name, list(spec.shape), spec.dtype, of_box]
 
 
-def _decode_place(values: Sequence[Any]) -> Place:
+def _decode_place(values: Sequence[Any]) -> PlannedPiece:
     name, shape, dtype, (outer, dim, inner, start, stop, lo, hi) = values
     piece = Piece(name, Box(outer, dim, inner, start, stop), lo, hi)
-    return Place(TensorSpec(name, tuple(shape), dtype), piece)
+    return PlannedPiece(TensorSpec(name, tuple(shape), dtype), piece)

@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlannedPiece:
     """A piece in a file yet to be written."""
 
     spec: TensorSpec
@@ -84,7 +84,7 @@ def dataset_names(names: Sequence[str]) -> list[str]:
     return found
 
 
-def make_structure(places: Sequence[Place]) -> Structure:
+def make_structure(places: Sequence[PlannedPiece]) -> Structure:
     """The file that holds these pieces, a data set for each, one after the other."""
     how, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
     pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
@@ -104,7 +104,9 @@ def make_structure(places: Sequence[Place]) -> Structure:
     return Structure(image.size, content, tuple(offsets), _rest_of(content, image.size, places, offsets))
 
 
-def _rest_of(content: Sequence[tuple[int, bytes]], size: int, places: Sequence[Place], offsets: Sequence[int]) -> int:
+def _rest_of(
+    content: Sequence[tuple[int, bytes]], size: int, places: Sequence[PlannedPiece], offsets: Sequence[int]
+) -> int:
     def read(lo: int, hi: int) -> bytes:
         data = bytearray(hi - lo)
         for offset, piece in content:

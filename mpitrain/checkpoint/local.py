@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint import folders
-from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
+from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.exchange import FileTransfer, exchange
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, is_fruitful, read_manifest
@@ -132,7 +132,7 @@ class LocalFolders:
     # -- saving
 
     def save(
-        self, comm: Communicator, layout: Layout, step: int, parts: Sequence[Part], values: dict[str, Any]
+        self, comm: Communicator, layout: FileLayout, step: int, parts: Sequence[Part], values: dict[str, Any]
     ) -> None:
         """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
         target = Target(self.folder(step), self._leads(comm), alone=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpitrain.checkpoint import folders
-from mpitrain.checkpoint.commit import Layout, Target, attempt, write_checkpoint
+from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.cooperative_read import cooperative_read
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
@@ -66,7 +66,7 @@ class Store:
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
         self._saving: Communicator | None = None  # of the thread that writes, made by the first save
         self._node: Communicator | None = None  # of the ranks that read together, made by the first load
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._replicas = Replicas()
         self._snapshot = Snapshot()
         self._task: BackgroundTask | None = None
@@ -105,7 +105,7 @@ class Store:
                 for folder in folders.locked_with(self.root) if lock else ():
                     locks.keep(folder / locks.LOCK)
                 folders.remove_leftovers(self.root)
-            except locks.Held:
+            except locks.LockHeld:
                 raise InputError(
                     f"checkpoint folder {self.root} is in use by another job; save into another folder, or end that job"
                 ) from None
@@ -211,7 +211,7 @@ class Store:
         if self._saving is None:
             self._saving = self.comm.split(0, self.comm.rank, label="checkpoint")
             assert self._saving is not None
-            self._layout = Layout(self._saving, self._nodes, self._files)
+            self._layout = FileLayout(self._saving, self._nodes, self._files)
         if background:
             self._require_threads()
         parts = self._replicas.written_here(self.comm, parts)

@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _mine: dict[tuple[int, int], Lock] = {}  # the locks of this process, by device and inode of the lock file
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process holds the lock."""
 
 
@@ -51,7 +51,7 @@ class Lock:
 
 
 def take(path: Path) -> Lock:
-    """Take the lock of this file, which is made if it is not there. Raises Held, OSError."""
+    """Take the lock of this file, which is made if it is not there. Raises LockHeld, OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         lease = None if _flock(descriptor, fcntl.LOCK_NB) else _Lease(path.with_name(f"{path.name}.held"))
@@ -59,12 +59,12 @@ def take(path: Path) -> Lock:
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
-            raise Held(str(path)) from None
+            raise LockHeld(str(path)) from None
         raise
 
 
 def keep(path: Path) -> None:
-    """Have the lock of this file until this process ends; it may have it already. Raises Held, OSError."""
+    """Have the lock of this file until this process ends; it may have it already. Raises LockHeld, OSError."""
     with suppress(FileNotFoundError):
         if _identity(os.stat(path)) in _mine:
             return
@@ -102,7 +102,7 @@ def _flock(descriptor: int, how: int = 0) -> bool:
 
 
 class _Lease:
-    """A lock by a file that is there, and touched as long as its holder lives. Raises Held, OSError."""
+    """A lock by a file that is there, and touched as long as its holder lives. Raises LockHeld, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -129,7 +129,7 @@ class _Lease:
 
 
 def _await_end(path: Path) -> None:
-    """Return when nobody has the lease any more. Raises Held when its holder lives."""
+    """Return when nobody has the lease any more. Raises LockHeld when its holder lives."""
     first = _read(path)
     if first is None:
         return
@@ -141,7 +141,7 @@ def _await_end(path: Path) -> None:
             if now is None:
                 return
             if now != first:
-                raise Held(str(path))
+                raise LockHeld(str(path))
     old = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):  # another one was faster
         os.rename(path, old)

@@ -39,7 +39,7 @@ class Key(NamedTuple):
     losses: int
 
 
-class Copy:
+class PeerCopy:
     """Memory for one rank's parts."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Alone(NamedTuple):
     columns: how many there are; a rank's is its number modulo that. crc: of the memory, the same in all of a column.
     """
 
-    copy: Copy
+    copy: PeerCopy
     columns: int
     crc: int
 
@@ -70,8 +70,8 @@ class Copies:
     """This rank's own copies, and those it keeps for another rank. losses: how often ranks were lost so far."""
 
     def __init__(self) -> None:
-        self._own = [Copy() for _ in range(_KEPT)]
-        self._kept = [Copy() for _ in range(_KEPT)]
+        self._own = [PeerCopy() for _ in range(_KEPT)]
+        self._kept = [PeerCopy() for _ in range(_KEPT)]
         self._snapshots = [Snapshot() for _ in range(_KEPT)]
         self._next = 0
         self._alone: Alone | None = None
@@ -79,7 +79,7 @@ class Copies:
         self.losses = 0
 
     def take(self, world: Communicator, engine: Engine, step: int, values: dict[str, Any]) -> None:
-        """Copy the state at the end of a step. Collective.
+        """PeerCopy the state at the end of a step. Collective.
 
         Between two calls must lie an operation that every rank takes part in.
         """
@@ -97,17 +97,17 @@ class Copies:
         own.key = key
 
     def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
-        """Copy all that this rank holds, after ranks died with those that kept their copies; needs stage 0.
+        """PeerCopy all that this rank holds, after ranks died with those that kept their copies; needs stage 0.
 
         key: of the set it may stand in for. rank: in the world that made the engine.
         """
-        copy = Copy()
+        copy = PeerCopy()
         parts, rest = engine.parts_alone()
         copy.fill(Snapshot(), parts, values | rest, rank)
         copy.key = key
         self._alone = Alone(copy, columns, crc32(copy.memory.numpy()))
 
-    def _exchange(self, world: Communicator, own: Copy, kept: Copy, slot: int) -> None:
+    def _exchange(self, world: Communicator, own: PeerCopy, kept: PeerCopy, slot: int) -> None:
         """Give the partner this rank's copy, and keep the one of whose partner this rank is."""
         to = partners(world.nodes)
         dest, source = to[world.rank], to.index(world.rank)
@@ -167,7 +167,7 @@ class Copies:
         parts = [part for copy in files.values() for part in _parts(copy)]
         return key.step, parts, manifest.values
 
-    def newest(self, world: Communicator) -> tuple[Key, dict[str, Copy]] | None:
+    def newest(self, world: Communicator) -> tuple[Key, dict[str, PeerCopy]] | None:
         """The newest set that the ranks hold whole between them, and what this rank has of it. Collective.
 
         Only where there is none do copies of what a rank holds alone count, if all of one column are the same.
@@ -195,7 +195,9 @@ class Copies:
             files[str(key.ranks + alone.copy.owner)] = alone.copy
         return key, files
 
-    def _manifest(self, world: Communicator, key: Key, files: Mapping[str, Copy]) -> tuple[Manifest, dict[str, int]]:
+    def _manifest(
+        self, world: Communicator, key: Key, files: Mapping[str, PeerCopy]
+    ) -> tuple[Manifest, dict[str, int]]:
         """That of a set, and for each copy the rank to get it from: this one, if it has it."""
         told = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
         known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
@@ -293,7 +295,7 @@ def _decoded(contents: str) -> Iterator[tuple[TensorSpec, Extent]]:
         yield TensorSpec(extent.piece.name, tuple(shape), dtype), extent
 
 
-def _parts(copy: Copy) -> Iterator[Part]:
+def _parts(copy: PeerCopy) -> Iterator[Part]:
     """The parts a copy was made of, in its memory."""
     for spec, extent in _decoded(copy.contents):
         data = copy.memory[extent.offset : extent.offset + extent.piece.numel * spec.itemsize]

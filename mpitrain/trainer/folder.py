@@ -101,7 +101,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = locks.take(self.path / locks.LOCK)
-        except locks.Held:
+        except locks.LockHeld:
             raise InputError(f"run folder {self.path} is in use by another job; choose another run.dir") from None
         except OSError as error:
             raise InputError(

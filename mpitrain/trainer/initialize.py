@@ -183,15 +183,7 @@ def initialize(
         InputError: A key is not supported; the message names it.
     """
     comm = comm if comm is not None else init()
-    section = None
-    if isinstance(config, (str, Path)) and str(config).endswith(".json"):
-        settings = from_deepspeed(read_deepspeed(read_json(Path(config)), comm.size, str(config)))
-    elif isinstance(config, Mapping) and looks_like_deepspeed(config):
-        settings = from_deepspeed(read_deepspeed(config, comm.size))
-    else:
-        ours = config if isinstance(config, Config) else Config.from_dict(_values(config), _origin(config))
-        own = optimizer is not None
-        settings, section = from_config(ours, comm.size, own_optimizer=own, origin=_origin(config)), ours.optim
+    settings, section = _read(config, comm.size, own_optimizer=optimizer is not None)
     for what, given, named in (
         ("an optimizer", optimizer, settings.optimizer),
         ("a scheduler", scheduler, settings.schedule),
@@ -203,10 +195,8 @@ def initialize(
     if settings.without_effect and comm.rank == 0:
         print(f"without effect here: {', '.join(settings.without_effect)}", flush=True)
     if optimizer is None:
-        if section is not None:
-            optimizer = make_optimizer(section, model.named_parameters())
-        else:
-            optimizer = make_optimizer(_section(settings), model.named_parameters(), decay_all=True)
+        decay_all = section is None  # as DeepSpeed does
+        optimizer = make_optimizer(section or _section(settings), model.named_parameters(), decay_all=decay_all)
     if settings.any_optimizer:
         optimizer.elementwise = True  # type: ignore[attr-defined]
     if settings.recompute:
@@ -224,6 +214,18 @@ def initialize(
         scale=settings.scale,
     )
     return TrainingEngine(engine, settings, chosen, scheduler)
+
+
+def _read(
+    config: str | Path | Mapping[str, Any] | Config | None, ranks: int, *, own_optimizer: bool
+) -> tuple[Settings, OptimSection | None]:
+    """The settings, and the section that describes the optimizer; None for a DeepSpeed configuration."""
+    if isinstance(config, (str, Path)) and str(config).endswith(".json"):
+        return from_deepspeed(read_deepspeed(read_json(Path(config)), ranks, str(config))), None
+    if isinstance(config, Mapping) and looks_like_deepspeed(config):
+        return from_deepspeed(read_deepspeed(config, ranks)), None
+    ours = config if isinstance(config, Config) else Config.from_dict(_values(config), _origin(config))
+    return from_config(ours, ranks, own_optimizer=own_optimizer, origin=_origin(config)), ours.optim
 
 
 def _values(config: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:

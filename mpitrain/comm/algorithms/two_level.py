@@ -15,6 +15,8 @@ to and one to receive from, but no message waits for what another node sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -56,109 +58,145 @@ class Places:
         return np.where(t < count, self.members[self.node[rank], (self.local[rank] + t) % count], NONE)
 
 
+@dataclass(frozen=True)
+class _Slices:
+    """The steps of ranks, each of which carries its slice between nodes. Blocks are slice * number of nodes + part."""
+
+    places: Places
+    rank: Ints
+    segments: int
+    tree: bool
+
+    @property
+    def parts(self) -> int:
+        return self.places.nodes
+
+    @property
+    def node(self) -> Ints:
+        return self.places.node[self.rank]
+
+    @cached_property
+    def carries(self) -> Ints:
+        """Whether the rank carries a slice: a node may have more ranks than there are slices."""
+        return self.places.local[self.rank] < self.places.least
+
+    @cached_property
+    def base(self) -> Ints:
+        """The first block of the rank's slice."""
+        return np.where(self.carries, self.places.local[self.rank], 0) * self.parts
+
+    def block(self, part: Ints) -> Span:
+        """All chunks of a part of the slice."""
+        first = (self.base + part) * self.segments
+        return Span(first, np.where(self.carries, first + self.segments, first))
+
+    def chunk(self, part: Ints, s: int) -> Span:
+        """One chunk of a part of the slice."""
+        first = (self.base + part) * self.segments + s
+        return Span(first, np.where(self.carries, first + 1, first))
+
+    def peer(self, of_node: Ints) -> Ints:
+        """The rank of a node that carries the same slice."""
+        local = np.where(self.carries, self.places.local[self.rank], 0)
+        return np.where(self.carries, self.places.members[of_node, local], NONE)
+
+    def combine(self, part: Ints, s: int) -> Step:
+        """Sum a chunk over the ranks of the node."""
+        places, rank, span, order = self.places, self.rank, self.chunk(part, s), range(self.places.most)
+        if self.tree:
+            members = places.members
+            owners = [np.where(t < places.count[rank], members[self.node, t], NONE) for t in order]
+        else:
+            owners = [places.neighbour(rank, t) for t in order]
+        return Combine(span, tuple((owner, span) for owner in owners), self.tree)
+
+    def publish(self, part: Ints, s: int) -> Iterator[Step]:
+        """Write a chunk to the other ranks of the node."""
+        for t in range(1, self.places.most):
+            to = np.where(self.carries, self.places.neighbour(self.rank, t), NONE)
+            yield Copy(to, self.chunk(part, s), self.rank, self.chunk(part, s))
+
+    def on_ring(self, step: Exchange) -> Exchange:
+        """A ring step between nodes, moved to this rank's slice and to ranks."""
+        offset = self.base * self.segments
+        return Exchange(
+            self.peer(step.to),
+            Span(step.send.lo + offset, step.send.hi + offset),
+            self.peer(step.source),
+            Span(step.recv.lo + offset, step.recv.hi + offset),
+            step.reduce,
+        )
+
+    def round_the_ring(self) -> Iterator[Step]:
+        """Sums and results go from node to node round a ring."""
+        node, parts, segments = self.node, self.parts, self.segments
+        # a part is summed over the node just before the ring needs it, so that summing overlaps sending
+        yield from (self.combine((node - 1) % parts, s) for s in range(segments))
+        for t, step in enumerate(ring.reduce_scatter_steps(node, parts, segments)):
+            if isinstance(step, Finish):
+                yield Finish(self.block(node))
+                continue
+            if t % segments == 0:
+                yield from (self.combine((node - t // segments - 2) % parts, s) for s in range(segments))
+            assert isinstance(step, Exchange)
+            yield self.on_ring(step)
+        for s in range(segments):
+            yield from self.publish(node, s)
+        for t, step in enumerate(ring.all_gather_steps(node, parts, segments)):
+            assert isinstance(step, Exchange)
+            yield self.on_ring(step)
+            yield from self.publish((node - t // segments - 1) % parts, t % segments)
+
+    def straight(self) -> Iterator[Step]:
+        """What a node has of a part goes straight to the node that sums it, and the sum straight to all."""
+        yield from self.sum_directly(0)
+        for s in range(self.segments):
+            if s + 1 < self.segments:
+                yield from self.sum_directly(s + 1)
+            yield from self.spread_directly(s)
+
+    def sum_directly(self, s: int) -> Iterator[Step]:
+        """Chunk s of each part is summed on its node."""
+        node, parts = self.node, self.parts
+        for t in range(1, parts):
+            yield self.combine((node + t) % parts, s)
+        yield self.combine(node, s)
+        for t in range(1, parts):
+            to, source = (node + t) % parts, (node - t) % parts
+            yield Exchange(self.peer(to), self.chunk(to, s), self.peer(source), self.chunk(node, s), reduce=True)
+
+    def spread_directly(self, s: int) -> Iterator[Step]:
+        """The sums of chunk s go to all nodes, and there to all ranks."""
+        node, parts = self.node, self.parts
+        yield Finish(self.chunk(node, s))
+        for t in range(1, parts):
+            to, source = (node + t) % parts, (node - t) % parts
+            yield Exchange(self.peer(to), self.chunk(node, s), self.peer(source), self.chunk(source, s))
+            if t == 1:
+                yield from self.publish(node, s)
+            yield from self.publish(source, s)
+
+
 def two_level_all_reduce(
     nodes: tuple[int, ...], segments: int = 1, *, direct: bool = False, tree: bool = False
 ) -> Program:
-    """nodes: the node of each rank. Blocks are slice * number of nodes + part: part p is summed up on node p.
+    """All-reduce in shared memory inside the nodes and by messages between them.
 
-    direct: what a node has of a part goes straight to the node that sums it, and the sum straight to all, instead of
-    both going round a ring of the nodes: as many bytes, but nothing waits for what another node sent before.
+    Args:
+        nodes: The node of each rank.
+        segments: Chunks of a part, which are sent one after the other.
+        direct: Send what a node has of a part straight to the node that sums it, and the sum straight to all, instead
+            of both round a ring of the nodes: as many bytes, but nothing waits for what another node sent before.
+        tree: Sum over the ranks of a node in the order of a fixed binary tree.
     """
     places = Places(nodes)
-    slices, parts = places.least, places.nodes
+    blocks = places.least * places.nodes
 
     def steps(rank: Ints) -> Iterator[Step]:
-        node, local = places.node[rank], places.local[rank]
-        carries = local < slices
-        base = np.where(carries, local, 0) * parts
-
-        def block(part: Ints) -> Span:
-            first = (base + part) * segments
-            return Span(first, np.where(carries, first + segments, first))
-
-        def chunk(part: Ints, s: int) -> Span:
-            first = (base + part) * segments + s
-            return Span(first, np.where(carries, first + 1, first))
-
-        def peer(of_node: Ints) -> Ints:
-            return np.where(carries, places.members[of_node, np.where(carries, local, 0)], NONE)
-
-        def combine(part: Ints, s: int) -> Step:
-            span, order = chunk(part, s), range(places.most)
-            if tree:
-                owners = [np.where(t < places.count[rank], places.members[node, t], NONE) for t in order]
-            else:
-                owners = [places.neighbour(rank, t) for t in order]
-            return Combine(span, tuple((owner, span) for owner in owners), tree)
-
-        def publish(part: Ints, s: int) -> Iterator[Step]:
-            for t in range(1, places.most):
-                to = np.where(carries, places.neighbour(rank, t), NONE)
-                yield Copy(to, chunk(part, s), rank, chunk(part, s))
-
-        def on_ring(step: Exchange) -> Exchange:
-            """A ring step between nodes, moved to this rank's slice and to ranks."""
-            offset = base * segments
-            return Exchange(
-                peer(step.to),
-                Span(step.send.lo + offset, step.send.hi + offset),
-                peer(step.source),
-                Span(step.recv.lo + offset, step.recv.hi + offset),
-                step.reduce,
-            )
-
-        def round_the_ring() -> Iterator[Step]:
-            # a part is summed over the node just before the ring needs it, so that summing overlaps sending
-            yield from (combine((node - 1) % parts, s) for s in range(segments))
-            for t, step in enumerate(ring.reduce_scatter_steps(node, parts, segments)):
-                if isinstance(step, Finish):
-                    yield Finish(block(node))
-                    continue
-                if t % segments == 0:
-                    yield from (combine((node - t // segments - 2) % parts, s) for s in range(segments))
-                assert isinstance(step, Exchange)
-                yield on_ring(step)
-            for s in range(segments):
-                yield from publish(node, s)
-            for t, step in enumerate(ring.all_gather_steps(node, parts, segments)):
-                assert isinstance(step, Exchange)
-                yield on_ring(step)
-                yield from publish((node - t // segments - 1) % parts, t % segments)
-
-        def sum_directly(s: int) -> Iterator[Step]:
-            for t in range(1, parts):
-                yield combine((node + t) % parts, s)
-            yield combine(node, s)
-            for t in range(1, parts):
-                to, source = (node + t) % parts, (node - t) % parts
-                yield Exchange(peer(to), chunk(to, s), peer(source), chunk(node, s), reduce=True)
-
-        def spread_directly(s: int) -> Iterator[Step]:
-            yield Finish(chunk(node, s))
-            for t in range(1, parts):
-                to, source = (node + t) % parts, (node - t) % parts
-                yield Exchange(peer(to), chunk(node, s), peer(source), chunk(source, s))
-                if t == 1:
-                    yield from publish(node, s)
-                yield from publish(source, s)
-
-        def straight() -> Iterator[Step]:
-            yield from sum_directly(0)
-            for s in range(segments):
-                if s + 1 < segments:
-                    yield from sum_directly(s + 1)
-                yield from spread_directly(s)
-
+        slices = _Slices(places, rank, segments, tree)
         yield Fence()
-        yield from straight() if direct and parts > 1 else round_the_ring()
+        yield from slices.straight() if direct and places.nodes > 1 else slices.round_the_ring()
         yield Fence()
 
-    return Program(
-        "two_level all_reduce",
-        len(nodes),
-        all_reduce_of(len(nodes), slices * parts),
-        steps,
-        nodes,
-        blocks=slices * parts,
-        segments=segments,
-    )
+    goal = all_reduce_of(len(nodes), blocks)
+    return Program("two_level all_reduce", len(nodes), goal, steps, nodes, blocks=blocks, segments=segments)

@@ -40,7 +40,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatrixPlan:
     """How a bucket is compressed. rest: [lo, hi) of the elements outside the matrices."""
 
     matrices: tuple[Matrix, ...]
@@ -61,7 +61,7 @@ class Plan:
         return sum(hi - lo for lo, hi in self.rest)
 
 
-def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> Plan:
+def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> MatrixPlan:
     """Which parameters of a bucket of numel elements are compressed.
 
     A parameter of shape (a, b, c, ...) counts as a matrix of a rows; it is compressed where that makes it at least
@@ -94,14 +94,14 @@ def plan(numel: int, shapes: Shapes, rank: int, min_compression: float) -> Plan:
             uncompressed(offset, offset + size)
         end = offset + size
     uncompressed(end, numel)
-    return Plan(tuple(matrices), tuple(rest))
+    return MatrixPlan(tuple(matrices), tuple(rest))
 
 
 @dataclass
 class _Factors(Memory):
     """A bucket's memory. sent: all P, then the rest. ps, qs, errors: views of the matrices' parts."""
 
-    plan: Plan
+    plan: MatrixPlan
     sent: torch.Tensor
     right: torch.Tensor
     ps: Sequence[torch.Tensor]

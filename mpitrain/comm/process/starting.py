@@ -125,7 +125,7 @@ def _watch(complete: threading.Event, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class StartingRank:
     """A rank on this host. state: of its process, the kernel's letter. waits: whether it is at the start and runs."""
 
     rank: int
@@ -143,15 +143,15 @@ class Place:
         return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
 
 
-def neighbours(process: int) -> list[Place]:
+def neighbours(process: int) -> list[StartingRank]:
     """The ranks on this host of the job that a process belongs to, in order."""
     daemon = _daemon(process)
-    found: dict[int, Place] = {}
+    found: dict[int, StartingRank] = {}
     for entry in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         rank = _number(_environment(entry), RANK_NAMES)
         if rank < 0 or _daemon(entry) != daemon:
             continue
-        place = Place(rank, entry, _state(entry), _arrived(entry))
+        place = StartingRank(rank, entry, _state(entry), _arrived(entry))
         known = found.get(rank)  # a rank may be a shell, its python, and what that started
         if known is None or place.arrived or (not known.arrived and known.state not in "Tt"):
             found[rank] = place
