@@ -42,9 +42,10 @@ from mpitrain.bench.jobs import Benchmark, parser, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.timing import Contender, Times, interleaved
-from mpitrain.comm.collectives import tuning
-from mpitrain.comm.collectives.all_reduce import ALGORITHMS
+from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, tuning
+from mpitrain.comm.collectives.registry import Algorithms
 from mpitrain.comm.collectives.setting import Setting
+from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.errors import InputError
 
@@ -56,6 +57,9 @@ SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 * MIB
 _UNITS = {"": 1, "B": 1, "K": KIB, "KI": KIB, "KIB": KIB, "M": MIB, "MI": MIB, "MIB": MIB}
+
+_TUNED = [module.ALGORITHMS for module in (all_reduce, reduce, reduce_scatter, broadcast, all_gather)]
+_MEMORIES = ("arena", "private")
 
 Measured = dict[str, dict[str, float]]  # contender -> {"median": seconds, "best": seconds}
 
@@ -81,13 +85,16 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     repeats, seconds = (5, 0.3) if options.quick else (options.repeats, options.seconds)
     time_all = partial(interleaved, world, repeats=repeats, budget=seconds)
     bench = _Contenders(world)
-    passes: dict[str, Callable[[int], Any]] = {
-        "algorithms": bench.algorithms("arena"),
-        "algorithms_private": bench.algorithms("private"),
-    }
-    if not options.tune:
-        del passes["algorithms_private"]
-        passes |= {
+    passes: dict[str, Callable[[int], Any]]
+    if options.tune:
+        passes = {
+            f"{algorithms.operation} {memory}": bench.algorithms(memory, algorithms)
+            for algorithms in _TUNED
+            for memory in _MEMORIES
+        }
+    else:
+        passes = {
+            "algorithms": bench.algorithms("arena", all_reduce.ALGORITHMS),
             "all_reduce": bench.all_reduce,
             "halves": bench.halves,
             "reduce_scatter": bench.reduce_scatter,
@@ -108,6 +115,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             if world.rank == 0:
                 print(f"  {world.size} ranks, {size:>10,} bytes: {time.perf_counter() - begin:5.1f} s", flush=True)
     if options.tune:
+        result["algorithms"] = result["all_reduce arena"]
         result["tuned"] = _tune(world, result)
     bench.free()
     return result
@@ -123,6 +131,7 @@ class _Contenders:
     def __init__(self, world: Communicator) -> None:
         self.world, self.plain = world, PlainMPI(world)
         self.adds_fp16 = self.plain.adds_fp16
+        self.reads_neighbours = reads_neighbours(world)
 
     def free(self) -> None:
         self.plain.free()
@@ -185,22 +194,41 @@ class _Contenders:
             block = out[world.rank * each : (world.rank + 1) * each]
             yield _contenders(size, arena=partial(world.all_gather, out, block), library=self.plain.all_gather(theirs))
 
-    def algorithms(self, memory: str) -> Callable[[int], Any]:
-        """Every all_reduce algorithm that these ranks can use, on vectors in an arena or in private memory."""
-        names = [name for name in ALGORITHMS.names if name != ("two_level" if self.world.num_nodes == 1 else "shared")]
+    def algorithms(self, memory: str, algorithms: Algorithms) -> Callable[[int], Any]:
+        """Every algorithm of an operation that these ranks can use, on vectors in an arena or in private memory."""
+        names = self._usable(memory, algorithms)
 
         @contextmanager
         def make(size: int) -> Iterator[dict[str, Contender]]:
+            each = max(1, size // 4 // self.world.size)
+            numel = size // 4 if algorithms is all_reduce.ALGORITHMS else each * self.world.size
             if memory == "arena":
-                with self._arena(size // 4) as x:
-                    yield all_of(size, x)
+                with self._arena(numel) as x:
+                    yield all_of(size, x, x[self.world.rank * each : (self.world.rank + 1) * each])
             else:
-                yield all_of(size, _zeros(size // 4))
+                yield all_of(size, _zeros(numel), _zeros(each))
 
-        def all_of(size: int, x: torch.Tensor) -> dict[str, Contender]:
-            return _contenders(size, **{name: partial(self.world.all_reduce, x, "sum", name) for name in names})
+        def all_of(size: int, x: torch.Tensor, block: torch.Tensor) -> dict[str, Contender]:
+            calls: dict[str, Callable[[str], Callable[[], object]]] = {
+                "all_reduce": lambda name: partial(self.world.all_reduce, x, "sum", name),
+                "reduce": lambda name: partial(self.world.reduce, x, 0, "sum", name),
+                "broadcast": lambda name: partial(self.world.broadcast, x, 0, name),
+                "reduce_scatter": lambda name: partial(self.world.reduce_scatter, block, x, "sum", name),
+                "all_gather": lambda name: partial(self.world.all_gather, x, block, name),
+            }
+            return _contenders(size, **{name: calls[algorithms.operation](name) for name in names})
 
         return make
+
+    def _usable(self, memory: str, algorithms: Algorithms) -> list[str]:
+        """The names of the algorithms that serve on these ranks in this memory."""
+        one_node, reached = self.world.num_nodes == 1, memory == "arena" or self.reads_neighbours
+        usable = []
+        for name in algorithms.names:
+            needs = algorithms[name]
+            if (one_node or not needs.one_node) and (reached or needs.stages or not needs.reach):
+                usable.append(name)
+        return [name for name in usable if not (one_node and name == "two_level")]
 
     @contextmanager
     def probes(self, size: int) -> Iterator[Probes]:
@@ -223,10 +251,12 @@ def _zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
     """The rules for this rank count, written into the machine's table. Collective."""
     rules = {}
-    for memory, name in (("arena", "algorithms"), ("private", "algorithms_private")):
-        place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
-        times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in result[name].items()}
-        rules[tuning.key("all_reduce", place, world.size)] = tuning.rules_from(times)
+    for operation in (algorithms.operation for algorithms in _TUNED):
+        for memory in _MEMORIES:
+            place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
+            measured = result[f"{operation} {memory}"]
+            times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in measured.items()}
+            rules[tuning.key(operation, place, world.size)] = tuning.rules_from(times)
     machine = tuning.this_machine()
     origin = f"measured {time.strftime('%Y-%m-%d')}"
     path = world.on_root(lambda: str(tuning.keep(machine, rules, origin)))

@@ -198,6 +198,20 @@ def test_gather_scatter_and_all_to_all(world):
 
 
 @MANY
+@pytest.mark.parametrize("numel", [1, 1000, 100_000])
+def test_all_gather_where_only_some_ranks_pass_their_block_of_the_result(world, numel):
+    for counts in (None, [numel + rank for rank in range(world.size)]):
+        blocks = counts or [numel] * world.size
+        out, first = torch.zeros(sum(blocks)), sum(blocks[: world.rank])
+        own = torch.full((blocks[world.rank],), world.rank + 1.0)
+        if world.rank != 1:
+            own = out[first : first + blocks[world.rank]].copy_(own)
+        for _ in range(2):
+            world.all_gather(out, own, "mpi", counts=counts)
+            assert torch.equal(out, torch.repeat_interleave(torch.arange(world.size) + 1.0, torch.tensor(blocks)))
+
+
+@MANY
 def test_what_is_too_long_for_one_call_of_mpi_goes_in_pieces(world, monkeypatch):
     modules = [module for name, module in sys.modules.items() if name.startswith("mpitrain.comm.")]
     for module in modules:

@@ -19,13 +19,13 @@ from mpitrain.comm.algorithms.halving import doubling_all_gather
 from mpitrain.comm.algorithms.ring import ring_all_gather
 from mpitrain.comm.algorithms.shared import shared_all_gather
 from mpitrain.comm.collectives import library
-from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, unequal
+from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, segments_of
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, tensor_at
+from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at, tensor_at
 from mpitrain.comm.programs.program import Program, chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
@@ -137,7 +137,9 @@ def _bind(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], algorit
         name = "ring"
     chosen = ALGORITHMS[name]
     if chosen.program is None:
-        return Compiled([*place, _by_library(binder, out, blocks)])
+        if place and not overlap(out, x):  # the library's own way, with less copying than in place
+            return Compiled([_by_library(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))])
+        return Compiled([*place, _by_library(binder, out, blocks, MPI.IN_PLACE)])
     program = binder.program(chosen, setting)
     layout = Layout(x.dtype, chunk_bounds(bounds, program.segments), out.data_ptr(), out.data_ptr())
     if not chosen.reach:
@@ -156,9 +158,12 @@ def _bind(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], algorit
     return Compiled([*place, inner], [inner])
 
 
-def _by_library(binder: Binder, out: Tensor, blocks: Sequence[int]) -> Call:
-    """In place: the rank's own block already lies in out."""
+def _by_library(binder: Binder, out: Tensor, blocks: Sequence[int], own: Any) -> Call:
+    """own: this rank's block, or MPI.IN_PLACE where it lies in out already.
+
+    MPI wants the latter of all ranks or of none; it is only a copy that a rank need not make, and libraries take both.
+    """
     comm, item = binder.comm, out.element_size()
     if min(blocks) == max(blocks):
-        return partial(comm.Allgather, MPI.IN_PLACE, library.even_blocks(out.data_ptr(), blocks[0], comm.size, item))
-    return partial(comm.Allgatherv, MPI.IN_PLACE, library.uneven_blocks(out.data_ptr(), blocks, item))
+        return partial(comm.Allgather, own, library.even_blocks(out.data_ptr(), blocks[0], comm.size, item))
+    return partial(comm.Allgatherv, own, library.uneven_blocks(out.data_ptr(), blocks, item))

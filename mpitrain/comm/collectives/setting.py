@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """The tuning rules that apply (see `tuning.PLACES`)."""
+        """The tuning rules that apply (see `tuning`)."""
         if len(set(self.nodes)) == self.size:
             place = "nodes single"
         else:

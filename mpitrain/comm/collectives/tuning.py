@@ -27,13 +27,15 @@ _CLEARLY = 0.95  # of the time of the algorithm used for smaller vectors
 _ALWAYS_MPI: tuple[Rule, ...] = ((_NO_LIMIT, "mpi"),)
 
 
-def _shared_from(in_arena: int, crowded_arena: int, ordinary: int, crowded: int) -> dict[str, tuple[Rule, ...]]:
+def _shared_from(
+    arena: int, arena_oversubscribed: int, ordinary: int, ordinary_oversubscribed: int
+) -> dict[str, tuple[Rule, ...]]:
     """Rules of an operation that goes through the memory of one node from so many bytes on, and by MPI otherwise.
 
-    crowded, crowded_arena: with more ranks than cores.
+    The limits are those from which it was at least as fast at 2 ranks on 2 cores, and at 4 ranks where oversubscribed.
     """
-    limits = {"node arena": in_arena, "node arena oversubscribed": crowded_arena}
-    limits |= {"node": ordinary, "node oversubscribed": crowded}
+    limits = {"node arena": arena, "node arena oversubscribed": arena_oversubscribed}
+    limits |= {"node": ordinary, "node oversubscribed": ordinary_oversubscribed}
     return {place: ((limit, "mpi"), (_NO_LIMIT, "shared")) for place, limit in limits.items()}
 
 
@@ -47,10 +49,10 @@ _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
         ),
         **dict.fromkeys(["nodes single", "nodes single oversubscribed"], ((16 * MIB, "mpi"), (_NO_LIMIT, "ring"))),
     },
-    "reduce": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
-    "reduce_scatter": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
-    "broadcast": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
-    "all_gather": _shared_from(8 * KIB, 8 * KIB, MIB, MIB),
+    "reduce": _shared_from(96 * KIB, 192 * KIB, MIB, MIB),
+    "reduce_scatter": _shared_from(32 * KIB, 96 * KIB, 128 * KIB, MIB),
+    "broadcast": _shared_from(96 * KIB, 192 * KIB, 2 * MIB, 2 * MIB),
+    "all_gather": _shared_from(16 * KIB, 64 * KIB, 4 * MIB, 8 * MIB),
 }
 
 
