@@ -19,7 +19,8 @@ def _encode(value: Any) -> np.ndarray:
         text = json.dumps(value)
     except TypeError as error:
         raise InputError(f"{error}; only what JSON can hold travels between ranks: send arrays as arrays") from None
-    return np.frombuffer(text.encode(), dtype=np.uint8).copy()
+    data: np.ndarray = np.frombuffer(text.encode(), dtype=np.uint8).copy()
+    return data
 
 
 def broadcast(comm: Communicator, value: Any, root: int) -> Any:

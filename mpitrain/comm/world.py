@@ -136,7 +136,7 @@ def _same_text(comm: MPI.Intracomm, text: str) -> str:
     if comm.rank:
         data = np.empty(int(length[0]), dtype=np.uint8)
     comm.Bcast(data)
-    return data.tobytes().decode()
+    return bytes(data).decode()
 
 
 def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:

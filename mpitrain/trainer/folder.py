@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mpitrain.comm import Communicator
-from mpitrain.config.settings import Config, read_toml
+from mpitrain.config.settings import Config
+from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.monitor import open_rank_log
 from mpitrain.storage import locks

@@ -19,7 +19,9 @@ from torch import nn
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
 from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
-from mpitrain.config.settings import Config, OptimSection, read_toml
+from mpitrain.config.settings import Config
+from mpitrain.config.toml_file import read_toml
+from mpitrain.config.training import OptimSection
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpitrain.config.settings import OptimSection
+from mpitrain.config.training import OptimSection
 
 
 @dataclass(frozen=True)

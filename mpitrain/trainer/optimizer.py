@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mpitrain.config.named import find
-from mpitrain.config.settings import OptimSection
+from mpitrain.config.training import OptimSection
 from mpitrain.errors import InputError
 
 _NEED_A_CLOSURE = ("LBFGS",)

@@ -215,7 +215,7 @@ class PowerSGD(Remembering):
         comm.all_reduce(memory.right, op, algorithm)
         for matrix, p, q in zip(matrices, memory.ps, memory.qs, strict=True):
             torch.mm(p, q.t(), out=matrix)
-        for piece, reduced in zip(rest, sent_rest.split([hi - lo for lo, hi in memory.plan.rest]), strict=True):
+        for piece, reduced in zip(rest, torch.split(sent_rest, [hi - lo for lo, hi in memory.plan.rest]), strict=True):
             piece.copy_(reduced)
         if total.data_ptr() != x.data_ptr():
             x.view(-1).copy_(total)

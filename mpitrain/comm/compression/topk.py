@@ -78,7 +78,7 @@ class TopK(Remembering):
         messages = self._buffer("messages", nbytes * comm.size, torch.uint8, x.device)
         comm.all_gather(messages, message)
 
-        received = [_parts(part, k, places, x.dtype) for part in messages.split(nbytes)]
+        received = [_parts(part, k, places, x.dtype) for part in torch.split(messages, nbytes)]
         if not all(all_finite(theirs) for _, theirs in received):
             x.fill_(math.nan)
             return

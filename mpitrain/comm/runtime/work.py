@@ -61,16 +61,6 @@ def poll(work: Work, name: str, timeout: float) -> None:
         time.sleep(1e-4)
 
 
-class Finished(Work):
-    """An operation that was complete when it was begun."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
 class Messages(Work):
     """Messages that MPI carries by itself."""
 
