@@ -40,7 +40,8 @@ def find(key: str, path: str) -> Callable[..., Any]:
         )
     if not callable(function):
         raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
-    return function
+    found: Callable[..., Any] = function
+    return found
 
 
 def _import(named: str, module_name: str) -> ModuleType:
