@@ -57,10 +57,10 @@ def test_a_mismatch_where_memory_is_shared_is_one_error_that_names_ranks_and_arg
     x = memory[:NUMEL].to(torch.int32) if odd else memory[:NUMEL]
     assert f"rank {last}: all_reduce of 300000 int32" in text(lambda: plain.all_reduce(x))
     assert "300000 float32, max" in text(lambda: plain.all_reduce(memory[:NUMEL], "max" if odd else "sum"))
-    assert f"broadcast from rank {last}" in text(lambda: plain.broadcast(memory[:NUMEL], last if odd else 0))
-    assert f"reduce to rank {last}" in text(lambda: plain.reduce(memory[:NUMEL], last if odd else 0))
+    assert f"broadcast from rank {last}" in text(lambda: plain.broadcast(memory[:NUMEL], last if odd else 0, "shared"))
+    assert f"reduce to rank {last}" in text(lambda: plain.reduce(memory[:NUMEL], last if odd else 0, "sum", "shared"))
     out = torch.empty(world.size * NUMEL)
-    text(lambda: plain.all_gather(out, memory[:NUMEL]) if odd else plain.all_reduce(memory[:NUMEL]))
+    text(lambda: plain.all_gather(out, memory[:NUMEL], "shared") if odd else plain.all_reduce(memory[:NUMEL]))
 
     for arena in (first, second):
         arena.tensor.fill_(1.0)
