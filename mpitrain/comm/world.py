@@ -19,6 +19,7 @@ from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import Share, find_share, spare_cores
 from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
 from mpitrain.comm.process.topology import discover, machine_key
+from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.errors import EXIT_BAD_INPUT, InputError
 
@@ -30,7 +31,7 @@ class Process:
     """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
 
     cores: what this rank has of its node's. spare_cores: of the ranks that have fewest, cores that no rank computes on;
-    negative: ranks that have none.
+    negative: ranks that have none. proofs: of the programs used so far, in the debug mode.
     failures: where the job is to go on without ranks that die (see `elastic`).
     """
 
@@ -42,6 +43,7 @@ class Process:
     spare_cores: int
     cuda_aware: bool
     debug: bool
+    proofs: Proofs | None = None
     failures: FailureHandler | None = None
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -100,7 +102,8 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
-    process = Process(arenas, table, watchdog, faults, cores, spare, cuda_aware(), debug)
+    proofs = Proofs() if debug else None
+    process = Process(arenas, table, watchdog, faults, cores, spare, cuda_aware(), debug, proofs)
     return Communicator(comm.Dup(), topology, process, "world")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,7 @@ from mpitrain.comm.programs.program import (
     reduce_of,
     reduce_scatter_of,
 )
-from mpitrain.comm.programs.verify import verify
+from mpitrain.comm.programs.verify import ProgramError, verify
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import InputError
 
@@ -105,6 +106,23 @@ def test_an_algorithm_registered_from_outside_is_one_of_all_reduce(world, star):
     world.all_reduce(x, algorithm=star, async_op=True).wait()
     world.all_reduce(x, algorithm=star, reproducible=True)  # by pairwise exchange: it makes no such promise itself
     assert (x == world.size**2).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_debug_mode_proves_a_program_before_it_runs(world):
+    def forgets_the_answer(setting):
+        right = star_all_reduce(setting.size, setting.nodes)
+        half = lambda rank: list(right.steps(rank))[: setting.size]  # noqa: E731
+        return replace(right, name="forgetful all_reduce", steps=half)
+
+    all_reduce.ALGORITHMS.register("forgetful", Algorithm(forgets_the_answer))
+    try:
+        x = torch.full((4,), float(world.rank))
+        with pytest.raises(ProgramError):
+            world.all_reduce(x, algorithm="forgetful")
+        assert (x == world.rank).all()
+    finally:
+        all_reduce.ALGORITHMS.unregister("forgetful")
 
 
 @pytest.mark.ranks(2, 3)

@@ -24,6 +24,7 @@ from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
+from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime import kernels, signatures
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
@@ -47,9 +48,13 @@ class Binder:
         arenas: ArenaIndex,
         tuning: Tuning,
         oversubscribed: bool,
+        proofs: Proofs | None = None,
     ) -> None:
-        """node: the communicator of this node's ranks of comm. oversubscribed: some node has more ranks than cores."""
-        self.oversubscribed = oversubscribed
+        """node: the communicator of this node's ranks of comm. oversubscribed: some node has more ranks than cores.
+
+        proofs: has every program proved before it is used first; for the debug mode.
+        """
+        self.oversubscribed, self._proofs = oversubscribed, proofs
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
         self.nodes_shared = len(set(topology.nodes)) < topology.size  # whether some node has several ranks
         self.cache = BoundCache(arenas)
@@ -115,7 +120,12 @@ class Binder:
         """The algorithm's program; the same object for the same setting."""
         assert algorithm.program is not None
         key = algorithm.program, setting
-        return self._programs.get(key) or kept(self._programs, key, algorithm.program(setting))
+        program = self._programs.get(key)
+        if program is None:
+            program = kept(self._programs, key, algorithm.program(setting))
+            if self._proofs is not None:
+                self._proofs.require(program)
+        return program
 
     def chosen_program(self, algorithms: Algorithms, name: str, x: torch.Tensor, **more: Any) -> Program:
         """The program of the algorithm of that name, or of the fastest, on x; more: fields of the setting.

@@ -90,7 +90,8 @@ class Dispatcher(Member):
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
         process = self.process
         node = self._owned.keep(comm.Split(self._topology.nodes[comm.rank], comm.rank))
-        return Binder(comm, node, self._topology, process.arenas, process.tuning, process.spare_cores < 0)
+        oversubscribed = process.spare_cores < 0
+        return Binder(comm, node, self._topology, process.arenas, process.tuning, oversubscribed, process.proofs)
 
     def duplicate_of_node(self) -> MPI.Intracomm:
         """A new communicator of this node's ranks, freed with this one. Collective over the node."""
