@@ -96,9 +96,9 @@ import torch
 from support import next_handle
 
 import mpitrain as mt
-from mpitrain.comm import elastic
+from mpitrain.comm.faults import ulfm
 
-world = elastic.begin(mt.init(timeout=30))
+world = ulfm.begin(mt.init(timeout=30))
 groups = [world.split(0), world.subgroup(range(world.size))]
 for comm in (world, *groups):
     comm.all_reduce(torch.ones(200_000), algorithm="shared")
@@ -109,9 +109,9 @@ try:
     while True:
         world.barrier()
 except Exception as error:
-    assert elastic.ranks_died(world, error)
+    assert ulfm.ranks_died(world, error)
     groups[world.rank].free()  # not the same on both
-left, loss = elastic.shrink(world)
+left, loss = ulfm.shrink(world)
 assert loss.lost == (2,)
 for comm in (*groups, world):
     comm.free()
@@ -124,7 +124,7 @@ for _ in range(20):
 assert len(numbers) < 8, sorted(numbers)
 left.barrier()
 print("went on", flush=True)
-elastic.leave(left, 0)
+ulfm.leave(left, 0)
 """
 
 

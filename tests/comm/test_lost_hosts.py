@@ -61,7 +61,7 @@ def connected():
 earlier, kept = connected()
 import torch
 import mpitrain as mt
-from mpitrain.comm import connections
+from mpitrain.comm.process import connections
 
 world = mt.init()
 later, kept_too = connected()
