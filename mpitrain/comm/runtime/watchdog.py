@@ -41,8 +41,8 @@ from mpitrain.errors import EXIT_FAILED
 _QUESTION, _ANSWER = 1, 2  # message tags
 _PATIENCE = 3.0  # seconds to wait for answers
 _LOOK = 0.1  # seconds between looks for ranks that died, where the job is to go on without them
-_ROOM = str(Path(__file__).resolve().parent) + os.sep
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_ROOM = str(Path(__file__).resolve().parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
