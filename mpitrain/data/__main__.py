@@ -75,11 +75,14 @@ def _positive(text: str) -> float:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from mpitrain.config.named import find
     from mpitrain.data.info import describe
     from mpitrain.data.prepare import PrepareOptions, prepare
 
-    more = [find("--kind", arguments.kind)()] if arguments.kind else []
+    more = []
+    if arguments.kind:
+        from mpitrain.config.named import find
+
+        more = [find("--kind", arguments.kind)()]
     with _Progress() as progress:
         manifest = prepare(
             arguments.sources,
