@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -86,3 +87,10 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _executed([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
             yield from _executed(node.body)
+
+
+def test_the_documentation_names_files_that_are_there():
+    for page in ("docs/architecture.md", "docs/glossary.md", "CONTRIBUTING.md", "README.md"):
+        for name in re.findall(r"`([\w/]+\.(?:py|sh|md|cfg))`", (ROOT / page).read_text(encoding="utf-8")):
+            found = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))
+            assert found, f"{page} names {name}"
