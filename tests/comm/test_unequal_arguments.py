@@ -187,7 +187,7 @@ def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, ar
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("ranks", "count"),
-    # three ranks: of every few runs one has a case of equal arguments that does not end in time, which is not understood
+    # three ranks: one run in a few has a case of equal arguments that does not end in time, not understood yet
     [(2, 24), pytest.param(3, 12, marks=pytest.mark.full)],
 )
 def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
