@@ -8,4 +8,6 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 mpi=${MPI:-openmpi}
 "$root/jobs/setup.sh" "$mpi" monitor data
 . "$root/jobs/mpirun.sh"
+# where a clone named mpitrain lies in the working directory, Python would take that folder for the package
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "${MPIRUN[@]}" -n "${N:-8}" python -m mpitrain.train "$@"
