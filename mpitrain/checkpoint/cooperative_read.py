@@ -1,13 +1,13 @@
 """Cooperative read: what several ranks of a node need of a checkpoint is read and checked by one, copied by all.
 
 Blocks that only one rank needs it reads by itself (`reading.read`). The others are read in rounds, each by one rank
-into its slot of a window that all ranks of the node see, while everybody copies what it needs of the round before.
-So every byte is read and hashed once a node, and what is copied is what was hashed:
+into its slot of memory that all ranks of the node see (`comm/collectives/alternating`), while everybody copies what it
+needs of the round before. So every byte is read and hashed once a node, and what is copied is what was hashed:
 
-    turn      0                1                              2
-    rank 0    reads A          reads C, copies of A and B     copies of C and D      A ... D: at most SLOT bytes each
-    rank 1    reads B          reads D, copies of A and B     copies of C and D
-                      barrier                         barrier
+    turn      0             1                              2
+    rank 0    reads A       reads C, copies of A and B     copies of C and D      A ... D: at most SLOT bytes each
+    rank 1    reads B       reads D, copies of A and B     copies of C and D
+                      meet                            meet
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from mpitrain.checkpoint.manifest import HASHED, Manifest
 from mpitrain.checkpoint.reading import THREADS, Block, open_files, read, read_block
 
 if TYPE_CHECKING:
-    from mpitrain.comm import Arena, Communicator
+    from mpitrain.comm import Communicator
+    from mpitrain.comm.collectives.alternating import Alternating
 
-SLOT = HASHED  # bytes that a rank reads in a turn; it has two slots
+SLOT = HASHED  # bytes that a rank reads in a turn
 
 
 def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:
@@ -52,12 +52,12 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
     if node.size > 1:
         node.all_reduce(needing)
     shared = np.flatnonzero(needing > 1).tolist()
-    window = node.arena(2 * SLOT, torch.uint8) if shared else None
-    if window is None or window.kind != "shared":
+    slots = node.alternating(SLOT) if shared else None
+    if slots is None:
         read(folder, blocks)
         return
-    error = _read_shared(node, window, folder, [mine.get(number) or numbering.block(number) for number in shared])
-    window.free()
+    error = _read_shared(node, slots, folder, [mine.get(number) or numbering.block(number) for number in shared])
+    slots.free()
     if error is not None:
         raise error
     read(folder, [block for number, block in mine.items() if needing[number] == 1])
@@ -100,11 +100,11 @@ def loads(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     return packed
 
 
-def _read_shared(node: Communicator, window: Arena, folder: Path, blocks: Sequence[Block]) -> Exception | None:
+def _read_shared(node: Communicator, slots: Alternating, folder: Path, blocks: Sequence[Block]) -> Exception | None:
     """Read these blocks, the same on all ranks, and fill what they are for here; returns what failed on this rank."""
     packed = loads([block.size for block in blocks])
     own = packed[node.rank :: node.size]
-    memory = [window.peer(rank).numpy() for rank in node.world_ranks]
+    memory = [[slot.numpy() for slot in of_turn] for of_turn in slots.slots]
     error: Exception | None = None
     with ExitStack() as stack:
         try:
@@ -113,21 +113,21 @@ def _read_shared(node: Communicator, window: Arena, folder: Path, blocks: Sequen
             error = caught
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "mpitrain-read"))
         for turn in range(-(-len(packed) // node.size) + 1):
-            slot, other = turn % 2 * SLOT, (turn - 1) % 2 * SLOT
+            own_slot, before = memory[slots.turn][node.rank], memory[1 - slots.turn]
             try:
                 reading: list[Future[None]] = []
                 for number, offset in own[turn] if error is None and turn < len(own) else ():
                     block = blocks[number]
-                    into = memory[node.rank][slot + offset : slot + offset + block.size].data
+                    into = own_slot[offset : offset + block.size].data
                     reading.append(pool.submit(read_block, folder, block, descriptors[block.extent.file], into))
                 for source, load in enumerate(packed[max(0, turn - 1) * node.size : turn * node.size]):
                     for number, offset in load:
                         block = blocks[number]
                         for use in block.uses:
-                            use.copy(memory[source][other + offset : other + offset + block.size])
+                            use.copy(before[source][offset : offset + block.size])
                 for future in reading:
                     future.result()
             except Exception as caught:  # whatever it is: the others wait for this rank at every turn
                 error = error or caught
-            node.barrier()
+            slots.meet()
     return error

@@ -23,21 +23,22 @@ from mpitrain.comm import objects
 from mpitrain.comm.collectives.all_gather import all_gather
 from mpitrain.comm.collectives.all_reduce import all_reduce
 from mpitrain.comm.collectives.all_to_all import all_to_all
+from mpitrain.comm.collectives.alternating import Alternating
 from mpitrain.comm.collectives.barrier import barrier
 from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.deferred import Deferred
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.gather import gather
+from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
 from mpitrain.comm.collectives.scatter import scatter
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena, allocate
-from mpitrain.comm.memory.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
 from mpitrain.comm.process.topology import Topology, ranks_in
-from mpitrain.comm.runtime.split_phase import DeferredReduceScatter
+from mpitrain.comm.runtime.split_phase import SplitPhase
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import InputError
 
@@ -75,9 +76,7 @@ class Communicator(Dispatcher):
     all_to_all = all_to_all
     barrier = barrier
 
-    def deferred_reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, op: str = "sum"
-    ) -> DeferredReduceScatter | None:
+    def deferred_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum") -> SplitPhase | None:
         """Begin a reduce_scatter of size blocks of out's length that needs no thread. Collective; so is `wait`.
 
         x stays as it is until the `release` of what is returned. See `mpitrain.comm.runtime.split_phase`.
@@ -187,11 +186,25 @@ class Communicator(Dispatcher):
         binder = self.binder
         return allocate(self._comm, binder.node, neighbours, numel, dtype, torch.device(device), self.process.arenas)
 
+    def alternating(self, capacity: int) -> Alternating | None:
+        """Two slots of `capacity` bytes a rank, filled in turns and read by all ranks where they are. Collective.
+
+        None, on all ranks, where they lie on several nodes or cannot share memory. See
+        `mpitrain.comm.collectives.alternating`.
+        """
+        if self.num_nodes > 1:
+            return None
+        arena = self.arena(2 * capacity, torch.uint8)
+        return Alternating(self, arena, capacity) if arena.kind == "shared" else None
+
     def node_copy(self, numel: int, dtype: torch.dtype = torch.float32) -> NodeCopy | None:
         """Flat storage of numel elements that all ranks of a node see, host memory. Collective.
 
-        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.memory.node_copy`.
+        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_copy`.
         """
         board.compare(self._comm, board.described("node_copy", numel, dtype))
         neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
-        return allocate_node_copy(self._comm, self.binder.node, neighbours, numel, dtype, self.process.arenas)
+        process = self.process
+        return allocate_node_copy(
+            self._comm, self.binder.node, neighbours, numel, dtype, process.arenas, process.proofs
+        )

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.comm.compression import Compression
-from mpitrain.comm.memory.node_copy import NodeCopy
 from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (

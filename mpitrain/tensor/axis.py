@@ -1,14 +1,13 @@
 """The ranks of the tensor axis and their exchange of activations.
 
 Activations come at ever new addresses, and messages or reads of private memory cost several times what their sum
-does. So they pass through memory that the node shares, two slots a rank, used in turns:
+does. So they pass through memory that the node shares, two slots a rank, used in turns (see
+`mpitrain.comm.collectives.alternating`):
 
-    slot 0  | header | rank 0's tensor | ...        an exchange: write the own header and tensor, barrier,
-    slot 1  | header |                              read the others'
+    header | tensor        an exchange: write the own header and tensor into the slot, meet, read the others'
 
-Before a rank writes a slot again it has been through the barrier of the exchange that used the other slot; so nobody
-still reads it. The headers tell what each rank brought: ranks that were fed different samples, or run their layers in
-another order, get an error, not a hang or a wrong sum.
+The headers tell what each rank brought: ranks that were fed different samples, or run their layers in another order,
+get an error, not a hang or a wrong sum.
 
 Where the axis spans nodes, on a device, or without shared memory, the communicator's own operations do it.
 """
@@ -21,7 +20,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from mpitrain.comm import Arena, Communicator
+from mpitrain.comm import Communicator
+from mpitrain.comm.collectives.alternating import Alternating
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
 from mpitrain.tensor.rng_tracker import RngTracker
@@ -53,13 +53,13 @@ class Axis:
         self.column_input: object = None
         self._tags = 0
         self._slots: _Slots | None = None
-        if comm.size > 1 and comm.num_nodes == 1:
+        if comm.size > 1:
             self._slots = _Slots.of(comm, _FIRST_CAPACITY)
 
     def free(self) -> None:
         """Release the shared memory; the axis still works."""
         if self._slots is not None:
-            self._slots.arena.free()
+            self._slots.alternating.free()
             self._slots = None
 
     def bounds(self, length: int) -> list[int]:
@@ -163,23 +163,22 @@ class Axis:
         nbytes = x.numel() * x.element_size()
         mine = _HEADER.pack(operation, _DTYPES.index(x.dtype), tag, x.numel() // max(1, length), length, nbytes)
         while True:
-            slots = self._slots
-            slots.turn ^= 1
+            slots, turn = self._slots, self._slots.alternating.turn
             if nbytes <= slots.capacity:
-                slots.view(self.rank, x.shape, x.dtype).copy_(x)
-            slots.headers[slots.turn][self.rank][:] = mine
-            slots.node_barrier(self.comm)
-            told = [bytes(header) for header in slots.headers[slots.turn]]
+                slots.view(turn, self.rank, x.shape, x.dtype).copy_(x)
+            slots.headers[turn][self.rank][:] = mine
+            slots.alternating.meet()
+            told = [bytes(header) for header in slots.headers[turn]]
             if all(header == mine for header in told) and nbytes <= slots.capacity:
-                return [slots.view(rank, x.shape, x.dtype) for rank in range(self.size)]
+                return [slots.view(turn, rank, x.shape, x.dtype) for rank in range(self.size)]
             headers = [_HEADER.unpack(header) for header in told]
             self._compare(headers)
             largest = max(header[5] for header in headers)
             if largest <= slots.capacity:
                 lengths = [header[4] for header in headers]
-                return [slots.view(r, _with_length(x.shape, dim, n), x.dtype) for r, n in enumerate(lengths)]
+                return [slots.view(turn, r, _with_length(x.shape, dim, n), x.dtype) for r, n in enumerate(lengths)]
             self.comm.barrier()  # nobody reads the headers any more
-            slots.arena.free()
+            slots.alternating.free()
             self._slots = _Slots.of(self.comm, 1 << (largest - 1).bit_length())
             if self._slots is None:
                 return None
@@ -200,41 +199,30 @@ class Axis:
 
 
 class _Slots:
-    """Two slots of `capacity` bytes in the shared memory of each rank, and the views of them made so far."""
+    """A header and `capacity` bytes in every slot, and the tensors over them made so far."""
 
-    def __init__(self, comm: Communicator, arena: Arena, capacity: int) -> None:
-        self.arena, self.capacity, self.turn = arena, capacity, 0
-        stride = _HEADER_BYTES + capacity
-        memories = [arena.peer(world_rank) for world_rank in comm.world_ranks]
-        self.areas = [[m[t * stride : (t + 1) * stride] for m in memories] for t in (0, 1)]
-        self.headers = [[area[: _HEADER.size].numpy().data for area in areas] for areas in self.areas]
+    def __init__(self, alternating: Alternating, capacity: int) -> None:
+        self.alternating, self.capacity = alternating, capacity
+        self.headers = [[slot[: _HEADER.size].numpy().data for slot in slots] for slots in alternating.slots]
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
 
     @staticmethod
     def of(comm: Communicator, capacity: int) -> _Slots | None:
-        """New slots; None, with a warning, where the node has no room to share. Collective."""
-        arena = comm.arena(2 * (_HEADER_BYTES + capacity), torch.uint8)
-        return _Slots(comm, arena, capacity) if arena.kind == "shared" else None
+        """New slots; None where the ranks cannot share memory, with a warning on one node. Collective."""
+        alternating = comm.alternating(_HEADER_BYTES + capacity)
+        return _Slots(alternating, capacity) if alternating is not None else None
 
-    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A rank's slot of this turn as a tensor."""
-        key = (self.turn, rank, shape, dtype)
+    def view(self, turn: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A rank's slot of a turn as a tensor."""
+        key = (turn, rank, shape, dtype)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             nbytes = torch.Size(shape).numel() * dtype.itemsize
-            area = self.areas[self.turn][rank][_HEADER_BYTES : _HEADER_BYTES + nbytes]
+            area = self.alternating.slots[turn][rank][_HEADER_BYTES : _HEADER_BYTES + nbytes]
             view = self._views[key] = area.view(dtype).view(shape)
         return view
-
-    def node_barrier(self, comm: Communicator) -> None:
-        """A node barrier after which every rank sees what the others wrote before (MPI-4.1, section 12.7)."""
-        window = self.arena.window
-        assert window is not None
-        window.Sync()
-        comm.barrier()
-        window.Sync()
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> torch.Size:

@@ -1,4 +1,4 @@
-"""A reduce_scatter in two halves: right however late ranks are, with slots written again as soon as they may be."""
+"""Operations between whose halves the caller acts: right however late ranks are, with memory written again at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 
+from mpitrain.comm import Communicator
+from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.errors import CommunicationError, InputError
 
 SLOTS, LENGTH = 3, 5000
@@ -79,6 +81,39 @@ def test_a_wait_ends_with_an_error_when_the_other_rank_does_not_come_in_time(wor
     world.barrier()
     comm.free()
     slot.free()
+
+
+@pytest.mark.ranks(2)
+def test_memory_on_which_one_is_under_way_is_refused_to_the_next(world):
+    slot, out = world.arena(world.size * LENGTH), torch.empty(LENGTH)
+    slot.tensor.fill_(1.0)
+    work = world.deferred_reduce_scatter(out, slot.tensor)
+    for act in (lambda: None, work.wait):
+        act()
+        with pytest.raises(InputError, match="is under way; release it before"):
+            world.deferred_reduce_scatter(out, slot.tensor)
+    work.release()
+    world.deferred_reduce_scatter(out, slot.tensor).release()
+    assert (out == 2.0).all()
+    slot.free()
+
+
+@pytest.mark.ranks(2, 3, 8)
+@pytest.mark.parametrize("debug", [False, True])
+def test_slots_in_turns_show_every_rank_what_all_have_filled_whoever_is_late(world, debug):
+    process = dataclasses.replace(world.process, debug=debug, proofs=Proofs() if debug else None)
+    comm = Communicator(world._comm.Dup(), world._topology, process, "alternating")
+    chance, slots = random.Random(world.rank), comm.alternating(8 * LENGTH)
+    for number in range(40):
+        time.sleep(chance.choice([0, 0, 0, 0.003]))
+        turn = slots.turn
+        slots.slots[turn][world.rank].view(torch.int64).fill_(number * world.size + world.rank)
+        slots.meet()
+        for rank, slot in enumerate(slots.slots[turn]):
+            time.sleep(chance.choice([0, 0, 0, 0.001]))
+            assert (slot.view(torch.int64) == number * world.size + rank).all()
+    slots.free()
+    comm.free()
 
 
 @pytest.mark.ranks(1, 2)

@@ -19,6 +19,9 @@ from mpitrain.comm.algorithms.halving import (
 from mpitrain.comm.algorithms.pairwise import pairwise_all_reduce, pairwise_reduce_scatter
 from mpitrain.comm.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from mpitrain.comm.algorithms.shared import (
+    alternating_all_gather,
+    deferred_reduce_scatter,
+    node_copy,
     shared_all_gather,
     shared_all_reduce,
     shared_broadcast,
@@ -29,10 +32,15 @@ from mpitrain.comm.algorithms.shared import (
 from mpitrain.comm.algorithms.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.programs.program import (
+    CALLER,
+    Await,
     Combine,
+    Copy,
     Exchange,
     Fence,
     Program,
+    Signal,
+    Span,
     chunk_bounds,
     count,
     even_bounds,
@@ -143,6 +151,57 @@ def test_verify_refuses_a_program_that_is_safe_only_once(number):
         )
         with pytest.raises(ProgramError):
             verify(bare)
+
+
+@pytest.mark.parametrize("make", [deferred_reduce_scatter, alternating_all_gather, node_copy])
+def test_programs_between_whose_halves_the_caller_acts_are_right_at_every_size_and_need_each_step(make):
+    for size in (*range(1, 10), 16):
+        verify(make(size))
+    program = make(3)
+    for number, step in enumerate(program.steps(1)):
+        if isinstance(step, Copy) and step.into == Span(1, 2, CALLER):
+            continue  # what it has brought itself it need not look at
+        with pytest.raises(ProgramError):
+            verify(_without_a_step(program, 1, number))
+        bare = replace(program, steps=lambda r, i=number: iter([s for j, s in enumerate(program.steps(r)) if j != i]))
+        with pytest.raises(ProgramError):
+            verify(bare)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (replace(alternating_all_gather(2), vectors=1), "nobody waits"),  # filled again while others still read
+        (replace(node_copy(2), meets_between=False), "nobody waits"),
+        (replace(shared_all_reduce(2), steps=lambda r: iter([Signal("a"), Signal("a")])), "twice in a run"),
+        (replace(shared_all_reduce(2), steps=lambda r: iter([Await("a")])), "deadlock"),
+    ],
+    ids=["one slot", "no meeting between", "signal given twice", "no signal"],
+)
+def test_verify_refuses_meetings_that_are_not_enough(program, reason):
+    with pytest.raises(ProgramError, match=reason):
+        verify(program)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(2, 4), st.randoms())
+def test_deferred_reductions_may_be_waited_for_and_released_whenever_each_rank_likes(size, vectors, random):
+    program, runs = replace(deferred_reduce_scatter(size), vectors=vectors), 2 * vectors + 1
+
+    def order(rank):
+        """Any order that has each phase in the order of runs, and a run released before its vector is filled again."""
+        done, came = [0, 0, 0], []
+        while done[2] < runs:
+            legal = [p for p in range(3) if done[p] < (runs if p == 0 else done[p - 1])]
+            phase = random.choice([p for p in legal if p or done[0] < done[2] + vectors])
+            came.append((done[phase], phase))
+            done[phase] += 1
+        return came
+
+    verify(program, order)
+    too_early = [(run, 0) for run in range(vectors + 1)]  # fills a vector that was not released
+    with pytest.raises(ProgramError, match="nobody waits"):
+        verify(program, lambda rank: [(0, 0), (0, 1), *too_early[1:]])
 
 
 def test_verify_refuses_a_contribution_added_twice():

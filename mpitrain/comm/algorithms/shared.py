@@ -15,20 +15,26 @@ piece p+1 is summed and piece p+2 copied in, with one fence a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from mpitrain.comm.programs.program import (
+    CALLER,
     INBOX,
     NONE,
     SLOT,
     WORK,
+    Await,
+    Collective,
     Combine,
     Copy,
     Fence,
     Finish,
+    Goal,
     Ints,
     Program,
+    Signal,
     Span,
     Step,
     all_gather_of,
@@ -39,6 +45,7 @@ from mpitrain.comm.programs.program import (
     reduce_scatter_of,
 )
 
+COMPLETE, READ = "complete", "read"  # events of a deferred reduction
 _DEPTH = 3  # staging slots: one being read, one being summed, one being filled
 
 
@@ -69,17 +76,76 @@ def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Pr
     )
 
 
+def _own_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Step]:
+    for s in range(segments):
+        yield _combine(rank, size, rank * segments + s, tree)
+    yield Finish(Span(rank * segments, (rank + 1) * segments))
+
+
 def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -> Program:
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
-        for s in range(segments):
-            yield _combine(rank, size, rank * segments + s, tree)
-        yield Finish(Span(rank * segments, (rank + 1) * segments))
+        yield from _own_block(rank, size, segments, tree)
         yield Fence()
 
     return Program(
         "shared reduce_scatter", size, reduce_scatter_of(size), steps, one_node(size), blocks=size, segments=segments
     )
+
+
+def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
+    """Each fence in two halves, between which the caller does something else; see `runtime/split_phase.py`.
+
+    Three vectors in turns let it fill one while it waits for another and the others still read the third.
+    """
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Signal(COMPLETE)
+        yield Await(COMPLETE)
+        yield from _own_block(rank, size, segments, False)
+        yield Signal(READ)
+        yield Await(READ)
+
+    made = shared_reduce_scatter(size, segments)
+    return replace(made, name="deferred reduce_scatter", steps=steps, vectors=3)
+
+
+def alternating_all_gather(size: int) -> Program:
+    """The caller fills its own vector, the ranks meet, it reads all of them where they are.
+
+    There is one fence a run, because the vectors are two in turns: whoever fills one again has been through the fence
+    of the other, and so has everybody who read this one.
+    """
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        yield Fence()
+        for owner in range(size):
+            yield Copy(rank, _span(owner, CALLER), rank * 0 + owner, _span(owner))
+
+    return Program("alternating all_gather", size, _read_by_caller(size), steps, one_node(size), size, vectors=2)
+
+
+def node_copy(size: int) -> Program:
+    """One copy for all ranks of a node: each writes its own block of it, they meet, all read the whole.
+
+    Before they write again the caller makes them meet: who updates parameters has waited for gradients of all.
+    """
+
+    def steps(rank: Ints) -> Iterator[Step]:
+        first = rank * 0
+        yield Copy(first, _span(rank, SLOT), rank, _span(rank, CALLER))
+        yield Fence()
+        for block in range(size):
+            yield Copy(rank, _span(block, CALLER), first, _span(block, SLOT))
+
+    collective, nodes = _read_by_caller(size), one_node(size)
+    return Program("node copy", size, collective, steps, nodes, blocks=size, slots=size, meets_between=True)
+
+
+def _read_by_caller(size: int) -> Collective:
+    """An all-gather whose result the caller reads where it is."""
+    ends = [Goal(CALLER, b, b, (b,)) for b in range(size)]
+    return Collective("all_gather", all_gather_of(size).holds, lambda r: ends)
 
 
 def shared_all_gather(size: int) -> Program:

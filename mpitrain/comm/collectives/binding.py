@@ -269,28 +269,33 @@ class Binder:
         keeps: Sequence[object] = (),
         *,
         said: str = "",
-        fenced: bool = True,
     ) -> Compiled:
         """arena: the one whose memory neighbours touch, where it is not memory of this instance.
 
         said: the operation and its arguments, which must be the same on the ranks that touch each other's memory.
-        fenced: False leaves the fences out, in whose place the caller meets the other ranks.
         """
-        if program.fenced and fenced and self.nodes_shared:
+        if program.compares and self.nodes_shared:
             board = self.board()
             told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
             layout = replace(layout, board=board if self.node.size > 1 else None, said=told)
+        compiled = self._plan(program, layout, reduction, arena).bind(layout)
+        return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
+
+    def compile_phases(
+        self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None
+    ) -> list[Compiled]:
+        """Each phase of a program by itself. layout: says by itself what ranks compare, in its signals."""
+        return self._plan(program, layout, reduction, arena).bind_phases(layout)
+
+    def _plan(self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None) -> Plan:
         owner = arena or self._board or self._staging
-        sync = syncs(owner)  # MPI-4.1 section 12.7: sync, meet, sync
-        fence: list[Call] = [*sync, self.node.Barrier, *sync] if fenced else []
         reduces = (reduction.op, reduction.dtype) if reduction is not None else None
-        key = id(program), layout.shape, reduces, id(owner), fenced
+        key = id(program), layout.shape, reduces, id(owner)
         known = self.cache.plans.get(key)
         if known is None:
-            plan = Plan(program, self.comm, layout, reduction, fence)
+            plan = Plan(program, self.comm, layout, reduction, self.node.Barrier, syncs(owner))
             known = kept(self.cache.plans, key, (program, plan))  # with the program, whose id stays its own
-        compiled = known[1].bind(layout)
-        return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
+        return known[1]
 
     def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
         """A 16-bit operation in place as one on an fp32 copy, rounded once at the end.

@@ -6,34 +6,33 @@ from torch import Tensor
 
 from mpitrain.comm.collectives import reduce_scatter
 from mpitrain.comm.collectives.arguments import block_sizes
-from mpitrain.comm.collectives.binding import syncs
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.runtime.split_phase import DeferredReduceScatter, Meeting
+from mpitrain.comm.runtime.events import Event
+from mpitrain.comm.runtime.split_phase import SplitPhase
 
 
 class Deferred:
-    """The deferred operations of one communicator, and where its ranks meet for them."""
+    """The deferred operations of one communicator, and what carries their signals."""
 
     def __init__(self, comm: Dispatcher) -> None:
         self._watchdog = comm.process.watchdog
         self._record = self._watchdog.record(f"{comm.label} (deferred)", comm.world_ranks)
-        self._meetings: tuple[Meeting, Meeting] | None = None
+        self._events: dict[str, Event] = {}
 
-    def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> DeferredReduceScatter | None:
+    def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
         blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out x")
-        body = reduce_scatter.body_in_arena(comm.binder, out, x, op)
-        if body is None:
+        if not reduce_scatter.can_defer(comm.binder, x):
             return None
         comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)
-        if self._meetings is None:
-            self._meetings = Meeting(comm.duplicate_of_node()), Meeting(comm.duplicate_of_node())
-        said = reduce_scatter.in_words(comm.binder, x, blocks, op)
-        sync = syncs(comm.binder.arena_of(x))
-        return DeferredReduceScatter(out, x, body, said, *self._meetings, sync, self._record)
+        if not self._events:
+            label = self._record.label
+            self._events = {event: Event(comm.duplicate_of_node(), label) for event in reduce_scatter.DEFERRED_EVENTS}
+        phases = reduce_scatter.deferred(comm.binder, out, x, blocks, op, self._events).parts
+        return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record)
 
     def free(self, *, together: bool) -> None:
         """Release what they use. together: whether the ranks can still act together; then collective."""
-        for meeting in self._meetings or () if together else ():
-            meeting.free()
+        for event in self._events.values() if together else ():
+            event.free()
         self._watchdog.forget(self._record)

@@ -7,7 +7,7 @@ rank 2   a2 b2 c2        c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,19 @@ from torch import Tensor
 from mpitrain.comm.algorithms.halving import halving_reduce_scatter
 from mpitrain.comm.algorithms.pairwise import pairwise_reduce_scatter
 from mpitrain.comm.algorithms.ring import ring_reduce_scatter
-from mpitrain.comm.algorithms.shared import shared_reduce_scatter
+from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter, shared_reduce_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
+from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, as_tensor
+from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program, chunk_bounds
+from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
@@ -49,6 +52,12 @@ def _shared(s: Setting) -> Program:
     return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
 
 
+def _deferred(s: Setting) -> Program:
+    return deferred_reduce_scatter(s.size, cache_chunks(s.block))
+
+
+DEFERRED_EVENTS = COMPLETE, READ
+_DEFERRED = Algorithm(_deferred, one_node=True, reach=True)
 ALGORITHMS = Algorithms(
     "reduce_scatter",
     {
@@ -131,22 +140,57 @@ def bound(
     return binder.bound(key, bind, x, out, said=said, together=min(blocks) > 0)
 
 
-def body_in_arena(binder: Binder, out: Tensor, x: Tensor, op: str) -> Compiled | None:
-    """What lies between the two fences of a reduce_scatter in an arena, of blocks as long as `out`.
-
-    None, on all ranks, where x is not in the memory of one node.
-    """
+def can_defer(binder: Binder, x: Tensor) -> bool:
+    """Whether all ranks share x's memory, the same on all of them."""
     topology = binder.topology
-    if topology.size == 1 or topology.num_nodes > 1 or x.numel() == 0 or binder.arena_of(x) is None:
-        return None
-    key = "body of reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op
-    blocks = [out.numel()] * topology.size
-    return binder.bound(key, lambda: _bind(binder, out, x, blocks, op, "shared", False, fenced=False), out, x)
+    return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and binder.arena_of(x) is not None
 
 
-def in_words(binder: Binder, x: Tensor, blocks: Sequence[int], op: str) -> str:
+def deferred(
+    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, events: Mapping[str, Event]
+) -> Compiled:
+    """The operation in phases, which are its parts, on an x that all ranks share."""
+    key = "deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op
+    return binder.bound(key, lambda: _bind_deferred(binder, out, x, blocks, op, events), out, x)
+
+
+def _bind_deferred(
+    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, events: Mapping[str, Event]
+) -> Compiled:
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    program = binder.program(_DEFERRED, binder.setting(x, block=max(blocks) * x.element_size()))
+    arena = binder.arena_of(x)
+    layout = _layout(binder, program, out, x, blocks, arena, None)
+    layout = replace(layout, events=events, said=(_in_words(binder, x, blocks, op), ""))
+    return Compiled((), binder.compile_phases(program, layout, reduction, arena))
+
+
+def _in_words(binder: Binder, x: Tensor, blocks: Sequence[int], op: str) -> str:
     """The arguments that must be the same on the ranks that touch each other's memory."""
     return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(blocks))
+
+
+def _layout(
+    binder: Binder,
+    program: Program,
+    out: Tensor,
+    x: Tensor,
+    blocks: Sequence[int],
+    arena: Arena | None,
+    neighbours: Neighbours | None,
+) -> Layout:
+    bounds = offsets(blocks)
+    return Layout(
+        x.dtype,
+        chunk_bounds(bounds, program.segments),
+        source=x.data_ptr(),
+        # where the own block is the only one written
+        target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size(),
+        peers=binder.peers(x, arena) if arena is not None else None,
+        neighbours=neighbours,
+        seen=x.data_ptr(),
+        inbox_bounds=binder.cells(program, bounds),
+    )
 
 
 def _bind(
@@ -157,16 +201,13 @@ def _bind(
     op: str,
     algorithm: str,
     reproducible: bool,
-    *,
-    fenced: bool = True,
 ) -> Compiled:
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
     if x.numel() == 0:
         return NOTHING
     if binder.topology.size == 1:
         return Compiled([copying(out, x)])
-    item, rank, bounds = x.element_size(), binder.topology.rank, offsets(blocks)
-    setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * item)
+    setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
     name = _chosen(binder, x, algorithm, setting)
     chosen = ALGORITHMS[name]
     if reproducible and not chosen.reproduces(setting):
@@ -179,22 +220,13 @@ def _bind(
     if program is None:
         return _by_library(binder, out, x, blocks, reduction)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
-    layout = Layout(
-        x.dtype,
-        chunk_bounds(bounds, program.segments),
-        source=x.data_ptr(),
-        target=out.data_ptr() - bounds[rank] * item,  # where the own block is the only one written
-        peers=binder.peers(x, arena) if arena is not None else None,
-        neighbours=neighbours,
-        seen=x.data_ptr(),
-        inbox_bounds=binder.cells(program, bounds),
-    )
+    layout = _layout(binder, program, out, x, blocks, arena, neighbours)
     if not program.sends_partial_sums:
-        said = in_words(binder, x, blocks, op)
-        return binder.compile(program, layout, reduction, arena, said=said, fenced=fenced)
+        return binder.compile(program, layout, reduction, arena, said=_in_words(binder, x, blocks, op))
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
-    return Compiled([inner, copying(out, whole[bounds[rank] : bounds[rank + 1]])], [inner, whole])
+    first = offsets(blocks)[binder.topology.rank]
+    return Compiled([inner, copying(out, whole[first : first + out.numel()])], [inner, whole])
 
 
 def _chosen(binder: Binder, x: Tensor, algorithm: str, setting: Setting) -> str:

@@ -5,9 +5,15 @@ here, and executed by `executor.py`; nothing else executes a collective.
 
 Memory as a program sees it, in chunks (the caller's buffer cut into `chunks` pieces of any sizes):
 
-    WORK   the caller's vector, chunk 0 .. chunks-1, on every rank
-    SLOT   staging cells in memory the ranks of a node share, for vectors that are not in an arena
-    INBOX  private cells for messages that are combined later
+    WORK    the caller's vector, chunk 0 .. chunks-1, on every rank
+    SLOT    staging cells in memory the ranks of a node share, for vectors that are not in an arena
+    INBOX   private cells for messages that are combined later
+    CALLER  what the caller has besides: copies from and to it the caller makes itself, with code of its own
+    BOARD   one row a rank, where the ranks of a node say what they are about to do
+
+The ranks of a node meet at a `Fence`, or in two halves: a `Signal` tells the others and waits for nobody, the `Await`
+of the same event waits for their signals. An `Await` ends a phase of the program: before it, the caller may do
+something else, and begin other runs of the program on other vectors (`Program.vectors`).
 
 A generator is called with one rank (an int: execution, verification) or with `numpy.arange(size)` (every
 rank at once: simulation of thousands of ranks), so it only uses arithmetic that does both, and takes the
@@ -25,7 +31,7 @@ from typing import Any
 import numpy as np
 
 NONE = -1  # no peer
-WORK, SLOT, INBOX = "work", "slot", "inbox"
+WORK, SLOT, INBOX, CALLER, BOARD = "work", "slot", "inbox", "caller", "board"
 
 Ints = Any  # int, or an int array with one entry per rank
 
@@ -84,13 +90,42 @@ class Fence:
 
 
 @dataclass(frozen=True)
+class Signal:
+    """Tell the ranks of the node that this one has come here; waits for nobody. Once a run for each event."""
+
+    event: str
+
+
+@dataclass(frozen=True)
+class Await:
+    """Begins a phase: all ranks of the node have given the signal; what they wrote before it, this one may read."""
+
+    event: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Write on the board what this rank is about to do."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Read on the board what the ranks of the node are about to do: it must be the same."""
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Take off the board what this rank was about to do."""
+
+
+@dataclass(frozen=True)
 class Finish:
     """The span holds every contribution: apply what comes once at the end (the division of `avg`)."""
 
     span: Span
 
 
-Step = Exchange | Combine | Copy | Fence | Finish
+Step = Exchange | Combine | Copy | Fence | Signal | Await | Tell | Compare | Withdraw | Finish
 
 
 @dataclass(frozen=True)
@@ -170,6 +205,8 @@ class Program:
     slots, inbox: cells of those memories; a slot is as large as the largest chunk.
     steps(rank): the generator described above.
     nodes: the node of each rank; ranks may touch each other's memory inside one node only.
+    vectors: how many vectors the caller takes in turns: run n is on the one of number n modulo this.
+    meets_between: whether the caller sees to it that the ranks of a node meet between two runs.
     """
 
     name: str
@@ -181,6 +218,8 @@ class Program:
     segments: int = 1
     slots: int = 0
     inbox: int = 0
+    vectors: int = 1
+    meets_between: bool = False
 
     @property
     def chunks(self) -> int:
@@ -192,9 +231,35 @@ class Program:
         return any(isinstance(step, Exchange) and step.reduce for step in self.steps(0))
 
     @functools.cached_property
-    def fenced(self) -> bool:
-        """Whether ranks touch memory of others on their node, between fences."""
-        return any(isinstance(step, Fence) for step in self.steps(0))
+    def compares(self) -> bool:
+        """Whether ranks say on the board what they do: they touch others' memory between a first and a last fence."""
+        return sum(isinstance(step, Fence) for step in self.steps(0)) > 1
+
+    def executed(self, rank: int) -> list[Step]:
+        """The steps of one rank, with those around the first fence and after the last one by which ranks compare."""
+        steps = list(self.steps(rank))
+        if not self.compares:
+            return steps
+        fences = [number for number, step in enumerate(steps) if isinstance(step, Fence)]
+        first, last = fences[0], fences[-1]
+        return [
+            *steps[:first],
+            Tell(),
+            Fence(),
+            Compare(),
+            *steps[first + 1 : last + 1],
+            Withdraw(),
+            *steps[last + 1 :],
+        ]
+
+    def phases(self, rank: int) -> list[list[Step]]:
+        """What one rank executes, cut before every Await."""
+        cut: list[list[Step]] = [[]]
+        for step in self.executed(rank):
+            if isinstance(step, Await):
+                cut.append([])
+            cut[-1].append(step)
+        return cut
 
 
 def one_node(size: int) -> tuple[int, ...]:
@@ -235,7 +300,7 @@ def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends and does. bytes and messages leave the rank; rounds wait for a peer or a fence."""
+    """What one rank sends and does. bytes and messages leave the rank; rounds wait for a peer, a fence or a signal."""
 
     bytes_sent: int
     messages: int
@@ -262,7 +327,7 @@ def count(program: Program, rank: int, chunk_bytes: Sequence[int]) -> Traffic:
             if int(step.source) != NONE and step.reduce:
                 reduced += size_of(step.recv)
             rounds += int(step.to) != NONE or int(step.source) != NONE
-        elif isinstance(step, Fence):
+        elif isinstance(step, Fence | Await):
             fences, rounds = fences + 1, rounds + 1
         elif isinstance(step, Combine):
             reduced += size_of(step.into) * (sum(int(owner) != NONE for owner, _ in step.parts) - 1)

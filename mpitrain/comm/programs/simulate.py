@@ -15,7 +15,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpitrain.comm.programs.program import NONE, WORK, Combine, Copy, Exchange, Fence, Ints, Program, Span
+from mpitrain.comm.programs.program import (
+    NONE,
+    WORK,
+    Await,
+    Combine,
+    Copy,
+    Exchange,
+    Fence,
+    Ints,
+    Program,
+    Signal,
+    Span,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class _Simulation:
         self.overlaps = program.segments > 1
         self.clock = np.zeros(program.size)  # when each rank is free for its next step
         self.adding = np.zeros(program.size)  # when the additions of earlier segments are done
+        self.signals: dict[str, np.ndarray] = {}  # when the last rank of each rank's node has given them
 
     def run(self) -> float:
         for step in self.program.steps(self.ranks):
@@ -67,7 +80,11 @@ class _Simulation:
             elif isinstance(step, Copy):
                 self._busy(step.dest, step.of, self.copy_rate)
             elif isinstance(step, Fence):
-                self._meet()
+                self._wait(self._last())
+            elif isinstance(step, Signal):
+                self.signals[step.event] = self._last()
+            elif isinstance(step, Await):
+                self._wait(self.signals[step.event])
         return float(np.maximum(self.clock, self.adding).max())
 
     def _bytes(self, span: Span) -> np.ndarray:
@@ -86,10 +103,14 @@ class _Simulation:
         takes = (self.machine.step + size / rate) * self._turns(works)
         self.clock = np.where(works, self.clock + takes, self.clock)
 
-    def _meet(self) -> None:
+    def _last(self) -> np.ndarray:
+        """When the last rank of each rank's node has come to this step."""
         last = np.zeros(self.node.max() + 1)
         np.maximum.at(last, self.node, np.maximum(self.clock, self.adding))
-        self.clock = last[self.node] + self.fence
+        return last[self.node]
+
+    def _wait(self, last: np.ndarray) -> None:
+        self.clock = np.maximum(np.maximum(self.clock, self.adding), last) + self.fence
         self.adding = self.clock.copy()
 
     def _exchange(self, step: Exchange) -> None:

@@ -3,32 +3,50 @@
 The program of every rank is run symbolically. A memory cell holds a chunk's number and the set of ranks
 whose contributions it sums (a bit mask); adding a contribution twice, reading a cell nobody wrote, sending
 one chunk where another is expected, touching another node's memory, two ranks touching one shared cell
-between two fences, and finishing a chunk twice are errors. Sends are synchronous (they complete only when the
-receiver has posted its receive), so a program that passes cannot deadlock on any MPI.
+while neither waits for the other in between, and finishing a chunk twice are errors. Sends are synchronous (they
+complete only when the receiver has posted its receive), so a program that passes cannot deadlock on any MPI.
+
+Who waits for whom is told by vector clocks (Fidge 1988, Mattern 1989): a fence, or a signal and the wait for it,
+make what a rank did before known to the others. Two accesses are in order if the later rank knew of the earlier one;
+if neither knew, they race, in whatever order this proof came to them.
 
 Programs that use shared memory are run several times over, the caller writing into its vector in between, so
-that a program which is safe only once is found out.
+that a program which is safe only once is found out; those with phases and several vectors in turns also with the
+phases of different runs mixed as far as the vectors allow.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mpitrain.comm.programs.program import (
+    BOARD,
+    CALLER,
     INBOX,
     NONE,
     SLOT,
     WORK,
+    Await,
     Combine,
+    Compare,
     Copy,
     Exchange,
     Fence,
     Finish,
     Program,
+    Signal,
     Span,
     Step,
+    Tell,
+    Withdraw,
 )
+
+Order = Callable[[int], Iterable[tuple[int, int]]]
+"""The caller's doing: for a rank, (run, phase) in the order in which it comes to them."""
+
+_Cell = tuple[str, int, int]  # memory, vector, number
 
 
 class ProgramError(Exception):
@@ -47,50 +65,92 @@ class Value:
 
 @dataclass(frozen=True)
 class _Begin:
-    """The caller has the result of the run before, and gives new values."""
-
-    run: int
+    """The caller has the result of the run before on this vector, and gives new values."""
 
 
 @dataclass(frozen=True)
 class _End:
     """The caller looks at the result."""
 
-    run: int
+
+_Step = Step | _Begin | _End
 
 
 @dataclass
 class _Rank:
+    """One rank. clock: how many of each rank's stretches between meetings this one knows of, its own included."""
+
     rank: int
-    steps: list[Step | _Begin | _End]
+    steps: list[tuple[int, _Step]]  # with the run each belongs to
+    clock: list[int]
     at: int = 0
-    run: int = 0
     outgoing: list[Value] | None = None  # values of the send in flight, taken when the step began
     sent: bool = False
     received: bool = False
-    memory: dict[tuple[str, int], Value] = field(default_factory=dict)
+    memory: dict[_Cell, Value] = field(default_factory=dict)
 
     @property
-    def step(self) -> Step | _Begin | _End | None:
-        return self.steps[self.at] if self.at < len(self.steps) else None
+    def step(self) -> _Step | None:
+        return self.steps[self.at][1] if self.at < len(self.steps) else None
+
+    @property
+    def run(self) -> int:
+        return self.steps[self.at][0]
 
     def advance(self) -> None:
         self.at, self.outgoing, self.sent, self.received = self.at + 1, None, False, False
 
+    def learn(self, clocks: Iterable[Sequence[int]]) -> None:
+        self.clock = [max(known) for known in zip(self.clock, *clocks, strict=True)]
 
-def verify(program: Program) -> None:
-    """Raise ProgramError unless the program does what its collective says, without deadlock or race."""
-    _Verifier(program).run()
+
+@dataclass
+class _Access:
+    """When ranks have touched a cell last: the number of the stretch in which each did."""
+
+    write: tuple[int, int] | None = None  # rank and stretch
+    reads: dict[int, int] = field(default_factory=dict)  # since then
+
+
+def verify(program: Program, order: Order | None = None) -> None:
+    """Prove a program right.
+
+    Args:
+        program: The program.
+        order: In which order the caller comes to the phases of several runs. By default one run after the other, and
+            then, where there are several vectors and phases, with each phase as late as the vectors allow.
+
+    Raises:
+        ProgramError: The program does not do what its collective says, or has a deadlock or a race.
+    """
+    for each in [order] if order is not None else _orders(program):
+        _Verifier(program, each).run()
+
+
+def _orders(program: Program) -> list[Order]:
+    phases, vectors = max(len(program.phases(rank)) for rank in range(program.size)), program.vectors
+    meets = any(isinstance(step, Fence | Signal) for step in program.steps(0))
+    runs = 1 if not meets else 3 if vectors == 1 else 2 * vectors + 1
+    orders: list[Order] = [lambda rank: [(run, phase) for run in range(runs) for phase in range(phases)]]
+    if phases > 1 and vectors > 1:
+        late: list[tuple[int, int]] = []
+        for run in range(runs + vectors):
+            if run >= vectors:
+                late += [(run - vectors, phase) for phase in range(1, phases)]
+            if run < runs:
+                late.append((run, 0))
+        orders.append(lambda rank: late)
+    return orders
 
 
 class _Verifier:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, order: Order) -> None:
         self.program = program
-        runs = 3 if program.fenced else 1
-        self.ranks = [_Rank(r, _repeated(program, r, runs)) for r in range(program.size)]
-        self.limit = {WORK: program.chunks, SLOT: program.slots, INBOX: program.inbox}
-        # (owner, memory, cell) -> {rank that touched it: wrote it?}, for the current epoch of the owner's node
-        self.touched: dict[int, dict[tuple[int, str, int], dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
+        self.ranks = [_Rank(r, _steps(program, r, order), _begin_clock(r, program.size)) for r in range(program.size)]
+        self.limit = {WORK: program.chunks, SLOT: program.slots, INBOX: program.inbox, CALLER: program.chunks, BOARD: 1}
+        self.touched: dict[tuple[int, _Cell], _Access] = defaultdict(_Access)  # by owner and cell
+        # (node, run, event) -> the clock of each rank that has given the signal, as it was then
+        self.signals: dict[tuple[int, int, str], dict[int, list[int]]] = defaultdict(dict)
 
     def run(self) -> None:
         progress = True
@@ -113,26 +173,34 @@ class _Verifier:
             return self._exchange(state, step)
         if isinstance(step, Fence):
             return self._fence(state)
-        if isinstance(step, _Begin):
-            self._begin(state, step.run)
+        if isinstance(step, Await):
+            return self._await(state, step)
+        if isinstance(step, Signal):
+            self._signal(state, step)
+        elif isinstance(step, _Begin):
+            self._begin(state)
         elif isinstance(step, _End):
             self._check_goal(state)
         elif isinstance(step, Combine):
             self._combine(state, step)
         elif isinstance(step, Copy):
             self._copy(state, step)
-        else:
+        elif isinstance(step, Finish):
             self._finish(state, step)
+        else:
+            self._on_board(state, step)
         state.advance()
         return True
 
-    def _begin(self, state: _Rank, run: int) -> None:
-        state.run = run
-        for chunk in range(self.program.chunks):
-            self._touch(state, state.rank, (WORK, chunk), wrote=True)
-            state.memory.pop((WORK, chunk), None)
-            if self.program.collective.holds(state.rank, chunk // self.program.segments):
-                state.memory[WORK, chunk] = Value(chunk, 1 << state.rank, run)
+    def _begin(self, state: _Rank) -> None:
+        program = self.program
+        for chunk in range(program.chunks):
+            held = program.collective.holds(state.rank, chunk // program.segments)
+            for cell in (self._cell(state, WORK, chunk), self._cell(state, CALLER, chunk)):
+                self._touch(state, state.rank, cell, wrote=True)
+                state.memory.pop(cell, None)
+                if held:
+                    state.memory[cell] = Value(chunk, 1 << state.rank, state.run)
 
     def _exchange(self, state: _Rank, step: Exchange) -> bool:
         to, source = int(step.to), int(step.source)
@@ -141,10 +209,11 @@ class _Verifier:
             if (
                 NONE not in (to, source)
                 and not step.reduce
-                and set(self._cells(step.send)) & set(self._cells(step.recv))
+                and set(self._cells(state, step.send)) & set(self._cells(state, step.recv))
             ):
                 raise self._error(state, "sends and receives the same cell")
-            state.outgoing = [self._read(state, state.rank, c) for c in self._cells(step.send)] if to != NONE else []
+            leaving = self._cells(state, step.send) if to != NONE else []
+            state.outgoing = [self._read(state, state.rank, cell) for cell in leaving]
             state.sent, state.received = to == NONE, source == NONE
         if not state.sent:
             peer = self.ranks[to]
@@ -159,33 +228,66 @@ class _Verifier:
         return changed
 
     def _deliver(self, peer: _Rank, wanted: Exchange, values: list[Value]) -> None:
-        cells = self._cells(wanted.recv)
+        cells = self._cells(peer, wanted.recv)
         if len(cells) != len(values):
             raise self._error(peer, f"expects {len(cells)} chunks, rank {wanted.source} sends {len(values)}")
         for cell, value in zip(cells, values, strict=True):
-            if cell[0] == WORK and cell[1] != value.chunk:
-                raise self._error(peer, f"receives chunk {value.chunk} where chunk {cell[1]} belongs")
+            if cell[0] == WORK and cell[2] != value.chunk:
+                raise self._error(peer, f"receives chunk {value.chunk} where chunk {cell[2]} belongs")
             if wanted.reduce:
                 value = self._add(peer, self._read(peer, peer.rank, cell), value)
             self._write(peer, peer.rank, cell, value)
 
-    def _fence(self, state: _Rank) -> bool:
+    def _members(self, state: _Rank) -> list[_Rank]:
+        """The ranks of this one's node."""
         node = self.program.nodes[state.rank]
-        members = [s for s in self.ranks if self.program.nodes[s.rank] == node]
-        if not all(isinstance(s.step, Fence) for s in members):
+        return [other for other in self.ranks if self.program.nodes[other.rank] == node]
+
+    def _fence(self, state: _Rank) -> bool:
+        members = self._members(state)
+        if not all(isinstance(member.step, Fence) for member in members):
             return False
+        state.learn([member.clock for member in members])
         for member in members:
+            member.clock = list(state.clock)
+            member.clock[member.rank] += 1
             member.advance()
-        self.touched[node].clear()
         return True
 
+    def _signal(self, state: _Rank, step: Signal) -> None:
+        given = self.signals[self.program.nodes[state.rank], state.run, step.event]
+        if state.rank in given:
+            raise self._error(state, f"gives the signal {step.event} twice in a run")
+        given[state.rank] = list(state.clock)
+        state.clock[state.rank] += 1
+
+    def _await(self, state: _Rank, step: Await) -> bool:
+        given = self.signals[self.program.nodes[state.rank], state.run, step.event]
+        if len(given) < len(self._members(state)):
+            return False
+        state.learn(given.values())
+        state.advance()
+        return True
+
+    def _on_board(self, state: _Rank, step: Tell | Compare | Withdraw) -> None:
+        if isinstance(step, Compare):
+            for member in self._members(state):
+                row = self._read(state, member.rank, (BOARD, 0, 0))
+                if row.run != state.run:
+                    raise self._error(state, f"compares with what rank {member.rank} does in run {row.run}")
+        elif isinstance(step, Tell):
+            self._write(state, state.rank, (BOARD, 0, 0), Value(0, 1 << state.rank, state.run))
+        else:
+            self._touch(state, state.rank, (BOARD, 0, 0), wrote=True)
+            state.memory.pop((BOARD, 0, 0))
+
     def _combine(self, state: _Rank, step: Combine) -> None:
-        for offset, cell in enumerate(self._cells(step.into)):
+        for offset, cell in enumerate(self._cells(state, step.into)):
             total: Value | None = None
             for owner, span in step.parts:
                 if int(owner) == NONE:
                     continue
-                part = self._read(state, int(owner), list(self._cells(span))[offset])
+                part = self._read(state, int(owner), self._cells(state, span)[offset])
                 total = part if total is None else self._add(state, total, part)
             if total is None:
                 raise self._error(state, "combines nothing")
@@ -197,11 +299,11 @@ class _Verifier:
             return
         if state.rank not in (dest, source):
             raise self._error(state, "copies between two other ranks")
-        for to, of in zip(self._cells(step.into), self._cells(step.of), strict=True):
+        for to, of in zip(self._cells(state, step.into), self._cells(state, step.of), strict=True):
             self._write(state, dest, to, self._read(state, source, of))
 
     def _finish(self, state: _Rank, step: Finish) -> None:
-        for cell in self._cells(step.span):
+        for cell in self._cells(state, step.span):
             value = self._read(state, state.rank, cell)
             if value.finished:
                 raise self._error(state, f"finishes chunk {value.chunk} twice")
@@ -212,39 +314,50 @@ class _Verifier:
         for goal in program.collective.ends(state.rank):
             whole = sum(1 << r for r in goal.ranks)
             for s in range(program.segments):
-                cell = goal.memory, goal.cell * program.segments + s
+                cell = self._cell(state, goal.memory, goal.cell * program.segments + s)
                 wanted = Value(goal.block * program.segments + s, whole, state.run, program.collective.reduces)
                 found = self._read(state, state.rank, cell)
                 if found != wanted:
                     raise self._error(state, f"ends with {found} in {cell}, not with {wanted}")
 
-    def _cells(self, span: Span) -> list[tuple[str, int]]:
-        return [(span.memory, i) for i in range(int(span.lo), int(span.hi))]
+    def _cell(self, state: _Rank, memory: str, number: int) -> _Cell:
+        return memory, state.run % self.program.vectors if memory in (WORK, CALLER) else 0, number
 
-    def _read(self, state: _Rank, owner: int, cell: tuple[str, int]) -> Value:
+    def _cells(self, state: _Rank, span: Span) -> list[_Cell]:
+        return [self._cell(state, span.memory, number) for number in range(int(span.lo), int(span.hi))]
+
+    def _read(self, state: _Rank, owner: int, cell: _Cell) -> Value:
         self._touch(state, owner, cell, wrote=False)
         value = self.ranks[owner].memory.get(cell)
         if value is None:
             raise self._error(state, f"reads {cell} of rank {owner}, which holds nothing")
         return value
 
-    def _write(self, state: _Rank, owner: int, cell: tuple[str, int], value: Value) -> None:
+    def _write(self, state: _Rank, owner: int, cell: _Cell, value: Value) -> None:
         self._touch(state, owner, cell, wrote=True)
         self.ranks[owner].memory[cell] = value
 
-    def _touch(self, state: _Rank, owner: int, cell: tuple[str, int], wrote: bool) -> None:
-        if not 0 <= cell[1] < self.limit[cell[0]]:
-            raise self._error(state, f"touches {cell}, outside the {self.limit[cell[0]]} cells there are")
-        node = self.program.nodes[owner]
-        if node != self.program.nodes[state.rank]:
+    def _touch(self, state: _Rank, owner: int, cell: _Cell, wrote: bool) -> None:
+        memory, _, number = cell
+        if not 0 <= number < self.limit[memory]:
+            raise self._error(state, f"touches {cell}, outside the {self.limit[memory]} cells there are")
+        if self.program.nodes[owner] != self.program.nodes[state.rank]:
             raise self._error(state, f"touches memory of rank {owner}, which is on another node")
-        if owner != state.rank and cell[0] == INBOX:
-            raise self._error(state, f"touches the private inbox of rank {owner}")
-        memory, index = cell
-        users = self.touched[node][owner, memory, index]
-        if any(rank != state.rank and (wrote or other) for rank, other in users.items()):
-            raise self._error(state, f"touches {cell} of rank {owner} together with ranks {sorted(users)}: no fence")
-        users[state.rank] = wrote or users.get(state.rank, False)
+        if memory in (INBOX, CALLER):
+            if owner != state.rank:
+                raise self._error(state, f"touches the private {memory} of rank {owner}")
+            return
+        access, stretch = self.touched[owner, cell], state.clock[state.rank]
+        earlier = [access.write] if access.write is not None else []
+        earlier += access.reads.items() if wrote else []
+        unknown = sorted(rank for rank, when in earlier if rank != state.rank and state.clock[rank] < when)
+        if unknown:
+            raise self._error(state, f"touches {cell} of rank {owner} together with ranks {unknown}: nobody waits")
+        if wrote:
+            access.write = state.rank, stretch
+            access.reads.clear()
+        else:
+            access.reads[state.rank] = stretch
 
     def _add(self, state: _Rank, a: Value, b: Value) -> Value:
         if (a.chunk, a.run) != (b.chunk, b.run):
@@ -260,8 +373,19 @@ class _Verifier:
         return ProgramError(f"{self.program.name} on {self.program.size} ranks: {at} {what}")
 
 
-def _repeated(program: Program, rank: int, runs: int) -> list[Step | _Begin | _End]:
-    steps: list[Step | _Begin | _End] = []
-    for run in range(runs):
-        steps += [_Begin(run), *program.steps(rank), _End(run)]
+def _begin_clock(rank: int, size: int) -> list[int]:
+    """A rank knows of its own first stretch alone."""
+    return [int(other == rank) for other in range(size)]
+
+
+def _steps(program: Program, rank: int, order: Order) -> list[tuple[int, _Step]]:
+    phases, last = program.phases(rank), max(len(program.phases(r)) for r in range(program.size)) - 1
+    phases += [[] for _ in range(last + 1 - len(phases))]  # a wrong program may lack some
+    steps: list[tuple[int, _Step]] = []
+    for run, phase in order(rank):
+        mine: list[_Step] = [_Begin()] if phase == 0 else []
+        mine += phases[phase]
+        if phase == last:
+            mine += [_End(), Fence()] if program.meets_between else [_End()]
+        steps += [(run, step) for step in mine]
     return steps

@@ -19,17 +19,24 @@ from mpi4py import MPI
 from mpitrain.comm.memory.buffers import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Transfers
 from mpitrain.comm.programs.program import (
+    CALLER,
     INBOX,
     NONE,
     SLOT,
     WORK,
+    Await,
     Combine,
+    Compare,
     Copy,
     Exchange,
     Fence,
     Finish,
     Program,
+    Signal,
     Span,
+    Step,
+    Tell,
+    Withdraw,
 )
 from mpitrain.comm.runtime import executor
 from mpitrain.comm.runtime.executor import (
@@ -47,6 +54,7 @@ from mpitrain.comm.runtime.executor import (
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, CallOrder, Region
 
+_ON_BOARD = {Tell: executor.publish, Compare: executor.compare, Withdraw: executor.withdraw}
 _LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
 
 
@@ -59,19 +67,35 @@ class Plan:
         comm: MPI.Comm,
         layout: Layout,
         reduction: Reduction | None,
-        fence: Sequence[Call] = (),
+        meet: Call = lambda: None,
+        sync: Sequence[Call] = (),
     ) -> None:
-        """comm: its ranks are the program's. layout: one of the shape. fence: the calls of a `Fence`."""
-        compiled = _Compiler(program, comm.rank, layout, reduction, fence)
-        self._comm, self._makers = comm, compiled.order.entries()
+        """comm: its ranks are the program's. layout: one of the shape.
+
+        meet: returns when all ranks of the node have called it. sync: makes writes to memory the node shares seen,
+        called before this rank tells others of them, and after they told it (MPI-4.1 section 12.7).
+        """
+        compiled = _Compiler(program, comm.rank, layout, reduction, meet, sync)
+        self._comm, self._phases, self._awaited = comm, compiled.phases, compiled.awaited
         self._scratch, self._transfers, self._locals = compiled.scratch, compiled.transfers, compiled.locals
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
     def bind(self, layout: Layout) -> Compiled:
         """The program on the layout's addresses. Of all that were bound, one may run at a time."""
+        (only,) = self.bind_phases(layout)
+        return only
+
+    def bind_phases(self, layout: Layout) -> list[Compiled]:
+        """Each phase of the program on the layout's addresses. Of all that were bound, one may run at a time."""
         binding = Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
-        calls = [call for make in self._makers for call in make(binding)]
-        return Compiled(calls, [self], binding.made, self._computes, binding.notice is not None)
+        bound: list[Compiled] = []
+        for makers, event in zip(self._phases, self._awaited, strict=True):
+            first = len(binding.made)
+            calls = [call for make in makers for call in make(binding)]
+            awaits = binding.telling(event) if event else None
+            meets = binding.notice is not None
+            bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits))
+        return bound
 
 
 class _Compiler:
@@ -81,30 +105,40 @@ class _Compiler:
         rank: int,
         layout: Layout,
         reduction: Reduction | None,
-        fence: Sequence[Call],
+        meet: Call,
+        sync: Sequence[Call],
     ) -> None:
-        self.program, self.layout, self.reduction, self.fence = program, layout, reduction, fence
+        self.program, self.layout, self.reduction = program, layout, reduction
+        self.sync, self.fence = sync, [*sync, meet, *sync]
         self.rank = rank
         self.item = layout.dtype.itemsize
         in_place = layout.source == layout.target
         self.moved = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
         self.order = CallOrder[Maker]()
+        self.phases: list[list[Maker]] = []
+        self.awaited: list[str] = []  # the event before each phase
         self.scratch: list[torch.Tensor] = []
         self.exchanges = 0
-        self.steps = list(program.steps(self.rank))
+        self.steps = program.executed(self.rank)
         self.landings: list[int] = []  # numbers of scratch areas
         self.fetches: list[int] = []
         self.transfers = Transfers(layout.neighbours) if layout.neighbours is not None else None
         self.locals: list[Place] = []  # this rank's side of each transfer
-        self.met, self.meetings = 0, sum(isinstance(step, Fence) for step in self.steps)
         self.inbox_bounds = layout.inbox_bounds or [i * layout.slot for i in range(program.inbox + 1)]
         own = 0 if layout.inbox else self.inbox_bounds[-1]
         self.inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
-        self._compile()
+        phases = program.phases(self.rank)
+        for steps in phases:
+            self.order = CallOrder[Maker]()
+            self.awaited.append(steps[0].event if steps and isinstance(steps[0], Await) else "")
+            self._compile(steps)
+            if steps is phases[-1]:
+                self._bring_home()
+            self.phases.append(self.order.entries())
 
-    def _compile(self) -> None:
+    def _compile(self, steps: Sequence[Step]) -> None:
         finished = False  # whether the step was done with the one before it
-        for step, following in zip(self.steps, [*self.steps[1:], None], strict=True):
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
             if finished:
                 finished = False
             elif isinstance(step, Exchange):
@@ -117,8 +151,15 @@ class _Compiler:
             elif isinstance(step, Finish):
                 self._finish(step)
             elif isinstance(step, Fence):
-                self._fence()
-        self._bring_home()
+                self.order.barrier(lambda binding: self.fence)
+            elif isinstance(step, Signal):
+                self.order.barrier(lambda binding: self.sync)
+                self.order.barrier(partial(executor.signal, step.event))
+            elif isinstance(step, Await):
+                self.order.barrier(partial(executor.wait_for_all, step.event))
+                self.order.barrier(lambda binding: self.sync)
+            else:
+                self.order.barrier(_ON_BOARD[type(step)])
 
     @property
     def _scale(self) -> float | None:
@@ -204,16 +245,6 @@ class _Compiler:
             self.landings = [self._new_scratch(largest) for _ in range(_LANDINGS)]
         return self.landings[slot]
 
-    def _fence(self) -> None:
-        self.met += 1
-        if self.met == 1:
-            self.order.barrier(executor.publish)
-        self.order.barrier(lambda binding: self.fence)
-        if self.met == 1:
-            self.order.barrier(executor.compare)
-        if self.met == self.meetings:
-            self.order.barrier(executor.withdraw)
-
     def _is_remote(self, owner: int, span: Span) -> bool:
         return owner != self.rank and span.memory == WORK and self.transfers is not None
 
@@ -262,7 +293,7 @@ class _Compiler:
 
     def _copy(self, step: Copy) -> None:
         dest, source = int(step.dest), int(step.source)
-        if dest == NONE:
+        if dest == NONE or CALLER in (step.into.memory, step.of.memory):
             return
         numel = min(self._elements(step.into)[1], self._elements(step.of)[1])  # a slot may be larger than a chunk
         if numel == 0:

@@ -9,8 +9,8 @@ Messages are persistent requests of raw bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -23,6 +23,7 @@ from mpitrain.comm.memory.board import Board, Notice, row_of
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, bytes_at, tensor_at
 from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
 from mpitrain.comm.programs.program import INBOX
+from mpitrain.comm.runtime.events import Event, Telling
 from mpitrain.comm.runtime.kernels import Array, Reduction, copying, for_numpy, scaling
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.errors import CommunicationError
@@ -39,7 +40,7 @@ class Layout:
     peers(rank): WORK of another rank of this node, where it is mapped; else neighbours reach it by its address,
     and `seen` is the one this rank shows them. slots(rank): its staging slots, a chunk's largest size each.
     board: where the ranks of the node tell each other what they do, `said` (see `row_of`), before they touch each
-    other's memory.
+    other's memory. events: what carries the program's signals, which say the same.
     inbox, inbox_bounds: address and cell offsets of INBOX; without an address the plan has its own.
     """
 
@@ -53,6 +54,7 @@ class Layout:
     slots: Callable[[int], int] | None = None
     board: Board | None = None
     said: tuple[str, str] = ("", "")
+    events: Mapping[str, Event] = field(default_factory=dict)
     inbox: int = 0
     inbox_bounds: Sequence[int] = ()
     device: torch.device | None = None
@@ -75,10 +77,11 @@ class Compiled:
 
     keeps: what must live as long (buffers), and the compiled programs this one is made of. computes: whether it
     does floating-point arithmetic, of which NumPy would report overflows that torch and MPI pass on in silence.
-    meets: whether ranks meet at a fence in it, and compare what they do.
+    meets: whether ranks meet at a fence in it, and compare what they do. awaits: what it waits for before it begins,
+    where it is a phase of a program.
     """
 
-    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_requests")
+    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_requests", "awaits")
 
     def __init__(
         self,
@@ -87,7 +90,9 @@ class Compiled:
         requests: Sequence[MPI.Prequest] = (),
         computes: bool = False,
         meets: bool = False,
+        awaits: Telling | None = None,
     ) -> None:
+        self.awaits = awaits
         self._calls = tuple(calls)
         self._keeps = keeps
         self._requests = requests
@@ -113,22 +118,25 @@ class Compiled:
         return Compiled((call, *self._calls), self._keeps, self._requests, self._computes, self._meets)
 
     @property
+    def parts(self) -> list[Compiled]:
+        """The compiled programs this one is made of."""
+        return [kept for kept in self._keeps if isinstance(kept, Compiled)]
+
+    @property
     def meets(self) -> bool:
-        return self._meets or any(kept.meets for kept in self._keeps if isinstance(kept, Compiled))
+        return self._meets or any(part.meets for part in self.parts)
 
     @property
     def has_requests(self) -> bool:
         """Whether there is something that only `free` releases."""
-        inner = (kept for kept in self._keeps if isinstance(kept, Compiled))
-        return bool(self._requests) or any(kept.has_requests for kept in inner)
+        return bool(self._requests) or any(part.has_requests for part in self.parts)
 
     def free(self) -> None:
         """Release the requests. The program must not run again."""
         for request in self._requests:
             request.Free()
-        for kept in self._keeps:
-            if isinstance(kept, Compiled):
-                kept.free()
+        for part in self.parts:
+            part.free()
         self._calls = ()
 
 
@@ -168,6 +176,7 @@ class Binding:
         if layout.board is not None:
             learn = self.table.fill if self.table is not None else None
             self.notice = Notice(layout.board, row_of(layout.seen, *layout.said), learn)
+        self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
         return self._base(place.memory, place.owner) + place.start * self.item
@@ -198,6 +207,13 @@ class Binding:
         where = layout.peers if memory == PEER else layout.slots
         assert where is not None
         return where(owner)
+
+    def telling(self, event: str) -> Telling:
+        """This rank's part in an event."""
+        known = self._tellings.get(event)
+        if known is None:
+            known = self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
+        return known
 
     def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
         """The requests of an exchange, made when they are first asked for."""
@@ -277,6 +293,14 @@ def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
 
 def scale(place: Place, scale: float, binding: Binding) -> list[Call]:
     return scaling(binding.view(place), scale)
+
+
+def signal(event: str, binding: Binding) -> list[Call]:
+    return [binding.telling(event).signal]
+
+
+def wait_for_all(event: str, binding: Binding) -> list[Call]:
+    return [binding.telling(event).wait]
 
 
 def publish(binding: Binding) -> list[Call]:

@@ -1,0 +1,65 @@
+"""Two slots a rank in memory that a node shares, used in turns: each fills its own, they meet, all read all of them.
+
+    slot 0  | rank 0's bytes | rank 1's | ...        fill the own one, meet, read them where they are
+    slot 1  | rank 0's bytes | rank 1's | ...        the next time
+
+For data that come at ever new addresses, or that several ranks need a part of each: nothing is sent, and there is one
+fence a turn (`alternating_all_gather`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mpitrain.comm.algorithms.shared import alternating_all_gather
+from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.dispatch import Dispatcher, Invocation
+from mpitrain.comm.collectives.registry import Algorithm
+from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.runtime.executor import Compiled, Layout
+
+_ALTERNATING = Algorithm(lambda setting: alternating_all_gather(setting.size), one_node=True, reach=True)
+
+
+class Alternating:
+    """The slots of all ranks of a communicator that lies on one node.
+
+    Attributes:
+        slots: By turn and rank: flat uint8 tensors of the capacity's bytes.
+        turn: Which slot, 0 or 1, is to be filled now.
+    """
+
+    def __init__(self, comm: Dispatcher, arena: Arena, capacity: int) -> None:
+        """arena: a shared one of 2 * capacity bytes."""
+        memories = [arena.peer(world_rank) for world_rank in comm.world_ranks]
+        self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
+        self.turn = 0
+        self._comm, self._arena, self._key = comm, arena, ("alternating", arena.name)
+        self._meeting = Invocation("alternating all_gather", self._bound, key=self._key, alike=capacity)
+
+    def meet(self) -> None:
+        """Return when every rank has filled its slot of this turn; the next turn begins. Collective.
+
+        All ranks' slots of the turn that ends may be read until this rank's next meeting. Its own slot of the other
+        turn may be filled meanwhile.
+        """
+        ready = self._comm.ready.get(self._key)
+        if ready is not None:
+            ready(None)
+        else:
+            self._comm.dispatch(self._meeting)
+        self.turn ^= 1
+
+    def free(self) -> None:
+        """Release the memory. Collective; tensors over it must not be used afterwards."""
+        self.slots = []
+        self._arena.free()
+
+    def _bound(self, binder: Binder) -> Compiled:
+        return binder.bound(self._key, lambda: self._bind(binder), self._arena.tensor)
+
+    def _bind(self, binder: Binder) -> Compiled:
+        program = binder.program(_ALTERNATING, binder.setting(self._arena.tensor))
+        nothing_moves = [0] * (program.chunks + 1)  # the callers fill and read
+        start = self._arena.start
+        return binder.compile(program, Layout(torch.uint8, nothing_moves, start, start), arena=self._arena)
