@@ -185,7 +185,7 @@ def test_a_job_whose_ranks_differ_ends_with_their_arguments(tmp_path, script, ar
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("ranks", "count"), [(2, 24), (3, 12)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 20), (3, 10)])
 def test_random_mismatches_of_all_operations_write_nothing_outside_of_buffers(tmp_path, ranks, count, full):
     found = campaign(tmp_path, ranks, seed=2, count=count * (20 if full else 1))
     assert any("different operations" in line["outcome"] for line in found)

@@ -29,7 +29,7 @@ from mpitrain.errors import MpitrainError
 LEFT = 17  # exit code
 MOST = 1_000_000  # elements
 ARENA = 4 * MOST + 8192  # bytes
-_LIMIT = 5.0  # seconds for a case
+_LIMIT = 3.0  # seconds for a case
 _PATTERN = 0xA5
 _DTYPES = (torch.float32, torch.int32, torch.float64, torch.int64, torch.bfloat16, torch.uint8)
 _MEETING = ("shared", "two_level")  # algorithms by which ranks touch each other's memory
