@@ -111,7 +111,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Await:
-    """Begin a phase: wait until all ranks of the node have given the event's signal; what they wrote before is there."""
+    """Begin a phase: wait until all ranks of the node have given the event's signal; all they wrote before is there."""
 
     event: str
 
