@@ -37,7 +37,16 @@ from mpitrain.comm.programs.program import (
 
 
 class Places:
-    """Where each rank sits: node number in order of appearance, place on its node, ranks there."""
+    """Where each rank is.
+
+    Attributes:
+        node: The number of each rank's node, in the order in which nodes appear.
+        nodes: Number of nodes.
+        most, least: Number of ranks on the fullest and on the emptiest node.
+        members: The ranks of each node by their local ranks; NONE where it has fewer than the fullest.
+        local: The local rank of each rank.
+        count: Number of ranks on each rank's node.
+    """
 
     def __init__(self, nodes: tuple[int, ...]) -> None:
         numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
@@ -53,7 +62,7 @@ class Places:
         self.count = counts[self.node]
 
     def neighbour(self, rank: Ints, t: int) -> Ints:
-        """The rank t places on round the node; NONE where the node has no more than t ranks."""
+        """The rank that is t places after `rank` round its node, or NONE if the node has no more than t ranks."""
         count = self.count[rank]
         return np.where(t < count, self.members[self.node[rank], (self.local[rank] + t) % count], NONE)
 
@@ -180,13 +189,13 @@ class _Slices:
 def two_level_all_reduce(
     nodes: tuple[int, ...], segments: int = 1, *, direct: bool = False, tree: bool = False
 ) -> Program:
-    """All-reduce in shared memory inside the nodes and by messages between them.
+    """All-reduce in the shared memory of each node, and by messages between nodes.
 
     Args:
         nodes: The node of each rank.
-        segments: Chunks of a part, which are sent one after the other.
+        segments: Chunks of a part of a slice, which are sent one after the other.
         direct: Send what a node has of a part straight to the node that sums it, and the sum straight to all, instead
-            of both round a ring of the nodes: as many bytes, but nothing waits for what another node sent before.
+            of both round a ring of the nodes: as many bytes, but no message waits for what another node sent.
         tree: Sum over the ranks of a node in the order of a fixed binary tree.
     """
     places = Places(nodes)
