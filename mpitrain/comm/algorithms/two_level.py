@@ -7,9 +7,9 @@ then writes the result to its neighbours. All local ranks drive the network at o
     node A   rank 0: slice 0 <-> node B's local 0      between nodes 2(M-1)/M of the vector per node,
              rank 1: slice 1 <-> node B's local 1      shared out over its L ranks
 
-Directly: part p of a slice goes from every node straight to node p, which adds them (a reduce-scatter by pairwise
-exchange) and sends the sum to all. As many bytes as round a ring, in shifts of which each has one partner to send
-to and one to receive from, but no message waits for what another node sent.
+Directly: node p gets part p of a slice from every node, adds these (a reduce-scatter by pairwise exchange) and sends
+the sum to all nodes. That is as many bytes as round a ring. In each round a rank has one partner to send to and one to
+receive from, and no message waits for what another node sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs programs: what a plan says, on given addresses, as a bare loop over calls.
+"""Runs programs: what a plan says is bound to addresses once, and is then nothing but a loop over calls.
 
     program  --compile-->  Plan  --bind-->  Compiled  --call-->  one operation
     steps                  makers           calls on
