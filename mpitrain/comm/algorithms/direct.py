@@ -31,7 +31,15 @@ def _cell(index: Ints) -> Span:
 
 
 def direct_gather(size: int, root: int, nodes: tuple[int, ...] | None = None) -> Program:
-    """WORK: the rank's own block. INBOX of the root: everybody's."""
+    """Gather by one message from every rank to the root.
+
+    The rank's own block is in its WORK; the root ends with all blocks in its INBOX, cell r from rank r.
+
+    Args:
+        size: Number of ranks.
+        root: The rank that gets the blocks.
+        nodes: The node of each rank; None if all are on one.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         at_root = rank == root
@@ -45,7 +53,15 @@ def direct_gather(size: int, root: int, nodes: tuple[int, ...] | None = None) ->
 
 
 def direct_scatter(size: int, root: int, nodes: tuple[int, ...] | None = None) -> Program:
-    """WORK of the root: everybody's block. INBOX: the rank's own."""
+    """Scatter by one message from the root to every rank.
+
+    The root's WORK holds the blocks of all ranks; each rank ends with its own in its INBOX.
+
+    Args:
+        size: Number of ranks.
+        root: The rank that has the blocks.
+        nodes: The node of each rank; None if all are on one.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         at_root = rank == root
@@ -59,7 +75,15 @@ def direct_scatter(size: int, root: int, nodes: tuple[int, ...] | None = None) -
 
 
 def direct_all_to_all(size: int, nodes: tuple[int, ...] | None = None) -> Program:
-    """Round t: send to the rank t places on, receive from the rank t places back."""
+    """All-to-all by one message between every two ranks, each way.
+
+    In round t a rank sends to the one t places after it and receives from the one t places before it. WORK holds the
+    blocks for all ranks; they end in the others' INBOX, cell s from rank s.
+
+    Args:
+        size: Number of ranks.
+        nodes: The node of each rank; None if all are on one.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Copy(rank, _cell(rank), rank, _span(rank))

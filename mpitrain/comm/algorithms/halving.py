@@ -74,7 +74,19 @@ class _Fold:
 
 
 def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """Recursive halving, then doubling. The vector has as many blocks as ranks that take part."""
+    """All-reduce by recursive halving of the vector, then recursive doubling.
+
+    It takes about 2 log2 N rounds, in which a rank sends about twice the vector in all.
+
+    Args:
+        size: Number of ranks N. The vector has as many blocks as ranks take part: the power of two that is N or below.
+        segments: Chunks of a block: an exchange goes in as many messages, so that adding one overlaps sending the next.
+        nodes: The node of each rank; None if all are on one.
+
+    Reference:
+        R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
+        International Journal of High Performance Computing Applications 19 (2005).
+    """
     blocks = 1 << size.bit_length() - 1
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -121,7 +133,17 @@ def _pieces(peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, 
 
 
 def doubling_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Program:
-    """Recursive doubling: the whole vector each round; fewest rounds, for vectors too short to halve."""
+    """All-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange the whole vector and add it.
+
+    This has the fewest rounds, about log2 N, but the vector is sent in each. It is for vectors too short to halve.
+
+    Args:
+        size: Number of ranks N.
+        nodes: The node of each rank; None if all are on one.
+
+    Reference:
+        Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
+    """
     whole = Span(0, 1)
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -137,7 +159,17 @@ def doubling_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Prog
 
 
 def halving_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> Program:
-    """Recursive halving, farthest partner first, so that place p ends with its own blocks."""
+    """Reduce-scatter by recursive halving, with the farthest partner first.
+
+    In that order of partners each rank that takes part ends with the blocks of its own place.
+
+    Args:
+        size: Number of ranks.
+        nodes: The node of each rank; None if all are on one.
+
+    Reference:
+        Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         fold = _Fold(rank, size)
@@ -163,7 +195,15 @@ def halving_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> P
 
 
 def doubling_all_gather(size: int, nodes: tuple[int, ...] | None = None) -> Program:
-    """Recursive doubling: each round the blocks a rank holds double."""
+    """All-gather by recursive doubling: in each round the number of blocks that a rank holds doubles.
+
+    Args:
+        size: Number of ranks.
+        nodes: The node of each rank; None if all are on one.
+
+    Reference:
+        Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         fold = _Fold(rank, size)

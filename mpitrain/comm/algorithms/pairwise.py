@@ -33,6 +33,14 @@ def _cell(rank: Ints) -> Span:
 
 
 def reduce_scatter_steps(rank: Ints, size: int) -> Iterator[Step]:
+    """The steps of a reduce-scatter in which each rank gets every contribution to its block and reduces them itself.
+
+    They are reduced in the order of a fixed binary tree over the ranks.
+
+    Args:
+        rank: This rank, or all ranks as an array.
+        size: Number of ranks.
+    """
     yield Copy(rank, _cell(rank), rank, _span(rank))
     for t in range(1, size):
         to, source = (rank + t) % size, (rank - t) % size
@@ -42,6 +50,12 @@ def reduce_scatter_steps(rank: Ints, size: int) -> Iterator[Step]:
 
 
 def pairwise_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+    """Reduce-scatter by pairwise exchange: rank r gets every contribution to block r and reduces these itself.
+
+    Args:
+        size: Number of ranks.
+        nodes: The node of each rank; None if all are on one.
+    """
     return Program(
         "pairwise reduce_scatter",
         size,
@@ -54,6 +68,13 @@ def pairwise_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> 
 
 
 def pairwise_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+    """All-reduce by a pairwise reduce-scatter, after which each rank sends its block to every other.
+
+    Args:
+        size: Number of ranks.
+        nodes: The node of each rank; None if all are on one.
+    """
+
     def steps(rank: Ints) -> Iterator[Step]:
         yield from reduce_scatter_steps(rank, size)
         for t in range(1, size):

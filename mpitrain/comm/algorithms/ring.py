@@ -37,6 +37,13 @@ def _block(index: Ints, segments: int) -> Span:
 
 
 def reduce_scatter_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]:
+    """The steps of a reduce-scatter round a ring, after which rank r holds the sum of block r.
+
+    Args:
+        rank: This rank, or all ranks as an array.
+        size: Number of ranks.
+        segments: Chunks of a block; each is sent and received in a message of its own.
+    """
     right, left = (rank + 1) % size, (rank - 1) % size
     for t in range(size - 1):
         sent, received = (rank - t - 1) % size * segments, (rank - t - 2) % size * segments
@@ -46,6 +53,13 @@ def reduce_scatter_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]
 
 
 def all_gather_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]:
+    """The steps of an all-gather round a ring, which passes every rank's block on to every rank.
+
+    Args:
+        rank: This rank, or all ranks as an array.
+        size: Number of ranks.
+        segments: Chunks of a block; each is sent and received in a message of its own.
+    """
     right, left = (rank + 1) % size, (rank - 1) % size
     for t in range(size - 1):
         sent, received = (rank - t) % size * segments, (rank - t - 1) % size * segments
@@ -54,7 +68,17 @@ def all_gather_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]:
 
 
 def ring_reduce_scatter(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """Rank r ends with block r reduced over all ranks."""
+    """Reduce-scatter round a ring: rank r ends with block r, reduced over all ranks.
+
+    Args:
+        size: Number of ranks.
+        segments: Chunks of a block; one is added while the next is on its way.
+        nodes: The node of each rank; None if all are on one.
+
+    Reference:
+        P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", Journal of
+        Parallel and Distributed Computing 69 (2009).
+    """
     return Program(
         "ring reduce_scatter",
         size,
@@ -67,7 +91,13 @@ def ring_reduce_scatter(size: int, segments: int = 1, nodes: tuple[int, ...] | N
 
 
 def ring_all_gather(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """Every rank ends with every rank's block."""
+    """All-gather round a ring: every rank ends with every rank's block.
+
+    Args:
+        size: Number of ranks.
+        segments: Chunks of a block; one is passed on while the next is on its way.
+        nodes: The node of each rank; None if all are on one.
+    """
     return Program(
         "ring all_gather",
         size,
@@ -80,7 +110,16 @@ def ring_all_gather(size: int, segments: int = 1, nodes: tuple[int, ...] | None 
 
 
 def ring_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """Reduce-scatter, then all-gather: 2(N-1) rounds of one block each."""
+    """All-reduce round a ring: a reduce-scatter, then an all-gather, in 2(N-1) rounds of one block each.
+
+    Args:
+        size: Number of ranks N.
+        segments: Chunks of a block; one is added while the next is on its way.
+        nodes: The node of each rank; None if all are on one.
+
+    Reference:
+        Patarasuk and Yuan 2009, see `ring_reduce_scatter`.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield from reduce_scatter_steps(rank, size, segments)

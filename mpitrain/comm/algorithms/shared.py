@@ -61,6 +61,14 @@ def _combine(rank: Ints, size: int, chunk: Ints, tree: bool) -> Combine:
 
 
 def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Program:
+    """All-reduce in shared memory: each rank sums its slice of all vectors and writes the sum into all of them.
+
+    Args:
+        size: Number of ranks, all on one node.
+        segments: Chunks of a slice; one is summed and written while it is in the cache.
+        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+    """
+
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
         for s in range(segments):
@@ -83,6 +91,14 @@ def _own_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Ste
 
 
 def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -> Program:
+    """Reduce-scatter in shared memory: each rank sums its own block of all vectors into its own vector.
+
+    Args:
+        size: Number of ranks, all on one node.
+        segments: Chunks of a block, which are summed one after the other.
+        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+    """
+
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
         yield from _own_block(rank, size, segments, tree)
@@ -94,9 +110,17 @@ def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -
 
 
 def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
-    """Each fence in two halves, between which the caller does something else; see `runtime/split_phase.py`.
+    """Reduce-scatter in shared memory whose two fences are each a signal and a wait for it.
 
-    Three vectors in turns let it fill one while it waits for another and the others still read the third.
+    Between signal and wait the caller does something else, see `runtime/split_phase.py`. With three vectors in turns it
+    may fill one of them while it waits for another and the other ranks still read the third.
+
+    Args:
+        size: Number of ranks, all on one node.
+        segments: Chunks of a block, which are summed one after the other.
+
+    Reference:
+        R. Gupta, "The fuzzy barrier: a mechanism for high speed synchronization of processors", ASPLOS III (1989).
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -111,10 +135,10 @@ def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
 
 
 def alternating_all_gather(size: int) -> Program:
-    """The caller fills its own vector, the ranks meet, it reads all of them where they are.
+    """All-gather by the caller itself: it fills its vector, the ranks meet, and it reads all vectors where they are.
 
-    There is one fence a run, because the vectors are two in turns: whoever fills one again has been through the fence
-    of the other, and so has everybody who read this one.
+    There is only one fence in a run, because two vectors are used in turns: whoever fills one again has been through
+    the fence of the other, and so has everybody who read this one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -126,9 +150,10 @@ def alternating_all_gather(size: int) -> Program:
 
 
 def node_copy(size: int) -> Program:
-    """One copy for all ranks of a node: each writes its own block of it, they meet, all read the whole.
+    """All-gather into one copy for all ranks of a node: each writes its block of it, they meet, and all read the whole.
 
-    Before they write again the caller makes them meet: who updates parameters has waited for gradients of all.
+    The caller makes the ranks meet before they write again. Where parameters are updated this is so, since the update
+    needs gradients of all ranks.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -149,7 +174,7 @@ def _read_by_caller(size: int) -> Collective:
 
 
 def shared_all_gather(size: int) -> Program:
-    """Each rank reads its neighbours' blocks."""
+    """All-gather in shared memory: each rank copies the other ranks' blocks from their vectors into its own."""
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
@@ -162,7 +187,7 @@ def shared_all_gather(size: int) -> Program:
 
 
 def shared_broadcast(size: int, root: int) -> Program:
-    """Each rank reads the root's vector."""
+    """Broadcast in shared memory: each rank copies the root's vector into its own."""
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
@@ -173,7 +198,16 @@ def shared_broadcast(size: int, root: int) -> Program:
 
 
 def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False) -> Program:
-    """Each rank sums one slice in its inbox and writes it into the root's vector; the others' stay as they were."""
+    """Reduce in shared memory: each rank sums one slice of all vectors and writes the sum into the root's vector.
+
+    The other ranks' vectors stay as they were, since the sum is formed in the inbox.
+
+    Args:
+        size: Number of ranks, all on one node.
+        root: The rank that gets the result.
+        segments: Chunks of a slice, which are summed one after the other.
+        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield Fence()
@@ -197,7 +231,15 @@ def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False
 
 
 def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
-    """All-reduce of vectors outside an arena, through the slots; block p * size + q is slice q of piece p."""
+    """All-reduce of vectors outside an arena: they pass in pieces through staging slots, which the node shares.
+
+    Block p * size + q is slice q of piece p, which rank q sums.
+
+    Args:
+        size: Number of ranks, all on one node.
+        pieces: Pieces of the vector that pass through the slots one after the other.
+        tree: Sum in the order of a fixed binary tree over the ranks; else each rank begins with its own vector.
+    """
 
     def slot(piece: int, q: Ints) -> Span:
         return _span(piece % _DEPTH * size + q, SLOT)

@@ -35,6 +35,14 @@ def _rounds(size: int) -> range:
 
 
 def reduce_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[Step]:
+    """The steps by which the vectors of all ranks are summed at the root, along a binomial tree.
+
+    Args:
+        rank: This rank, or all ranks as an array.
+        size: Number of ranks.
+        root: The rank that gets the sum.
+        segments: Chunks of the vector, which go up the tree one after the other.
+    """
     place = (rank - root) % size
     for s in range(segments):
         part = Span(s, s + 1)
@@ -48,6 +56,14 @@ def reduce_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[St
 
 
 def broadcast_steps(rank: Ints, size: int, root: int, segments: int) -> Iterator[Step]:
+    """The steps by which the root's vector comes to all ranks, down a binomial tree.
+
+    Args:
+        rank: This rank, or all ranks as an array.
+        size: Number of ranks.
+        root: The rank that has the vector.
+        segments: Chunks of the vector, which go down the tree one after the other.
+    """
     place = (rank - root) % size
     for s in range(segments):
         part = Span(s, s + 1)
@@ -65,7 +81,16 @@ def _finish_at(rank: Ints, root: int, segments: int) -> Finish:
 
 
 def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """The root ends with the reduced vector; the others' vectors are used up."""
+    """Reduce along a binomial tree: the root ends with the reduced vector.
+
+    The other ranks' vectors may be overwritten with sums in progress.
+
+    Args:
+        size: Number of ranks.
+        root: The rank that gets the result.
+        segments: Chunks of the vector, which go up the tree one after the other.
+        nodes: The node of each rank; None if all are on one.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield from reduce_steps(rank, size, root, segments)
@@ -75,7 +100,14 @@ def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, .
 
 
 def tree_broadcast(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """Every rank ends with the root's vector; segments follow each other down the tree."""
+    """Broadcast along a binomial tree: every rank ends with the root's vector.
+
+    Args:
+        size: Number of ranks.
+        root: The rank that has the vector.
+        segments: Chunks of the vector, which go down the tree one after the other.
+        nodes: The node of each rank; None if all are on one.
+    """
     return Program(
         "tree broadcast",
         size,
@@ -87,7 +119,13 @@ def tree_broadcast(size: int, root: int = 0, segments: int = 1, nodes: tuple[int
 
 
 def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
-    """Reduce to rank 0, then broadcast."""
+    """All-reduce along a binomial tree: reduce to rank 0, then broadcast from there.
+
+    Args:
+        size: Number of ranks.
+        segments: Chunks of the vector, which follow each other along the tree.
+        nodes: The node of each rank; None if all are on one.
+    """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield from reduce_steps(rank, size, 0, segments)

@@ -7,9 +7,9 @@ then writes the result to its neighbours. All local ranks drive the network at o
     node A   rank 0: slice 0 <-> node B's local 0      between nodes 2(M-1)/M of the vector per node,
              rank 1: slice 1 <-> node B's local 1      shared out over its L ranks
 
-Directly: part p of a slice goes from every node straight to node p, which adds them (a reduce-scatter by pairwise
-exchange) and sends the sum to all. As many bytes as round a ring, in shifts of which each has one partner to send
-to and one to receive from, but no message waits for what another node sent.
+Directly: node p gets part p of a slice from every node, adds these (a reduce-scatter by pairwise exchange) and sends
+the sum to all nodes. That is as many bytes as round a ring. In each round a rank has one partner to send to and one to
+receive from, and no message waits for what another node sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,16 @@ from mpitrain.comm.programs.program import (
 
 
 class Places:
-    """Where each rank sits: node number in order of appearance, place on its node, ranks there."""
+    """Where each rank is.
+
+    Attributes:
+        node: The number of each rank's node, in the order in which nodes appear.
+        nodes: Number of nodes.
+        most, least: Number of ranks on the fullest and on the emptiest node.
+        members: The ranks of each node by their local ranks; NONE where it has fewer than the fullest.
+        local: The local rank of each rank.
+        count: Number of ranks on each rank's node.
+    """
 
     def __init__(self, nodes: tuple[int, ...]) -> None:
         numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
@@ -53,7 +62,7 @@ class Places:
         self.count = counts[self.node]
 
     def neighbour(self, rank: Ints, t: int) -> Ints:
-        """The rank t places on round the node; NONE where the node has no more than t ranks."""
+        """The rank that is t places after `rank` round its node, or NONE if the node has no more than t ranks."""
         count = self.count[rank]
         return np.where(t < count, self.members[self.node[rank], (self.local[rank] + t) % count], NONE)
 
@@ -180,13 +189,13 @@ class _Slices:
 def two_level_all_reduce(
     nodes: tuple[int, ...], segments: int = 1, *, direct: bool = False, tree: bool = False
 ) -> Program:
-    """All-reduce in shared memory inside the nodes and by messages between them.
+    """All-reduce in the shared memory of each node, and by messages between nodes.
 
     Args:
         nodes: The node of each rank.
-        segments: Chunks of a part, which are sent one after the other.
+        segments: Chunks of a part of a slice, which are sent one after the other.
         direct: Send what a node has of a part straight to the node that sums it, and the sum straight to all, instead
-            of both round a ring of the nodes: as many bytes, but nothing waits for what another node sent before.
+            of both round a ring of the nodes: as many bytes, but no message waits for what another node sent.
         tree: Sum over the ranks of a node in the order of a fixed binary tree.
     """
     places = Places(nodes)

@@ -31,10 +31,16 @@ _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queue
 
 
 class Arena:
-    """Flat storage of `numel` elements per rank.
+    """Flat storage with `numel` elements for each rank.
 
-    kind: "shared" (a window of the node), "private" (this process alone) or "device".
-    tensor: this rank's elements, a flat torch tensor. name: of a shared one, the same on all of its ranks.
+    Attributes:
+        kind: "shared" (a window of the node), "private" (memory of this process alone) or "device".
+        tensor: This rank's elements, as a flat torch tensor.
+        start, nbytes: Address and length of these elements in memory, in bytes.
+        segments: Of a shared arena, by the rank in the world of each rank of this node, the address of its segment
+            here.
+        window: The MPI window of a shared arena.
+        name: Of a shared arena, the same on all of its ranks.
     """
 
     def __init__(
@@ -55,7 +61,15 @@ class Arena:
         self._index = index
 
     def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
-        """This rank's elements from `offset` on, as a tensor of `shape`. Raises InputError outside the arena."""
+        """This rank's elements from `offset` on, as a tensor.
+
+        Args:
+            offset: In elements from the beginning of this rank's elements.
+            shape: Of the tensor that is returned.
+
+        Raises:
+            InputError: The view reaches outside the arena.
+        """
         numel = prod(shape)
         if offset < 0 or offset + numel > self.tensor.numel():
             raise InputError(
@@ -65,7 +79,14 @@ class Arena:
         return self.tensor[offset : offset + numel].view(*shape)
 
     def peer(self, world_rank: int) -> torch.Tensor:
-        """The flat tensor of another rank of this node (its number in the world). Shared arenas only."""
+        """The flat tensor of another rank of this node, in a shared arena.
+
+        Args:
+            world_rank: That rank's number in the world.
+
+        Raises:
+            InputError: That rank shares no memory with this one.
+        """
         if world_rank not in self.segments:
             raise InputError(f"rank {world_rank} shares no memory with this rank; peers are {sorted(self.segments)}")
         return tensor_at(self.segments[world_rank], self.tensor.numel(), self.tensor.dtype)
@@ -82,7 +103,13 @@ class Arena:
 
 
 class ArenaIndex:
-    """The shared arenas of a process, found by address, and their windows."""
+    """All shared arenas of a process, and their windows; finds an arena by an address in it.
+
+    Attributes:
+        numbers: Gives each arena of which this process is the first rank the number in its name.
+        warned: Whether a warning was printed that shared memory has no room.
+        generation: Changes whenever an address may have come to lie in an arena, or may do so no longer.
+    """
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
@@ -93,7 +120,7 @@ class ArenaIndex:
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Have a method called whenever the generation changes, as long as its object lives."""
+        """Call a method whenever the generation has changed, for as long as the object that it belongs to lives."""
         self._watchers.append(weakref.WeakMethod(changed, self._watchers.remove))
 
     def _change(self) -> None:
@@ -104,7 +131,12 @@ class ArenaIndex:
                 changed()
 
     def add(self, arena: Arena, *, for_tensors: bool) -> None:
-        """for_tensors: whether `find` finds it."""
+        """Enter an arena into the index.
+
+        Args:
+            arena: Which one.
+            for_tensors: Whether `find` is to find it.
+        """
         if arena.window is not None:
             self._windows[arena.name] = arena.window
         if for_tensors:
@@ -112,6 +144,7 @@ class ArenaIndex:
             self._change()
 
     def forget(self, arena: Arena) -> None:
+        """Take an arena out of the index, before its memory is released."""
         self._windows.pop(arena.name, None)
         if arena in self._arenas:
             self._arenas.remove(arena)
@@ -127,7 +160,7 @@ class ArenaIndex:
             _free(self._windows.pop(name))
 
     def find(self, address: int, nbytes: int) -> Arena | None:
-        """The arena that holds [address, address + nbytes), if one does."""
+        """The arena that contains all of the bytes [address, address + nbytes), or None if there is no such arena."""
         for arena in self._arenas:
             if arena.start <= address and address + nbytes <= arena.start + arena.nbytes:
                 return arena
@@ -145,11 +178,22 @@ def allocate(
     *,
     for_tensors: bool = True,
 ) -> Arena:
-    """An arena over the ranks of `comm`; collective over them, and of the same kind on all of them.
+    """Make an arena, of the same kind on all ranks. Collective over the ranks of `comm`.
 
-    node: the communicator of this node's ranks in it; world_ranks: the world rank of each of those.
-    for_tensors: whether collectives find it in the index by the address of what they are given.
-    Falls back to private memory, with one warning a node, when /dev/shm has no room on some node.
+    Where /dev/shm of some node has no room for it, the arena is private memory, and each such node warns once.
+
+    Args:
+        comm: The ranks of the arena.
+        node: The communicator of those of them that are on this node.
+        world_ranks: The rank in the world of each rank of `node`.
+        numel: Elements for each rank.
+        dtype: Of the elements.
+        device: On which they lie; a CUDA device has no shared arena.
+        index: Where a shared arena is entered.
+        for_tensors: Whether collectives find the arena in the index, by the address of what they are given.
+
+    Raises:
+        InputError: MPI cannot communicate the dtype.
     """
     if dtype not in DTYPES:
         raise InputError(f"an arena of {dtype} is not possible; use one of {sorted(map(str, DTYPES))}")

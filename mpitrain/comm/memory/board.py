@@ -32,14 +32,24 @@ _ABSENT = bytes(_DIGEST)
 
 
 def described(operation: str, numel: int, dtype: torch.dtype, *details: str) -> str:
-    """The arguments of an operation in words."""
+    """The arguments of an operation in words, for messages.
+
+    Args:
+        operation: Its name.
+        numel: Elements of the tensor.
+        dtype: Of the tensor.
+        details: Further arguments; empty ones are left out.
+    """
     return ", ".join([f"{operation} of {numel} {str(dtype).removeprefix('torch.')}", *filter(None, details)])
 
 
 def row_of(address: int, said: str, more: str = "") -> bytes:
-    """What a rank tells the others: where its memory lies, and what must be the same on all of them.
+    """The row by which a rank tells the others where its memory lies, and what must be the same on all of them.
 
-    more: what must be the same as well, but would tell people nothing.
+    Args:
+        address: Where its memory lies.
+        said: What must be the same on all ranks, in words.
+        more: What must be the same as well, but would tell people nothing.
     """
     text = said.encode()
     digest = hashlib.blake2b(text + more.encode(), digest_size=_DIGEST).digest()
@@ -47,12 +57,17 @@ def row_of(address: int, said: str, more: str = "") -> bytes:
 
 
 def addresses(rows: bytes) -> np.ndarray:
-    """The address in each of several rows."""
+    """The address in each of several rows that lie one after the other."""
     return np.frombuffer(rows, dtype=np.int64).reshape(-1, ROW // _ADDRESS)[:, 0]
 
 
 def difference(rows: Sequence[bytes], ranks: Sequence[int]) -> str:
-    """What is wrong with the rows of these ranks, in one line; empty where they say the same."""
+    """What is wrong with the rows of some ranks, in one line; empty if they all say the same.
+
+    Args:
+        rows: One row for each of the ranks.
+        ranks: Their numbers, for the message.
+    """
     told: dict[bytes, list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
         told.setdefault(row[_ADDRESS:], []).append(rank)
@@ -76,7 +91,15 @@ def _text(told: bytes) -> str:
 
 
 def compare(comm: MPI.Intracomm, said: str) -> None:
-    """Raise CommunicationError, on all ranks, unless all say the same, by messages. Collective."""
+    """Compare by messages what all ranks are about to do. Collective.
+
+    Args:
+        comm: The ranks.
+        said: What this rank is about to do, in words.
+
+    Raises:
+        CommunicationError: Ranks do different things; raised on all of them.
+    """
     rows = np.empty((comm.size, ROW), dtype=np.uint8)
     comm.Allgather(np.frombuffer(row_of(0, said), dtype=np.uint8), rows)
     if wrong := difference([row.tobytes() for row in rows], range(comm.size)):
@@ -84,18 +107,27 @@ def compare(comm: MPI.Intracomm, said: str) -> None:
 
 
 def is_whole_job(size: int) -> bool:
-    """Whether so many ranks are all there are, so that what all of them raise, all ranks of the job raise."""
+    """Whether `size` ranks are all of the job, so that an error they all raise is raised by all ranks there are."""
     return size == MPI.COMM_WORLD.size
 
 
 class Board:
-    """The rows of the ranks of a node, for the programs of one communicator, one at a time."""
+    """The rows of the ranks of a node, for the programs of one communicator. One program uses it at a time.
+
+    Attributes:
+        shared: Whether the rows are in shared memory; else they are exchanged as messages.
+        own: This rank's row, to be written.
+        read: Returns the rows of all ranks of the node, one after the other.
+    """
 
     def __init__(self, node: MPI.Intracomm, ranks: Sequence[int], arena: Arena, agreed: bool) -> None:
-        """node: the communicator of the ranks of this node; ranks: their numbers in the one the programs are of.
+        """Use an arena as a board.
 
-        arena: a shared one of ROW bytes for each of these ranks; if it is private, the rows become messages.
-        agreed: whether these are all ranks of the job, which then all raise what one raises.
+        Args:
+            node: The communicator of the ranks of this node.
+            ranks: Their ranks in the communicator that the programs are of, for messages.
+            arena: A shared arena of ROW bytes for each rank of the node; if it is private, rows become messages.
+            agreed: Whether these are all ranks of the job, so that an error that they all raise is agreed.
         """
         self._node, self._ranks, self._agreed = node, ranks, agreed
         self.shared = arena.kind == "shared"
@@ -110,7 +142,14 @@ class Board:
         return self._memory.tobytes()
 
     def check(self, rows: bytes) -> None:
-        """Raise CommunicationError, on all ranks whose rows these are, unless they say the same."""
+        """Compare the rows of all ranks of the node.
+
+        Args:
+            rows: All rows, one after the other.
+
+        Raises:
+            CommunicationError: They do not say the same; raised on all ranks whose rows these are.
+        """
         each = [rows[lo : lo + ROW] for lo in range(0, len(rows), ROW)]
         wrong = difference(each, self._ranks)
         if not wrong:
@@ -123,21 +162,32 @@ class Board:
 
 
 class Notice:
-    """A program's row on the board: its calls around the first fence, and after the last."""
+    """The row of one program on the board, and what it does there: around its first fence and after the last one."""
 
     __slots__ = ("_board", "_digest", "_learn", "_own", "_read", "_row", "_seen")
 
     def __init__(self, board: Board, row: bytes, learn: Callable[[bytes], None] | None = None) -> None:
-        """learn: given the rows of all ranks when they have changed."""
+        """Prepare a row, which is not on the board before `publish`.
+
+        Args:
+            board: Where it goes.
+            row: See `row_of`.
+            learn: Called with the rows of all ranks whenever these have changed.
+        """
         self._board, self._row, self._learn = board, row, learn
         self._own, self._digest, self._read = board.own, board.own[_ADDRESS:_BEGIN], board.read
         self._seen = b""  # rows that were right
 
     def publish(self) -> None:
+        """Write the row onto the board."""
         self._own[:] = self._row
 
     def compare(self) -> None:
-        """Raises CommunicationError, on all ranks, where they are not about to do the same."""
+        """Compare the rows that the ranks of the node have published.
+
+        Raises:
+            CommunicationError: They are not about to do the same; raised on all ranks.
+        """
         rows = self._read()
         if rows != self._seen:  # in a training loop they stay as they are
             self._board.check(rows)
@@ -146,4 +196,5 @@ class Notice:
             self._seen = rows
 
     def withdraw(self) -> None:
+        """Take the row off the board."""
         self._digest[:] = _ABSENT

@@ -45,11 +45,14 @@ class _DeviceMemory:
 
 
 def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
-    """x as a torch tensor over the same memory.
+    """View an array as a torch tensor over the same memory.
 
-    x: torch tensor (CPU, CUDA), NumPy or CuPy array, of one of `DTYPES`, contiguous.
-    written: whether the operation writes into it.
-    Raises InputError naming what is wrong with it and how to mend it.
+    Args:
+        x: A contiguous torch tensor (CPU, CUDA) or NumPy or CuPy array, of one of `DTYPES`.
+        written: Whether the operation writes into it; a read-only array is then an error.
+
+    Raises:
+        InputError: It cannot be communicated; the message says why, and what to pass instead.
     """
     if isinstance(x, torch.Tensor):
         tensor = x
@@ -97,7 +100,16 @@ def _no_dtype(dtype: object) -> str:
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """The flat tensor over `numel` elements at `address`. It does not own the memory, which must outlive its use."""
+    """The flat tensor over `numel` elements at an address.
+
+    It does not own the memory, which must live as long as the tensor is used.
+
+    Args:
+        address: Of the first element.
+        numel: Number of elements.
+        dtype: Of the elements.
+        device: The device that the address is on; None for the host.
+    """
     if numel == 0:
         return torch.empty(0, dtype=dtype, device=device)
     if device is not None and device.type == "cuda":
@@ -107,10 +119,10 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device
 
 
 def memory_at(address: int, nbytes: int) -> MPI.memory:
-    """mpi4py's view of memory by address; of no bytes, any address (an empty tensor has none)."""
+    """View `nbytes` bytes at an address as mpi4py does; for 0 bytes any address will do (an empty tensor has none)."""
     return MPI.memory.fromaddress(address, nbytes) if nbytes else MPI.memory.allocate(0)
 
 
 def bytes_at(address: int, nbytes: int) -> list[Any]:
-    """An mpi4py buffer specification of raw bytes. nbytes must not exceed LARGEST_COUNT."""
+    """An mpi4py buffer specification of raw bytes at an address; `nbytes` must not exceed LARGEST_COUNT."""
     return [memory_at(address, nbytes), nbytes, MPI.BYTE]

@@ -16,9 +16,10 @@ from mpi4py import MPI
 
 
 def cuda_aware() -> bool:
-    """Whether the MPI library takes device addresses. MPITRAIN_CUDA_AWARE=0|1 overrides the probe.
+    """Whether the MPI library takes addresses of CUDA memory. MPITRAIN_CUDA_AWARE=0|1 overrides what is found out.
 
-    Open MPI and its kin export MPIX_Query_cuda_support; MPICH names the memory kinds it was given.
+    Open MPI and libraries made of it are asked by their MPIX_Query_cuda_support; MPICH names the kinds of memory that
+    it was built or started for.
     """
     override = os.environ.get("MPITRAIN_CUDA_AWARE")
     if override is not None:
@@ -41,7 +42,7 @@ def cuda_aware() -> bool:
 
 
 def synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the work queued on the caller's current stream of the tensor's device."""
+    """Wait for the work that is queued on the caller's current stream of the tensor's device."""
     torch.cuda.current_stream(tensor.device).synchronize()
 
 
@@ -50,7 +51,10 @@ def through_host(
 ) -> None:
     """Run an operation on pinned host copies of CUDA tensors, and copy back what it changed.
 
-    bind(*host tensors): makes the operation's call. written: which tensors it changes.
+    Args:
+        bind: Called with the host tensors, returns the call that performs the operation.
+        tensors: CUDA tensors of the operation; None where an argument is missing.
+        written: For each of them, whether the operation changes it.
     """
     host = [None if t is None else torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
     pairs = [

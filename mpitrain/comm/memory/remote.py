@@ -25,10 +25,21 @@ _PAIR = 16  # bytes of an address and a length
 
 
 class Neighbours:
-    """The processes of this rank's node whose memory it may touch. pids: by rank of the communicator."""
+    """The processes of this rank's node whose memory this process may read and write.
+
+    Attributes:
+        pids: Process ids, by rank of the communicator.
+        places: Numbers of the ranks' rows on the board.
+        readv, writev: The system calls that read from and write to another process.
+    """
 
     def __init__(self, pids: dict[int, int], places: dict[int, int]) -> None:
-        """places: of their rows on the board."""
+        """Note the processes, and look up the system calls.
+
+        Args:
+            pids: Process ids by rank.
+            places: Numbers of the ranks' rows on the board.
+        """
         self.pids, self.places = pids, places
         libc = ctypes.CDLL(None, use_errno=True)
         self.readv, self.writev = libc.process_vm_readv, libc.process_vm_writev
@@ -39,9 +50,16 @@ class Neighbours:
 
 
 def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], board: Board) -> Neighbours | None:
-    """Neighbours, if every rank of `comm` can read and write those of its node; else None. Collective.
+    """Find out whether ranks can read and write the memory of the others on their node. Collective over `comm`.
 
-    neighbours: the ranks of this node. board: theirs, in shared memory.
+    Args:
+        comm: All ranks, which come to one answer.
+        node: The communicator of those on this node.
+        neighbours: The ranks of this node, in the order of `node`.
+        board: Their board, in shared memory.
+
+    Returns:
+        The neighbours, or None if some rank of `comm` cannot reach those of its node.
     """
     places = {rank: index for index, rank in enumerate(neighbours)}
     pids = np.empty(node.size, dtype=np.int64)
@@ -70,38 +88,60 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
 
 
 class Transfers:
-    """The transfers of a program, without addresses."""
+    """The transfers of a program, without addresses.
+
+    Attributes:
+        neighbours: The processes they are with.
+        rows: (rank, offset, nbytes, whether it writes) of each, see `add`.
+    """
 
     def __init__(self, neighbours: Neighbours) -> None:
         self.neighbours = neighbours
         self.rows: list[tuple[int, int, int, bool]] = []
 
     def add(self, rank: int, offset: int, nbytes: int, *, write: bool) -> None:
-        """A copy between a place here and `offset` bytes after the address in the rank's row."""
+        """Add a copy between memory of this rank, which is known later, and memory of another.
+
+        Args:
+            rank: The other rank.
+            offset: Bytes after the address in that rank's row on the board, where its memory begins.
+            nbytes: How much is copied.
+            write: Whether it is copied there, else from there.
+        """
         self.rows.append((rank, offset, nbytes, write))
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """The place of the row of each one's rank."""
+        """For each transfer, the number of its rank's row on the board."""
         return np.array([self.neighbours.places[rank] for rank, *_ in self.rows], dtype=np.intp)
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
+        """The offset of each transfer, in bytes."""
         return np.array([offset for _, offset, _, _ in self.rows], dtype=np.int64)
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
+        """The length of each transfer, in bytes."""
         return np.array([nbytes for _, _, nbytes, _ in self.rows], dtype=np.int64)
 
 
 class Table:
-    """The transfers of a program with addresses: local and remote (address, length) pairs, as the system takes them.
+    """The transfers of a program with addresses: for each, an (address, length) pair here and one in the other process.
 
-    The remote ones are filled in at each run.
+    The pairs are as the system calls take them. Addresses in other processes are filled in at each run.
+
+    Attributes:
+        transfers: The transfers, each to be called.
     """
 
     def __init__(self, transfers: Transfers, local: Sequence[int]) -> None:
-        """local: the address here of each transfer."""
+        """Lay the pairs out.
+
+        Args:
+            transfers: What is to be transferred.
+            local: For each, the address in this process.
+        """
         self._transfers = transfers
         count = len(local)
         pairs = np.empty((2, count, 2), dtype=np.int64)
@@ -115,17 +155,29 @@ class Table:
         ]
 
     def fill(self, rows: bytes) -> None:
-        """Look the neighbours' addresses up in the rows of the board."""
+        """Take the addresses of the other processes' memory out of the board's rows."""
         np.add(addresses(rows)[self._transfers.places], self._transfers.offsets, out=self._starts)
 
 
 class Transfer:
-    """One copy between this process and another; call it to do it."""
+    """One copy between memory of this process and another's; calling it performs it.
+
+    Raises:
+        CommunicationError: In the call: the other process is gone, or its tensor is smaller.
+    """
 
     __slots__ = ("_function", "_nbytes", "_pid", "_pointers", "_rank")
 
     def __init__(self, neighbours: Neighbours, rank: int, pointers: tuple[int, int], nbytes: int, write: bool) -> None:
-        """pointers: to the (address, length) pairs here and there."""
+        """Prepare a transfer.
+
+        Args:
+            neighbours: The processes.
+            rank: The rank of the other one.
+            pointers: Addresses of the (address, length) pairs for here and for there.
+            nbytes: How much is copied.
+            write: Whether it is copied there, else from there.
+        """
         self._function = neighbours.writev if write else neighbours.readv
         self._pid, self._rank, self._pointers, self._nbytes = neighbours.pids[rank], rank, pointers, nbytes
 

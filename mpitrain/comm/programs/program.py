@@ -38,7 +38,7 @@ Ints = Any  # int, or an int array with one entry per rank
 
 @dataclass(frozen=True)
 class Span:
-    """Chunks [lo, hi) of one memory."""
+    """The chunks (or cells) from number lo up to, but without, number hi of one memory."""
 
     lo: Ints
     hi: Ints
@@ -52,7 +52,12 @@ NOTHING = Span(0, 0)
 class Exchange:
     """Send a span to one rank while receiving one from another; both must complete before the next step.
 
-    reduce: the received values are added to the span's (op applied), else they replace them.
+    Attributes:
+        to: The rank that is sent to, or NONE to send nothing.
+        send: What is sent.
+        source: The rank that is received from, or NONE to receive nothing.
+        recv: Where the received values go.
+        reduce: Combine the received values with those of `recv` by the reduction's operation; else replace these.
     """
 
     to: Ints
@@ -64,9 +69,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Combine:
-    """into (this rank's) = the reduction of `parts`, each (owner, span): an owner is a rank of this node or NONE.
+    """Set a span of this rank's memory to the reduction of several spans.
 
-    tree: reduce the parts as a fixed binary tree over their order (`tree_order`), else from left to right.
+    Attributes:
+        into: The span that gets the result.
+        parts: (owner, span) of each operand; the owner is a rank of this node, or NONE for an operand that is left out.
+        tree: Reduce the parts as a fixed binary tree over their order (`tree_order`), else from left to right.
     """
 
     into: Span
@@ -76,7 +84,12 @@ class Combine:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy a span of rank `source` to a span of rank `dest`, one of which is this rank, the other on its node."""
+    """Copy a span to another: at least one of them is this rank's, the other may be that of a rank on its node.
+
+    Attributes:
+        dest, into: The rank that is written to (NONE to do nothing), and the span of its memory.
+        source, of: The rank that is read from, and the span of its memory.
+    """
 
     dest: Ints
     into: Span
@@ -91,14 +104,14 @@ class Fence:
 
 @dataclass(frozen=True)
 class Signal:
-    """Tell the ranks of the node that this one has come here; waits for nobody. Once a run for each event."""
+    """Tell the ranks of the node that this one has come here, and wait for nobody. Once in a run for each event."""
 
     event: str
 
 
 @dataclass(frozen=True)
 class Await:
-    """Begins a phase: all ranks of the node have given the signal; what they wrote before it, this one may read."""
+    """Begin a phase: wait until all ranks of the node have given the event's signal; all they wrote before is there."""
 
     event: str
 
@@ -120,7 +133,7 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Finish:
-    """The span holds every contribution: apply what comes once at the end (the division of `avg`)."""
+    """Apply to a span that holds every contribution what comes once at the end: the division of `avg`."""
 
     span: Span
 
@@ -130,7 +143,13 @@ Step = Exchange | Combine | Copy | Fence | Signal | Await | Tell | Compare | Wit
 
 @dataclass(frozen=True)
 class Goal:
-    """What a rank must end with: in `cell` of `memory`, block `block` with the contributions of `ranks`."""
+    """A piece of the result that a rank must end with.
+
+    Attributes:
+        memory, cell: Where the piece lies, in blocks.
+        block: Which block of the vector it is.
+        ranks: The ranks whose contributions it holds.
+    """
 
     memory: str
     cell: int
@@ -140,11 +159,13 @@ class Goal:
 
 @dataclass(frozen=True)
 class Collective:
-    """What an operation starts from and must end with.
+    """What a collective operation starts from and what it must end with.
 
-    holds(rank, block): does this rank start with a contribution to this block of WORK?
-    ends(rank): its goals, in blocks.
-    reduces: whether contributions are reduced (a whole block must then be `Finish`ed exactly once).
+    Attributes:
+        name: Of the operation.
+        holds: For (rank, block), whether the rank starts with a contribution to this block of WORK.
+        ends: For a rank, its goals.
+        reduces: Whether contributions are reduced; a whole block must then be `Finish`ed exactly once.
     """
 
     name: str
@@ -158,55 +179,62 @@ def _everywhere(rank: int, block: int) -> bool:
 
 
 def all_reduce_of(size: int, blocks: int) -> Collective:
+    """An all-reduce: every rank ends with every block, reduced over all ranks."""
     ends = [Goal(WORK, b, b, range(size)) for b in range(blocks)]
     return Collective("all_reduce", _everywhere, lambda r: ends, reduces=True)
 
 
 def reduce_of(size: int, blocks: int, root: int) -> Collective:
+    """A reduce: the root ends with every block, reduced over all ranks."""
     ends = [Goal(WORK, b, b, range(size)) for b in range(blocks)]
     return Collective("reduce", _everywhere, lambda r: ends if r == root else [], reduces=True)
 
 
 def reduce_scatter_of(size: int) -> Collective:
+    """A reduce-scatter: rank r ends with block r, reduced over all ranks."""
     return Collective("reduce_scatter", _everywhere, lambda r: [Goal(WORK, r, r, range(size))], reduces=True)
 
 
 def all_gather_of(size: int) -> Collective:
+    """An all-gather: rank r starts with block r, and every rank ends with every block."""
     ends = [Goal(WORK, b, b, (b,)) for b in range(size)]
     return Collective("all_gather", lambda r, b: r == b, lambda r: ends)
 
 
 def broadcast_of(size: int, root: int) -> Collective:
+    """A broadcast: the root starts with the only block, and every rank ends with it."""
     return Collective("broadcast", lambda r, b: r == root, lambda r: [Goal(WORK, 0, 0, (root,))])
 
 
 def gather_of(size: int, root: int) -> Collective:
-    """Rank r's one block of WORK ends in cell r of the root's inbox."""
+    """A gather: the one block of WORK that rank r starts with ends in cell r of the root's inbox."""
     ends = [Goal(INBOX, r, 0, (r,)) for r in range(size)]
     return Collective("gather", _everywhere, lambda r: ends if r == root else [])
 
 
 def scatter_of(size: int, root: int) -> Collective:
-    """The root's block r of WORK ends in rank r's inbox."""
+    """A scatter: block r of the root's WORK ends in the inbox of rank r."""
     return Collective("scatter", lambda r, b: r == root, lambda r: [Goal(INBOX, 0, r, (root,))])
 
 
 def all_to_all_of(size: int) -> Collective:
-    """Rank s's block r of WORK ends in cell s of rank r's inbox."""
+    """An all-to-all: block r of the WORK of rank s ends in cell s of the inbox of rank r."""
     return Collective("all_to_all", _everywhere, lambda r: [Goal(INBOX, s, r, (s,)) for s in range(size)])
 
 
 @dataclass(frozen=True)
 class Program:
-    """One algorithm for one communicator shape.
+    """One algorithm for one number of ranks and their places on nodes.
 
-    blocks: pieces the collective speaks of (rank r's share is block r in scatters and gathers).
-    segments: chunks per block; chunk = block * segments + segment.
-    slots, inbox: cells of those memories; a slot is as large as the largest chunk.
-    steps(rank): the generator described above.
-    nodes: the node of each rank; ranks may touch each other's memory inside one node only.
-    vectors: how many vectors the caller takes in turns: run n is on the one of number n modulo this.
-    meets_between: whether the caller sees to it that the ranks of a node meet between two runs.
+    Attributes:
+        name, size, collective: What it is called, for how many ranks it is, and what it must do.
+        steps: Makes the steps of a rank, as described at the top of this file.
+        nodes: The node of each rank; ranks may touch each other's memory inside one node only.
+        blocks: Pieces that the collective speaks of (in scatters and gathers, rank r's share is block r).
+        segments: Chunks of each block; a chunk's number is block * segments + segment.
+        slots, inbox: Numbers of cells of those memories; a slot is as large as the largest chunk.
+        vectors: How many vectors the caller takes in turns: run n is on vector n modulo this number.
+        meets_between: Whether the caller sees to it that the ranks of a node meet between two runs.
     """
 
     name: str
@@ -223,6 +251,7 @@ class Program:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of WORK."""
         return self.blocks * self.segments
 
     @functools.cached_property
@@ -236,7 +265,7 @@ class Program:
         return sum(isinstance(step, Fence) for step in self.steps(0)) > 1
 
     def executed(self, rank: int) -> list[Step]:
-        """The steps of one rank, with those around the first fence and after the last one by which ranks compare."""
+        """The steps of one rank, with those added by which ranks compare, around the first fence and after the last."""
         steps = list(self.steps(rank))
         if not self.compares:
             return steps
@@ -253,7 +282,7 @@ class Program:
         ]
 
     def phases(self, rank: int) -> list[list[Step]]:
-        """What one rank executes, cut before every Await."""
+        """The steps that one rank executes, cut before every `Await`."""
         cut: list[list[Step]] = [[]]
         for step in self.executed(rank):
             if isinstance(step, Await):
@@ -263,13 +292,19 @@ class Program:
 
 
 def one_node(size: int) -> tuple[int, ...]:
+    """The `nodes` of a program whose ranks are all on one node."""
     return (0,) * size
 
 
 def chunk_bounds(block_bounds: Sequence[int], segments: int) -> list[int]:
-    """Element offsets of the chunks: each block cut into `segments` nearly equal pieces.
+    """Offsets in elements of the chunks: each block is cut into `segments` nearly equal pieces.
 
-    block_bounds: offsets of the blocks, one more than there are blocks. Returns blocks * segments + 1 offsets.
+    Args:
+        block_bounds: Offsets of the blocks, one more than there are blocks.
+        segments: Chunks of a block.
+
+    Returns:
+        blocks * segments + 1 offsets.
     """
     bounds = [block_bounds[0]]
     for lo, hi in pairwise(block_bounds):
@@ -278,7 +313,10 @@ def chunk_bounds(block_bounds: Sequence[int], segments: int) -> list[int]:
 
 
 def even_bounds(numel: int, blocks: int, multiple: int = 1) -> list[int]:
-    """Offsets that cut numel elements into `blocks` nearly equal pieces at multiples of `multiple`, longer first."""
+    """Offsets that cut `numel` elements into `blocks` nearly equal pieces, the longer ones first.
+
+    All but the last offset are multiples of `multiple`: the last piece takes the elements that are left over.
+    """
     units, rest = divmod(numel, multiple)
     base, extra = divmod(units, blocks)
     bounds = [(b * base + min(b, extra)) * multiple for b in range(blocks + 1)]
@@ -287,10 +325,14 @@ def even_bounds(numel: int, blocks: int, multiple: int = 1) -> list[int]:
 
 
 def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Reduce parts as the fixed binary tree: left subtree of the largest power of two below their number.
+    """Reduce parts in the order of a fixed binary tree, and return the result.
 
-    For 6 parts: ((0+1)+(2+3))+(4+5). Aligned runs of 2^k parts are subtrees whatever the total, so the same
-    bits come out wherever the runs are reduced.
+    The left subtree has the largest power of two below their number; 6 parts are ((0+1)+(2+3))+(4+5). Aligned runs of
+    2^k parts are subtrees whatever the number of parts, so the same bits come out wherever the runs are reduced.
+
+    Args:
+        parts: At least one operand.
+        join: Reduces two operands.
     """
     if len(parts) == 1:
         return parts[0]
@@ -300,7 +342,15 @@ def tree_order(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends and does. bytes and messages leave the rank; rounds wait for a peer, a fence or a signal."""
+    """What one rank sends and does in a run.
+
+    Attributes:
+        bytes_sent, messages: What leaves the rank.
+        rounds: Steps in which it waits for another rank: exchanges, fences and waits for a signal.
+        fences: Those of the rounds that are fences or waits for a signal.
+        bytes_reduced: What it adds to something else; a combination of n parts counts n - 1 of them.
+        bytes_copied: What it copies by itself.
+    """
 
     bytes_sent: int
     messages: int
@@ -311,7 +361,7 @@ class Traffic:
 
 
 def count(program: Program, rank: int, chunk_bytes: Sequence[int]) -> Traffic:
-    """Bytes, messages and rounds of one rank. chunk_bytes: the size of every chunk, in bytes."""
+    """Count what one rank of a program sends and does; `chunk_bytes` has the size of every chunk, in bytes."""
     total = np.concatenate([[0], np.cumsum(chunk_bytes)])
     cell = max(chunk_bytes, default=0)
     sent = messages = rounds = fences = reduced = copied = 0

@@ -11,13 +11,17 @@ _MOST = 256  # chunks of all ranks together: a proof takes a millisecond for eac
 
 
 class Proofs:
-    """The programs that a process has proved."""
+    """The programs that a process has proved, each of which is proved once."""
 
     def __init__(self) -> None:
         self._proved: set[Hashable] = set()
 
     def require(self, program: Program) -> None:
-        """Raise ProgramError unless the program is right; programs that are too large to be proved here are passed."""
+        """Prove a program unless that was done before; one that is too large to be proved here is passed.
+
+        Raises:
+            ProgramError: The program is wrong.
+        """
         shape = program.name, program.size, program.nodes, program.blocks, program.segments
         if shape in self._proved or program.size * program.chunks > _MOST:
             return

@@ -32,7 +32,10 @@ from mpitrain.comm.programs.program import (
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds; times in seconds, rates in bytes per second. The defaults are a present-day CPU cluster."""
+    """The speeds of a simulated machine. Times are in seconds, rates in bytes per second.
+
+    The defaults are those of a present-day CPU cluster.
+    """
 
     latency: float = 2e-6  # of a message between nodes
     bandwidth: float = 12.5e9  # of a node's network link
@@ -47,7 +50,16 @@ class Machine:
 
 
 def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = Machine()) -> float:
-    """Seconds until the last rank is done. chunk_bytes: size of each of the program's chunks, in bytes."""
+    """Predict how many seconds a program takes, until its last rank is done.
+
+    Args:
+        program: The program.
+        chunk_bytes: The size of each of its chunks, in bytes.
+        machine: The speeds to reckon with.
+
+    Reference:
+        R. W. Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994), for the cost of a message.
+    """
     return _Simulation(program, chunk_bytes, machine).run()
 
 

@@ -50,12 +50,19 @@ _Cell = tuple[str, int, int]  # memory, vector, number
 
 
 class ProgramError(Exception):
-    """The program is wrong: says at which rank and step."""
+    """A program is wrong; the message says at which rank and step."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """Content of a cell: `chunk`'s sum over the ranks in the bit mask `ranks`."""
+    """What a cell holds in the symbolic run: the sum of some ranks' contributions to a chunk.
+
+    Attributes:
+        chunk: Number of the chunk.
+        ranks: The ranks that have contributed, as a bit mask.
+        run: The run of the program that the contributions are from.
+        finished: Whether it has been `Finish`ed.
+    """
 
     chunk: int
     ranks: int
@@ -113,12 +120,12 @@ class _Access:
 
 
 def verify(program: Program, order: Order | None = None) -> None:
-    """Prove a program right.
+    """Prove that a program is right, by running the steps of all its ranks symbolically.
 
     Args:
         program: The program.
-        order: In which order the caller comes to the phases of several runs. By default one run after the other, and
-            then, where there are several vectors and phases, with each phase as late as the vectors allow.
+        order: The order in which the caller comes to the phases of several runs. By default one run after the other,
+            and then, where there are several vectors and phases, with each phase as late as the vectors allow.
 
     Raises:
         ProgramError: The program does not do what its collective says, or has a deadlock or a race.

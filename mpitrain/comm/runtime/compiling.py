@@ -1,11 +1,11 @@
 """Programs compiled for one rank: what is to be called, in which order, on memory whose addresses come later.
 
-A plan knows sizes and no addresses, so that a caller whose tensors lie elsewhere each time pays for binding alone:
-a view and a call for each chunk. A receive to be reduced lands in scratch memory; while it is added, the next
-messages are already posted, as far as they touch other chunks (`CallOrder`).
+A plan knows sizes and no addresses, so that a caller whose tensors lie elsewhere each time only pays for binding: a
+view and a call for each chunk. A message that is to be reduced is received into scratch memory; while it is added, the
+next messages are already posted, as far as they touch other chunks (`CallOrder`).
 
-A chunk of WORK is read where it currently is: at first in the caller's input, and after it was written
-once, in the output. So nothing is copied before the first reduction, and inputs stay as they were.
+A chunk of WORK is read where it currently is: at first in the caller's input, and after it was written once, in the
+output. So nothing is copied before the first reduction, and inputs stay as they were.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ _LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in 
 
 
 class Plan:
-    """A program compiled for this rank, for memory of one shape at any addresses."""
+    """A program compiled for this rank, for memory of one shape at any addresses.
+
+    It may be bound to several places, but of all that were bound one may run at a time, since they share scratch
+    memory.
+    """
 
     def __init__(
         self,
@@ -70,10 +74,16 @@ class Plan:
         meet: Call = lambda: None,
         sync: Sequence[Call] = (),
     ) -> None:
-        """comm: its ranks are the program's. layout: one of the shape.
+        """Compile a program.
 
-        meet: returns when all ranks of the node have called it. sync: makes writes to memory the node shares seen,
-        called before this rank tells others of them, and after they told it (MPI-4.1 section 12.7).
+        Args:
+            program: The program.
+            comm: Its ranks are those of the program.
+            layout: Any layout of the shape (`Layout.shape`) that the plan is for.
+            reduction: What combines values; None if the program combines none.
+            meet: Returns when all ranks of the node have called it.
+            sync: What makes writes to memory that the node shares visible (MPI-4.1, section 12.7), called before this
+                rank tells others of them, and after others have told it of theirs.
         """
         compiled = _Compiler(program, comm.rank, layout, reduction, meet, sync)
         self._comm, self._phases, self._awaited = comm, compiled.phases, compiled.awaited
@@ -81,12 +91,12 @@ class Plan:
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
     def bind(self, layout: Layout) -> Compiled:
-        """The program on the layout's addresses. Of all that were bound, one may run at a time."""
+        """Bind a program of one phase to a layout's addresses. Of all that were bound, one may run at a time."""
         (only,) = self.bind_phases(layout)
         return only
 
     def bind_phases(self, layout: Layout) -> list[Compiled]:
-        """Each phase of the program on the layout's addresses. Of all that were bound, one may run at a time."""
+        """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
         binding = Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
         bound: list[Compiled] = []
         for makers, event in zip(self._phases, self._awaited, strict=True):

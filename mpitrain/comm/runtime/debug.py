@@ -24,7 +24,12 @@ _DIGEST = 8  # bytes: long texts, such as the block sizes of many ranks, may dif
 
 
 class Checks:
-    """Comparisons on one communicator. `comm`: a duplicate of it for them alone; nodes: of its ranks."""
+    """What the ranks of one communicator compare in debug mode.
+
+    Args:
+        comm: A duplicate of the communicator, for the comparisons alone.
+        nodes: The node of each of its ranks.
+    """
 
     def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
         self._comm, self._nodes = comm, nodes
@@ -38,10 +43,18 @@ class Checks:
         sequence: int,
         place: str = "",
     ) -> None:
-        """Raise CommunicationError on every rank unless all are about to do the same. Collective.
+        """Compare what all ranks are about to do. Collective.
 
-        typed, sized: tensors whose type and whose size must be the same on all ranks; alike: what else must.
-        sequence: the number of the operation on this rank. place: what must be the same on the ranks of a node.
+        Args:
+            name: Of the operation.
+            typed: A tensor whose type must be the same on all ranks; None if there is none.
+            alike: What else must be the same; None if there is nothing.
+            sized: A tensor whose size must be the same; None if it may differ.
+            sequence: Number of the operation on this rank, for the message.
+            place: What must be the same on the ranks of a node.
+
+        Raises:
+            CommunicationError: They are not about to do the same; raised on every rank.
         """
         what = name if typed is None else f"{name} of {sized.numel() if sized is not None else '?'} {_name(typed)}"
         if alike is not None:
@@ -70,7 +83,7 @@ class Checks:
 
 
 def place_of(x: torch.Tensor | None, arena: Arena | None) -> str:
-    """Where x lies in an arena; nothing for memory outside, or of no elements."""
+    """Where a tensor lies in an arena, in words; empty for a tensor outside of one, or of no elements."""
     if x is None or arena is None or x.numel() == 0:
         return ""
     return f" at byte {x.data_ptr() - arena.start} of an arena of {arena.nbytes}"

@@ -25,32 +25,48 @@ class _Sent:
 
 
 class Event:
-    """Carries the signals of one event, of as many runs at a time as there are.
+    """Carries the signals of one event, for as many runs at a time as are under way.
 
-    All ranks of the node must give them in the same order of runs.
+    All ranks of the node must give the signals in the same order of runs.
     """
 
     def __init__(self, node: MPI.Intracomm, label: str) -> None:
-        """node: a communicator of the node's ranks, for this event alone. label: whose it is, for messages."""
+        """Prepare an event, without sending anything.
+
+        Args:
+            node: A communicator of the node's ranks, for this event alone.
+            label: The communicator that the event belongs to, for messages.
+        """
         self._node, self.label = node, label
         self._idle: list[_Sent] = []
 
     def signal(self, row: bytes) -> _Sent:
-        """Tell all others; to be waited for."""
+        """Tell all other ranks that this one has come here; what is returned is for `wait`.
+
+        Args:
+            row: What this rank does, as on the board.
+        """
         sent = self._idle.pop() if self._idle else _Sent(self._node)
         sent.own[:] = row
         MPI.Prequest.Startall(sent.requests)
         return sent
 
     def wait(self, sent: _Sent) -> str:
-        """Return when all others have given this signal: what is wrong where they gave it for something else."""
+        """Wait until all other ranks have given a signal.
+
+        Args:
+            sent: What `signal` has returned.
+
+        Returns:
+            What is wrong if some of them gave it for something else, else an empty text.
+        """
         MPI.Request.Waitall(sent.requests)
         self._idle.append(sent)
         same = all(row == sent.own for row in sent.rows)
         return "" if same else difference([bytes(row) for row in sent.rows], range(self._node.size))
 
     def free(self) -> None:
-        """Release the requests; the communicator is whose it was."""
+        """Release the requests that are idle. The communicator is released by whoever made it."""
         for sent in self._idle:
             for request in sent.requests:
                 request.Free()
@@ -58,7 +74,7 @@ class Event:
 
 
 class Telling:
-    """The part of a bound program in an event: one run of it at a time."""
+    """The part of a bound program in one event. One run of the program takes part in it at a time."""
 
     __slots__ = ("_event", "_row", "_sent")
 
@@ -72,10 +88,15 @@ class Telling:
         return self._sent is not None
 
     def signal(self) -> None:
+        """Tell the other ranks of the node that this one has come here."""
         self._sent = self._event.signal(self._row)
 
     def wait(self) -> None:
-        """Raises CommunicationError, on all ranks of the node, where they gave the signal for different operations."""
+        """Wait until all other ranks of the node have given the signal.
+
+        Raises:
+            CommunicationError: They gave it for different operations; raised on all ranks of the node.
+        """
         sent, self._sent = self._sent, None
         assert sent is not None
         if wrong := self._event.wait(sent):

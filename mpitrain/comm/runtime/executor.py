@@ -1,4 +1,4 @@
-"""Runs programs: what a plan says, on given addresses, as a bare loop over calls.
+"""Runs programs: what a plan says is bound to addresses once, and is then nothing but a loop over calls.
 
     program  --compile-->  Plan  --bind-->  Compiled  --call-->  one operation
     steps                  makers           calls on
@@ -33,15 +33,21 @@ SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memorie
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a program's memories lie, for this rank and its neighbours. Addresses in bytes, bounds in elements.
+    """Where a program's memories are, for this rank and its neighbours. Addresses are in bytes, bounds in elements.
 
-    bounds: offsets of the chunks in WORK, chunks + 1 of them.
-    source, target: WORK as the caller gave it and as the caller gets it (the same for operations in place).
-    peers(rank): WORK of another rank of this node, where it is mapped; else neighbours reach it by its address,
-    and `seen` is the one this rank shows them. slots(rank): its staging slots, a chunk's largest size each.
-    board: where the ranks of the node tell each other what they do, `said` (see `row_of`), before they touch each
-    other's memory. events: what carries the program's signals, which say the same.
-    inbox, inbox_bounds: address and cell offsets of INBOX; without an address the plan has its own.
+    Attributes:
+        dtype: Type of the elements.
+        bounds: Offsets of the chunks in WORK, one more than there are chunks.
+        source, target: WORK as the caller gave it and as the caller gets it; the same for operations in place.
+        peers: For a rank of this node, the address of its WORK, if that is mapped here.
+        neighbours: Reach the other ranks' WORK by its address where it is not mapped.
+        seen: The address that this rank then shows the others.
+        slots: For a rank, the address of its staging slots, each of the largest chunk's size.
+        board: Where the ranks of the node compare what they do, before they touch each other's memory.
+        said: What they compare, see `row_of`; the program's signals carry it too.
+        events: What carries the signals of each event of the program.
+        inbox, inbox_bounds: Address and cell offsets of INBOX; without an address the plan has its own.
+        device: Where the memory is; None for the host.
     """
 
     dtype: torch.dtype
@@ -61,24 +67,28 @@ class Layout:
 
     @property
     def slot(self) -> int:
-        """Elements of a staging slot."""
+        """Number of elements of a staging slot."""
         return max((hi - lo for lo, hi in pairwise(self.bounds)), default=0)
 
     @property
     def shape(self) -> Hashable:
-        """All of it but the addresses: what a plan depends on."""
+        """Everything in it but the addresses: what a plan depends on."""
         reached = (self.peers is not None, self.neighbours is not None, self.slots is not None)
         cells = (bool(self.inbox), tuple(self.inbox_bounds))
         return self.dtype, tuple(self.bounds), self.source == self.target, reached, cells, self.device
 
 
 class Compiled:
-    """A program bound to memory: call it to run it.
+    """A program bound to memory; calling it runs it.
 
-    keeps: what must live as long (buffers), and the compiled programs this one is made of. computes: whether it
-    does floating-point arithmetic, of which NumPy would report overflows that torch and MPI pass on in silence.
-    meets: whether ranks meet at a fence in it, and compare what they do. awaits: what it waits for before it begins,
-    where it is a phase of a program.
+    Args:
+        calls: What it calls, in order.
+        keeps: What must live as long (buffers), and the compiled programs that it is made of.
+        requests: The persistent requests that it starts and that `free` releases.
+        computes: Whether it computes with floating-point numbers. NumPy would report overflows that torch and MPI pass
+            on without a word.
+        meets: Whether ranks meet at a fence in it, and compare what they do.
+        awaits: The signals that it waits for before it begins, if it is a phase of a program.
     """
 
     __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_requests", "awaits")
@@ -110,25 +120,26 @@ class Compiled:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What running it calls."""
+        """The calls that running it makes."""
         return (self,) if self._computes else self._calls
 
     def after(self, call: Call) -> Compiled:
-        """The same, with a call before it. This one must not be used any more."""
+        """The same program with a call before it. This one must not be used any more."""
         return Compiled((call, *self._calls), self._keeps, self._requests, self._computes, self._meets)
 
     @property
     def parts(self) -> list[Compiled]:
-        """The compiled programs this one is made of."""
+        """The compiled programs that this one is made of."""
         return [kept for kept in self._keeps if isinstance(kept, Compiled)]
 
     @property
     def meets(self) -> bool:
+        """Whether ranks meet at a fence in it or in one of its parts."""
         return self._meets or any(part.meets for part in self.parts)
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is something that only `free` releases."""
+        """Whether there is anything that only `free` releases."""
         return bool(self._requests) or any(part.has_requests for part in self.parts)
 
     def free(self) -> None:
@@ -141,9 +152,13 @@ class Compiled:
 
 
 class Place(NamedTuple):
-    """Elements of one of the memories that an address is given for when a plan is binding.
+    """Elements of one of the memories that get their address when a plan is bound.
 
-    owner: the rank whose memory it is, or the number of the scratch area.
+    Attributes:
+        memory: SOURCE, TARGET, PEER, SCRATCH, SLOT or INBOX.
+        owner: The rank whose memory it is, or the number of the scratch area.
+        start: Number of the first element.
+        numel: Number of elements.
     """
 
     memory: str
@@ -153,7 +168,13 @@ class Place(NamedTuple):
 
 
 class Binding:
-    """A plan's addresses, and what is made for them. A `Maker` turns it into calls."""
+    """The addresses of a plan, and what is made for them. A `Maker` turns it into calls.
+
+    Attributes:
+        made: The persistent requests made so far.
+        table: The transfers to and from other processes, if there are any.
+        notice: This rank's row on the board, if there is one.
+    """
 
     def __init__(
         self,
@@ -163,7 +184,15 @@ class Binding:
         transfers: Transfers | None,
         locals: Sequence[Place],
     ) -> None:
-        """scratch: the plan's own memory. locals: this rank's side of each transfer."""
+        """Prepare for the addresses of a layout.
+
+        Args:
+            comm: The ranks of the plan.
+            layout: Where the memories are.
+            scratch: The plan's own memory.
+            transfers: Its transfers to and from other processes, if it has any.
+            locals: This rank's side of each transfer.
+        """
         self.comm, self.layout, self.item = comm, layout, layout.dtype.itemsize
         self._scratch = scratch
         self.made: list[MPI.Prequest] = []
@@ -179,10 +208,11 @@ class Binding:
         self._tellings: dict[str, Telling] = {}
 
     def address(self, place: Place) -> int:
+        """The address of a place, in bytes."""
         return self._base(place.memory, place.owner) + place.start * self.item
 
     def view(self, place: Place) -> Array:
-        """The elements, in the form that is worked on."""
+        """The elements of a place, in the form in which they are worked on: a NumPy array or a torch tensor."""
         layout = self.layout
         if not for_numpy(layout.dtype, layout.device, place.numel):
             return tensor_at(self.address(place), place.numel, layout.dtype, layout.device)
@@ -209,14 +239,14 @@ class Binding:
         return where(owner)
 
     def telling(self, event: str) -> Telling:
-        """This rank's part in an event."""
+        """This rank's part in an event of the program."""
         known = self._tellings.get(event)
         if known is None:
             known = self._tellings[event] = Telling(self.layout.events[event], row_of(0, *self.layout.said))
         return known
 
     def requests(self, number: int, messages: Sequence[Message]) -> list[MPI.Prequest]:
-        """The requests of an exchange, made when they are first asked for."""
+        """The persistent requests of exchange `number`, which are made when they are first asked for."""
         made = self._exchanges.get(number)
         if made is None:
             made = self._exchanges[number] = [request for message in messages for request in self._request(message)]
@@ -233,14 +263,20 @@ Maker: TypeAlias = Callable[[Binding], Sequence[Call]]
 
 
 class Message(NamedTuple):
-    """One side of an exchange. sends: to `peer`, else from it."""
+    """One side of an exchange.
+
+    Attributes:
+        sends: Whether it is sent to the peer, else received from it.
+        place: What is sent, or where it goes.
+        peer: The other rank.
+    """
 
     sends: bool
     place: Place
     peer: int
 
     def pieces(self, item: int) -> list[tuple[int, int]]:
-        """Offset and length, in bytes, of what is sent at once."""
+        """Offset and length, in bytes, of each MPI message that it is cut into."""
         nbytes = self.place.numel * item
         return [(lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
 
@@ -249,12 +285,17 @@ class Message(NamedTuple):
 
 
 def start(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
+    """The call that begins exchange `number`."""
     requests = binding.requests(number, messages)
     return [requests[0].Start if len(requests) == 1 else partial(MPI.Prequest.Startall, requests)]
 
 
 def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Call]:
-    """Completes an exchange. Raises CommunicationError where less has arrived than was expected."""
+    """The call that completes exchange `number`.
+
+    Raises:
+        CommunicationError: In the call: less has arrived than was expected.
+    """
     requests = binding.requests(number, messages)
     pieces = [(message, nbytes) for message in messages for _, nbytes in message.pieces(binding.item)]
     if all(message.sends for message in messages):
@@ -283,38 +324,47 @@ def _receive(
 def combine(
     reduction: Reduction, parts: Sequence[Place], into: Place, tree: bool, scale: float | None, binding: Binding
 ) -> list[Call]:
+    """The calls that set `into` to the reduction of the parts, times `scale` if there is one."""
     return reduction.combine([binding.view(part) for part in parts], binding.view(into), tree=tree, scale=scale)
 
 
 def copy(into: Place, of: Place, binding: Binding) -> list[Call]:
+    """The call that copies one place to another; none if both are at one address."""
     same = binding.address(into) == binding.address(of)
     return [] if same else [copying(binding.view(into), binding.view(of))]
 
 
 def scale(place: Place, scale: float, binding: Binding) -> list[Call]:
+    """The call that multiplies the elements of a place with a factor."""
     return scaling(binding.view(place), scale)
 
 
 def signal(event: str, binding: Binding) -> list[Call]:
+    """The call that gives the signal of an event."""
     return [binding.telling(event).signal]
 
 
 def wait_for_all(event: str, binding: Binding) -> list[Call]:
+    """The call that waits until all ranks of the node have given the signal of an event."""
     return [binding.telling(event).wait]
 
 
 def publish(binding: Binding) -> list[Call]:
+    """The call that writes this rank's row onto the board, if there is one."""
     return [binding.notice.publish] if binding.notice is not None else []
 
 
 def compare(binding: Binding) -> list[Call]:
+    """The call that compares this rank's row with those of the others, if there is a board."""
     return [binding.notice.compare] if binding.notice is not None else []
 
 
 def withdraw(binding: Binding) -> list[Call]:
+    """The call that takes this rank's row off the board, if there is one."""
     return [binding.notice.withdraw] if binding.notice is not None else []
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:
+    """The calls that perform some of the transfers to and from other processes."""
     assert binding.table is not None
     return binding.table.transfers[which]

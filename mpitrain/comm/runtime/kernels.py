@@ -53,7 +53,14 @@ OPERATIONS = tuple(_ARITHMETIC)
 
 @dataclass(frozen=True)
 class Reduction:
-    """One operation on one dtype. scale: what the result is multiplied with at the end."""
+    """One operation on one dtype.
+
+    Attributes:
+        op: Name of the operation, one of `OPERATIONS`.
+        dtype: Of the elements.
+        operation: The functions that perform it.
+        scale: What the result is multiplied with at the end; None for nothing.
+    """
 
     op: str
     dtype: torch.dtype
@@ -62,7 +69,16 @@ class Reduction:
 
     @staticmethod
     def of(op: str, dtype: torch.dtype, size: int) -> Reduction:
-        """Raises InputError for an operation that does not exist or has no meaning for the dtype."""
+        """The reduction that a name stands for.
+
+        Args:
+            op: One of `OPERATIONS`.
+            dtype: Of the elements.
+            size: Number of ranks, which averages are divided by.
+
+        Raises:
+            InputError: There is no such operation, or it has no meaning for the dtype.
+        """
         if op not in OPERATIONS:
             raise InputError(f"there is no reduction {op!r}; use one of {', '.join(OPERATIONS)}")
         name = str(dtype).removeprefix("torch.")
@@ -77,18 +93,23 @@ class Reduction:
 
     @property
     def mpi_op(self) -> MPI.Op:
+        """The operation of MPI that does the same."""
         return self.operation.mpi
 
     @property
     def pairwise(self) -> bool:
-        """Whether many parts may be joined two at a time: rounding after each pair would lose 16-bit sums."""
+        """Whether many parts may be joined two at a time; 16-bit sums would lose digits by rounding after each pair."""
         return self.dtype not in HALVES
 
     def combine(self, parts: Sequence[Array], out: Array, *, tree: bool, scale: float | None) -> list[Call]:
-        """Calls that set out = reduction of parts (times scale), in the order `Combine` says.
+        """Calls that set `out` to the reduction of the parts, times `scale`.
 
-        parts: flat, of one length, and all in the form `for_numpy` says; with tree any of them may be out itself,
-        else only the first.
+        Args:
+            parts: Flat tensors or arrays of one length, all in the form that `for_numpy` says. Where `tree` is set any
+                of them may be `out` itself, else only the first.
+            out: Where the result goes.
+            tree: Reduce as a fixed binary tree over the order of the parts, else from left to right.
+            scale: A factor; None for none.
         """
         if len(parts) == 1:
             return [copying(out, parts[0]), *scaling(out, scale)]
@@ -132,7 +153,7 @@ class Reduction:
 
 
 def copying(into: Array, of: Array) -> Call:
-    """A call that copies between flat tensors (or arrays), converting the type where they differ."""
+    """A call that copies between flat tensors or arrays, and converts the type where they differ."""
     if isinstance(into, np.ndarray):
         return partial(np.copyto, into, of)
     assert isinstance(of, torch.Tensor)
@@ -142,14 +163,17 @@ def copying(into: Array, of: Array) -> Call:
 
 
 def scaling(x: Array, scale: float | None) -> list[Call]:
-    """The multiplication that comes once at the end, if there is one."""
+    """The call that multiplies `x` with a factor, in place; no call where the factor is None."""
     if scale is None:
         return []
     return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
 
 
 def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:
-    """Whether NumPy is the better one to work on so many elements."""
+    """Whether so many elements are worked on with NumPy rather than with torch.
+
+    NumPy's calls cost less. Torch serves for 16-bit numbers, on devices, and where several threads have enough to do.
+    """
     if dtype in HALVES or (device is not None and device.type != "cpu"):
         return False
     return numel < _FOR_THREADS or torch.get_num_threads() == 1

@@ -39,17 +39,31 @@ def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:
 
 
 class CallOrder(Generic[T]):
+    """Entries in the order in which they are to be called, with the posting of each exchange moved ahead.
+
+    A posting never passes another posting, a barrier or an entry it conflicts with, and at most `IN_FLIGHT` exchanges
+    are posted and not yet waited for.
+    """
+
     def __init__(self) -> None:
         self._entries: list[_Entry[T]] = []
 
     def local(self, call: T, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+        """Add a call of this rank alone, with the memory that it reads and writes."""
         self._entries.append(_Entry("local", call, reads, writes))
 
     def barrier(self, call: T) -> None:
+        """Add a call that nothing may be moved past."""
         self._entries.append(_Entry("barrier", call))
 
     def exchange(self, post: T, wait: T, reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        """post begins to send and receive, wait completes it."""
+        """Add an exchange of messages, whose posting may move ahead.
+
+        Args:
+            post: Begins to send and receive.
+            wait: Completes it.
+            reads, writes: The memory that is sent and received.
+        """
         self._insert_early(_Entry("post", post, reads, writes))
         self._entries.append(_Entry("wait", wait, reads, writes))
 
@@ -66,4 +80,5 @@ class CallOrder(Generic[T]):
         self._entries.insert(at, post)
 
     def entries(self) -> list[T]:
+        """What was added, in the order in which it is to be called."""
         return [entry.call for entry in self._entries]

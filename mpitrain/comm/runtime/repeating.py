@@ -1,7 +1,8 @@
-"""An operation that is repeated, as one function: signed for, watched and performed, with nothing looked up or made.
+"""An operation that is repeated, as one function with nothing left to look up or to make.
 
-It does what `Record.begin`, `Signature` and `Record.end` do, without calling them: for a few bytes, calls between
-Python functions would take longer than the operation.
+It signs for the operation, shows it to the watchdog and performs it. It does what `Record.begin`, `Signature` and
+`Record.end` do, without calling them: for a few bytes, calls between Python functions would take longer than the
+operation.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ Repeated = Callable[["torch.Tensor | None"], None]
 
 
 def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Repeated:
-    """A function that performs an operation's calls; given its tensor, for the watchdog. Returns None.
+    """Make one function that performs a repeated operation; it takes the operation's tensor, for the watchdog.
 
-    It raises CommunicationError where MPI fails, or another rank of the node is in another operation.
+    Args:
+        record: Where the operation is to be seen.
+        name: Of the operation.
+        calls: What it calls; the first is its `Signature` if the ranks sign for it.
+        waiting: Operations that come first, if there are any.
+        drain: Performs those.
 
-    waiting: operations that come first, if there are any; drain performs them.
+    Raises:
+        CommunicationError: In the function that is returned: MPI fails, or another rank of the node is in another
+            operation.
     """
     signature = calls[0] if calls else None
     if not isinstance(signature, Signature):

@@ -1,13 +1,13 @@
-"""Which operation each rank of a node is in: signed before it begins, in memory the node shares, waiting for nobody.
+"""Which operation each rank of a node is in, written into shared memory before it begins, without waiting for anybody.
 
     word of each rank   | number of the operation | digest of its arguments |
 
 A rank writes its own word and then looks at the others'. Where one of them has signed the same number for something
 else, the ranks have diverged, and this rank, which came later, raises instead of going on. So two ranks never exchange
-data for different arguments: some MPI libraries would write a message that is too long behind the memory it is for,
-and all of them take one type for another.
+data for different arguments: some MPI libraries would write a message that is too long behind the memory it is for, and
+all of them take one type for another.
 
-Ranks that meet at a fence anyway leave it to the `board`, where all of them find out together.
+Ranks that meet at a fence anyway leave this to the `board`, where all of them find out together.
 """
 
 from __future__ import annotations
@@ -33,16 +33,21 @@ NBYTES = (1 + _ENTRIES) * _TEXT  # of a rank's memory: the word, and the directo
 class Register:
     """Where the ranks of a node sign, for the operations of one communicator.
 
-    own, others: this rank's word and the others', each the one element of what is indexed. last: the number of this
-    rank's last operation, times STEP; the one element of a list.
+    Attributes:
+        own, others: This rank's word and those of the others, each as a memory view of one element.
+        last: Number of this rank's last operation, times STEP, as the one element of a list.
     """
 
     def __init__(
         self, ranks: Sequence[int], own: int, memory: Callable[[int], int], synchronize: Sequence[Call]
     ) -> None:
-        """ranks: of the node; own: this one. memory(rank): the address of NBYTES zeros, one's own to write.
+        """Map the words and directories of all ranks of the node.
 
-        synchronize: what makes writes seen before later reads, where the machine does not see to that by itself.
+        Args:
+            ranks: Those of the node.
+            own: This one.
+            memory: For a rank, the address of NBYTES bytes, zeros at first, which only that rank writes.
+            synchronize: What makes writes visible to later reads, where the machine does not see to that by itself.
         """
         self._ranks, self._rank, self._synchronize = ranks, own, synchronize
         areas = {rank: tensor_at(memory(rank), NBYTES, torch.uint8).numpy() for rank in ranks}
@@ -55,10 +60,12 @@ class Register:
         self._acquire, self._release = lock.acquire, lock.release
 
     def signature(self, said: str, *, meets: bool, together: bool) -> Signature:
-        """What signs for an operation when it is called.
+        """Make what signs for an operation each time it is called.
 
-        said: its arguments. meets: whether its ranks meet at a fence. together: whether no rank can complete it before
-        all have begun it.
+        Args:
+            said: Its arguments, in words.
+            meets: Whether its ranks meet at a fence.
+            together: Whether no rank can complete it before all have begun it.
         """
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "little") % STEP
         digest = digest | _MEETS if meets else digest & ~_MEETS
@@ -71,10 +78,18 @@ class Register:
         self._signed += 1
 
     def look(self, number: int, digest: int, together: bool) -> None:
-        """Raise CommunicationError if another rank is in another operation of this number, or has left this one.
+        """Look whether another rank is in another operation of this number, or has left this one.
 
         Of two ranks that come at once, one at least must see what the other has written: taking a lock keeps the
         processor from reading before its own word is seen.
+
+        Args:
+            number: Number of this rank's operation, times STEP.
+            digest: Of its arguments.
+            together: Whether no rank can complete it before all have begun it.
+
+        Raises:
+            CommunicationError: Another rank has signed for something else.
         """
         self._acquire()
         self._release()
@@ -110,7 +125,11 @@ class Register:
 
 
 class Signature:
-    """Signs for an operation. Raises CommunicationError where another rank has signed for another."""
+    """Signs for an operation whenever it is called.
+
+    Raises:
+        CommunicationError: In the call: another rank has signed for something else.
+    """
 
     __slots__ = ("digest", "register", "together")
 

@@ -26,15 +26,18 @@ from mpitrain.errors import InputError
 
 
 class SplitPhase(Work):
-    """A bound program that has begun. `wait` runs its second phase, `release` the rest, in the order of beginning."""
+    """A bound program that has begun: `wait` runs its second phase, `release` the rest.
+
+    Several of them are waited for and released in the order in which they began.
+    """
 
     def __init__(self, name: str, phases: Sequence[Compiled], tensors: Sequence[torch.Tensor], record: Record) -> None:
-        """Begin.
+        """Run the first phase.
 
         Args:
             name: Of the operation, for messages.
             phases: Of the program, bound to memory; no other run of them may be under way.
-            tensors: What the program reads and writes; they are kept alive. The first is the operation's.
+            tensors: What the program reads and writes, kept alive. The first is the operation's.
             record: Where a wait is to be seen.
 
         Raises:
@@ -47,6 +50,7 @@ class SplitPhase(Work):
         self._next = 1
 
     def wait(self, timeout: float | None = None) -> None:
+        """Wait for the signals of the second phase, then run it; see `Work.wait`."""
         if self._next > 1:
             return
         if timeout is not None:
@@ -55,6 +59,7 @@ class SplitPhase(Work):
             self._proceed()
 
     def done(self) -> bool:
+        """Whether the second phase has run; it runs here when the signals for it have come."""
         awaits = self._phases[1].awaits
         if self._next == 1 and awaits is not None and awaits.arrived():
             self._proceed()

@@ -47,11 +47,13 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class Record:
-    """The operation a rank is in on one communicator. Written by the hot path, read by the watchdog.
+    """The operation that a rank is in on one communicator. The operations write it, the watchdog reads it.
 
-    members: the ranks of the world that all carry out the same operations, in the same order. key: the name of the
-    record, alike on all of them. awaited: the ranks of the world of which one is to send or receive a message.
-    limited: whether whoever waits stops waiting by himself.
+    Attributes:
+        members: The ranks of the world that all carry out the same operations, in the same order.
+        key: Name of the record, alike on all of them.
+        awaited: The ranks of the world of which one is to send or receive a message.
+        limited: Whether whoever waits stops waiting by itself.
     """
 
     __slots__ = (
@@ -69,18 +71,19 @@ class Record:
         self.thread = 0
 
     def begin(self, name: str, tensor: torch.Tensor | None) -> None:
-        """tensor: None for an operation on no data."""
+        """Note that an operation begins; `tensor` is None where it is on no data."""
         self.sequence += 1
         self.name, self.tensor = name, tensor
         self.thread = threading.get_ident()
         self.since = time.monotonic()
 
     def end(self) -> None:
+        """Note that the operation has ended."""
         self.since, self.tensor = 0.0, None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """An operation on no data."""
+        """Inside, this rank is in an operation on no data."""
         self.awaited = ()
         self.begin(name, None)
         try:
@@ -90,7 +93,7 @@ class Record:
 
     @contextmanager
     def comparing(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
-        """The ranks compare what they are about to do; the operation itself has not begun."""
+        """Inside, the ranks compare what they are about to do; the operation itself has not begun."""
         self.begin(f"before {name}", tensor)
         try:
             yield
@@ -99,32 +102,38 @@ class Record:
             self.sequence -= 1
 
     def text(self) -> str:
+        """The operation in words, for messages."""
         tensor = self.tensor
         data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
         return f"{self.label}: {self.name} #{self.sequence}{data}"
 
 
 class FailureHandler(Protocol):
-    """What is done about ranks that died (`elastic`)."""
+    """What is done about ranks that have died (`elastic`)."""
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Note a new communicator, and give it back."""
+        """Note a new communicator, and return it."""
 
     def tracks(self, comm: MPI.Intracomm) -> bool:
-        """Whether a communicator was noted, and not given up since."""
+        """Whether a communicator was noted and has not been given up since."""
 
     def forget(self, comm: MPI.Intracomm) -> bool:
-        """Note no longer what is about to be freed; returns what `tracks` did before."""
+        """Stop noting a communicator that is about to be freed; returns what `tracks` said before."""
 
     def look(self) -> None:
-        """See whether there are any."""
+        """Look whether any rank has died."""
 
     def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
-        """Kill ranks that do not answer; returns whether the job can go on without them."""
+        """Kill ranks that do not answer; returns whether the job can go on without them.
+
+        Args:
+            silent: The ranks that do not answer.
+            answering: The ranks that do.
+        """
 
 
 class Watchdog:
-    """The thread of one process. `comm`: a duplicate of the world for it alone."""
+    """The thread of one process that watches its operations and answers questions of other ranks."""
 
     def __init__(
         self,
@@ -133,9 +142,13 @@ class Watchdog:
         end_job: Callable[..., None],
         failures: FailureHandler | None = None,
     ) -> None:
-        """timeout: seconds an operation may take. end_job: prints a text and ends all ranks, with an exit code.
+        """Prepare the thread, without starting it.
 
-        failures: where the job goes on without ranks that died.
+        Args:
+            comm: A duplicate of the world, for the watchdog alone.
+            timeout: Seconds that an operation may take.
+            end_job: Prints a text and ends all ranks, with an exit code if it is given one.
+            failures: What lets the job go on without ranks that have died; None if it does not go on.
         """
         self.timeout = timeout
         self._comm, self._rank = comm, comm.rank
@@ -150,6 +163,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="mpitrain-watchdog", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -159,9 +173,13 @@ class Watchdog:
             self._thread.join()
 
     def stop_with_all(self, code: int | None = None) -> bool:
-        """Likewise, once every rank is at its end: those that still need this one learn that it has left.
+        """Stop the thread once every rank is at its end; those that still need this one learn that it has left.
 
-        code: the exit code, where it is known. Returns whether all ranks have come here.
+        Args:
+            code: The exit code, where it is known.
+
+        Returns:
+            Whether all ranks have come here.
         """
         waits = self._thread.is_alive() and self._failures is None and not MPI.Is_finalized()
         if waits:
@@ -170,17 +188,24 @@ class Watchdog:
         return waits
 
     def record(self, label: str, members: Sequence[int] = ()) -> Record:
-        """members: the ranks of the world that all carry out what it records."""
+        """Make the record of one communicator's operations; it is watched for as long as anybody uses it.
+
+        Args:
+            label: Name of the communicator, for messages.
+            members: The ranks of the world that all carry out what it records.
+        """
         self._made[label, members] += 1  # communicators of the same ranks are made in the same order on all of them
         made = Record(label, members, f"{label} of {zlib.crc32(repr(members).encode())} #{self._made[label, members]}")
         self._references.append(weakref.ref(made, self._references.remove))
         return made
 
     def forget(self, record: Record) -> None:
+        """Stop watching a record."""
         self._references.remove(weakref.ref(record))
 
     @property
     def records(self) -> list[Record]:
+        """The records that are still used."""
         found = (reference() for reference in list(self._references))
         return [record for record in found if record is not None]
 
@@ -226,7 +251,7 @@ class Watchdog:
         self._sent = text  # MPI reads it until it has left
 
     def place(self) -> dict[str, object]:
-        """Where this rank is: its operations, and the Python line outside this package."""
+        """Where this rank is: the operations it is in, and the line of Python outside this package."""
         now = time.monotonic()
         busy = [r for r in self.records if r.since]
         doing = "; ".join(f"{r.text()}, {now - r.since:.0f} s" for r in busy) or "not in an operation"
@@ -295,7 +320,11 @@ class Watchdog:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """file:line of the innermost frame outside this package and torch, else outside this room, else the innermost."""
+    """The place "file:line in function" that a frame is at, as a user would look for it.
+
+    That is the innermost frame outside this package and torch; failing that, outside this room; failing that, the
+    innermost one.
+    """
     if frame is None:
         return "nowhere"
     stack = traceback.extract_stack(frame)

@@ -26,14 +26,19 @@ class Work:
     """An operation that has begun. Keeps the tensors of its call alive until it is complete."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the operation is complete. timeout: seconds.
+        """Block until the operation is complete.
 
-        Raises CommunicationError naming the operation when it is not complete in time, or what it raised.
+        Args:
+            timeout: Seconds to wait at most; None for no limit.
+
+        Raises:
+            CommunicationError: It is not complete in time; the message names it. Else, whatever error the operation
+                raised.
         """
         raise NotImplementedError
 
     def done(self) -> bool:
-        """Whether the operation is complete; lets it make progress."""
+        """Whether the operation is complete. Calling this also lets it make progress."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -42,7 +47,17 @@ class Work:
 
 
 def seen(record: Record, name: str, tensor: torch.Tensor, act: Callable[[], object]) -> None:
-    """Do something that may wait, for the watchdog to see. Raises CommunicationError where MPI fails."""
+    """Do something that may wait, so that the watchdog sees it.
+
+    Args:
+        record: Where the operation is to be seen.
+        name: Of the operation.
+        tensor: What it is on.
+        act: What to do.
+
+    Raises:
+        CommunicationError: MPI fails.
+    """
     record.begin(name, tensor)
     try:
         act()
@@ -53,7 +68,16 @@ def seen(record: Record, name: str, tensor: torch.Tensor, act: Callable[[], obje
 
 
 def poll(work: Work, name: str, timeout: float) -> None:
-    """Return when the work is done. Raises CommunicationError naming it when it is not within `timeout` seconds."""
+    """Return when the work is done.
+
+    Args:
+        work: What to wait for.
+        name: Of it, for the message.
+        timeout: Seconds to wait at most.
+
+    Raises:
+        CommunicationError: It is not done in time.
+    """
     deadline = time.monotonic() + timeout
     while not work.done():
         if time.monotonic() > deadline:
@@ -62,7 +86,11 @@ def poll(work: Work, name: str, timeout: float) -> None:
 
 
 class Messages(Work):
-    """Messages that MPI carries by itself."""
+    """Messages that MPI carries by itself.
+
+    Attributes:
+        source: The rank that sends, once it is known.
+    """
 
     def __init__(
         self,
@@ -73,9 +101,16 @@ class Messages(Work):
         record: Record,
         awaited: Sequence[int],
     ) -> None:
-        """tensor: what is sent or received; proceed: called with the statuses when the requests are complete, gives
-        those that are to be completed next, and raises if what arrived is not what was expected; record: where a wait
-        is to be seen; awaited: the ranks of the world that the other end may be.
+        """Take over messages that have begun.
+
+        Args:
+            name: Of the operation, for messages.
+            tensor: What is sent or received.
+            requests: Those of the messages.
+            proceed: Called with their statuses when they are complete; returns those that are to be completed next, and
+                raises if what has arrived is not what was expected.
+            record: Where a wait is to be seen.
+            awaited: The ranks of the world that the other end may be.
         """
         self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
         self.source: int | None = None  # the rank that sends, once that is known
@@ -92,6 +127,7 @@ class Messages(Work):
             self._complete = not self._requests
 
     def wait(self, timeout: float | None = None) -> None:
+        """Block until all messages have been carried; see `Work.wait`."""
         if timeout is None:
             while not self._complete:
                 statuses = [MPI.Status() for _ in self._requests]
@@ -104,7 +140,7 @@ class Messages(Work):
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
-        """Inside, somebody waits for it and stops by himself: only a rank that leaves concerns the watchdog."""
+        """Inside, somebody waits who stops by itself; the watchdog is then concerned only with a rank that leaves."""
         record = self._record
         record.awaited, record.limited = self._awaited, True
         record.begin(self._name, self._tensor)
@@ -115,6 +151,7 @@ class Messages(Work):
             record.limited = False
 
     def done(self) -> bool:
+        """Whether all messages have been carried. Calling this also lets them make progress."""
         while not self._complete:
             statuses = [MPI.Status() for _ in self._requests]
             try:
@@ -138,6 +175,7 @@ class Queued(Work):
         self._worker = worker
 
     def run(self) -> None:
+        """Carry the operation out. Its error is raised by `wait`."""
         call, self.call = self.call, None
         assert call is not None
         try:
@@ -147,6 +185,7 @@ class Queued(Work):
         self.complete.set()
 
     def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation has been carried out; see `Work.wait`."""
         if timeout is None:
             self._worker.finish(self)
         else:
@@ -159,18 +198,19 @@ class Queued(Work):
             raise self.error
 
     def done(self) -> bool:
+        """Whether the operation has been carried out; it makes progress in the worker's thread from then on."""
         self._worker.start()
         return self.complete.is_set()
 
 
 class Worker:
-    """Carries out operations one after the other, in the order they were submitted.
+    """Carries out operations one after the other, in the order in which they were submitted.
 
-    Its thread ends with it: what waits in the queue refers to the worker, so nothing waits any more then.
+    Its thread ends with it: what waits in the queue refers to the worker, so once it is gone nothing waits any more.
     """
 
     def __init__(self, threaded: bool) -> None:
-        """threaded: make progress in a thread from the first operation on."""
+        """Make a worker; `threaded` says whether a thread makes progress from the first operation on."""
         self._threaded = threaded
         self._queue: deque[Queued] = deque()
         self._changed = threading.Condition()
@@ -178,6 +218,12 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, name: str, call: Callable[[], None]) -> Queued:
+        """Put an operation into the queue, and return a handle of it.
+
+        Args:
+            name: Of the operation, for messages.
+            call: What carries it out.
+        """
         work = Queued(name, call, self)
         with self._changed:
             self._queue.append(work)
@@ -187,7 +233,10 @@ class Worker:
         return work
 
     def start(self) -> None:
-        """Make progress in a thread from now on; here and at once where MPI allows calls from one thread alone."""
+        """Let a thread make progress from now on.
+
+        Where MPI takes calls from one thread alone, what is in the queue is completed here instead.
+        """
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.drain()
         elif self._thread is None:
@@ -197,7 +246,7 @@ class Worker:
             weakref.finalize(self, _stop, self._changed, self._stopping).atexit = False
 
     def finish(self, work: Queued) -> None:
-        """Complete an operation, and those before it: in the thread if there is one, else here."""
+        """Complete an operation and those before it: in the thread if there is one, else here."""
         if self._thread is not None:
             work.complete.wait()
             return
@@ -205,7 +254,7 @@ class Worker:
             self._queue.popleft().run()
 
     def drain(self) -> None:
-        """Complete everything submitted so far; errors stay with their handles."""
+        """Complete everything that was submitted so far; errors stay with their handles."""
         with self._changed:
             last = self._queue[-1] if self._queue else None
         if last is not None:
@@ -213,10 +262,11 @@ class Worker:
 
     @property
     def waiting(self) -> Sized:
-        """What is not complete yet; the same object all the time."""
+        """The operations that are not complete; it is the same object at all times."""
         return self._queue
 
     def close(self) -> None:
+        """Complete everything that was submitted, then end the thread."""
         self.drain()
         _stop(self._changed, self._stopping)
         if self._thread is not None:
