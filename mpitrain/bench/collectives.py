@@ -180,9 +180,7 @@ class _Contenders:
         theirs, out, their_out = _zeros(numel), _zeros(each), _zeros(each)
         with self._arena(numel) as x:
             yield _contenders(
-                size,
-                arena=partial(world.reduce_scatter, out, x),
-                library=self.plain.reduce_scatter(their_out, theirs),
+                size, arena=partial(world.reduce_scatter, out, x), library=self.plain.reduce_scatter(their_out, theirs)
             )
 
     @contextmanager

@@ -106,27 +106,13 @@ class Communicator(Dispatcher):
         """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
         return self._point_to_point.irecv(x, source, tag)
 
-    # -- small values, which are what JSON can hold
+    # -- small values, which are what JSON can hold: in mpitrain.comm.objects
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """The root's value, on every rank. Collective."""
-        return objects.broadcast(self, value, root)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank. Collective."""
-        return objects.all_gather(self, value)
-
-    def gather_objects(self, value: Any, root: int = 0) -> list[Any]:
-        """Every rank's value, in order of rank, on the root; an empty list elsewhere. Collective."""
-        return objects.gather(self, value, root)
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: the first such rank's. Collective."""
-        objects.agree(self, error)
-
-    def on_root(self, function: Callable[[], Any], root: int = 0) -> Any:
-        """Call a function on one rank; every rank returns its value or raises its error. Collective."""
-        return objects.on_root(self, function, root)
+    broadcast_object = objects.broadcast_object
+    all_gather_object = objects.all_gather_object
+    gather_objects = objects.gather_objects
+    agree = objects.agree
+    on_root = objects.on_root
 
     # -- groups
 

@@ -22,41 +22,29 @@ from mpitrain.comm.algorithms.shared import shared_reduce_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, as_tensor
-from mpitrain.comm.programs.program import Program, chunk_bounds
+from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
-
-
-def _ring(s: Setting) -> Program:
-    return ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)
-
-
-def _halving(s: Setting) -> Program:
-    return halving_reduce_scatter(s.size, s.nodes)
-
-
-def _pairwise(s: Setting) -> Program:
-    return pairwise_reduce_scatter(s.size, s.nodes)
-
-
-def _shared(s: Setting) -> Program:
-    return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
-
 
 ALGORITHMS = Algorithms(
     "reduce_scatter",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(_ring),
-        "halving": Algorithm(_halving),
-        "pairwise": Algorithm(_pairwise, reproduces=always),
-        "shared": Algorithm(_shared, one_node=True, reach=True, reproduces=always),
+        "ring": Algorithm(lambda s: ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
+        "halving": Algorithm(lambda s: halving_reduce_scatter(s.size, s.nodes)),
+        "pairwise": Algorithm(lambda s: pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
+        "shared": Algorithm(
+            lambda s: shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible),
+            one_node=True,
+            reach=True,
+            reproduces=always,
+        ),
     },
 )
 
@@ -92,8 +80,9 @@ def reduce_scatter(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
-        ready = comm.ready["reduce_scatter", whole, own, op, algorithm, reproducible, counts]
+        own = out.data_ptr(), out.numel(), out.dtype
+        key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, counts, algorithm, reproducible
+        ready = comm.ready[key]
     except NOT_READY:
         pass
     else:
@@ -102,33 +91,9 @@ def reduce_scatter(
             return None
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "reduce_scatter", into, of, counts, "out x")
-    call = Invocation(
-        "reduce_scatter",
-        lambda binder, of, into: bound(binder, into, of, blocks, op, algorithm, reproducible),
-        (of, into),
-        (False, True),
-        key=_key(into, of, blocks, op, algorithm, reproducible),
-        alike=(op, blocks, algorithm, reproducible),
-        placed=of if ALGORITHMS.touch(algorithm) else None,
-    )
-    return comm.dispatch(call, async_op)
-
-
-def _key(
-    out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
-) -> tuple[object, ...]:
-    whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
-    return "reduce_scatter", whole, own, op, algorithm, reproducible, if_unequal(blocks)
-
-
-def bound(
-    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
-) -> Compiled:
-    """The operation on a rank's memory."""
-    key = _key(out, x, blocks, op, algorithm, reproducible)
-    said = partial(described, "reduce_scatter", x.numel(), x.dtype, op, unequal(blocks))
-    bind = partial(_bind, binder, out, x, blocks, op, algorithm, reproducible)
-    return binder.bound(key, bind, x, out, said=said, together=min(blocks) > 0)
+    given, placed = (op, if_unequal(blocks), algorithm, reproducible), ALGORITHMS.placed(algorithm, of)
+    alike = op, blocks, algorithm, reproducible
+    return comm.dispatch(OPERATION.on((of, into), (False, True), *given, alike=alike, placed=placed), async_op)
 
 
 def body_in_arena(binder: Binder, out: Tensor, x: Tensor, op: str) -> Compiled | None:
@@ -140,21 +105,20 @@ def body_in_arena(binder: Binder, out: Tensor, x: Tensor, op: str) -> Compiled |
     if topology.size == 1 or topology.num_nodes > 1 or x.numel() == 0 or binder.arena_of(x) is None:
         return None
     key = "body of reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op
-    blocks = [out.numel()] * topology.size
-    return binder.bound(key, lambda: _bind(binder, out, x, blocks, op, "shared", False, fenced=False), out, x)
+    return binder.bound(key, lambda: _bind(binder, x, out, op, None, "shared", False, fenced=False), out, x)
 
 
-def in_words(binder: Binder, x: Tensor, blocks: Sequence[int], op: str) -> str:
+def in_words(binder: Binder, x: Tensor, counts: Sequence[int] | None, op: str) -> str:
     """The arguments that must be the same on the ranks that touch each other's memory."""
-    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(blocks))
+    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(counts))
 
 
 def _bind(
     binder: Binder,
-    out: Tensor,
     x: Tensor,
-    blocks: Sequence[int],
+    out: Tensor,
     op: str,
+    counts: Sequence[int] | None,
     algorithm: str,
     reproducible: bool,
     *,
@@ -165,6 +129,7 @@ def _bind(
         return NOTHING
     if binder.topology.size == 1:
         return Compiled([copying(out, x)])
+    blocks = counts or [out.numel()] * binder.topology.size
     item, rank, bounds = x.element_size(), binder.topology.rank, offsets(blocks)
     setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * item)
     name = _chosen(binder, x, algorithm, setting)
@@ -174,7 +139,7 @@ def _bind(
     program = binder.program(chosen, setting) if chosen.program is not None else None
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
-        inner = _bind(binder, sums, wide, blocks, op, name, False)
+        inner = _bind(binder, wide, sums, op, counts, name, False)
         return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
     if program is None:
         return _by_library(binder, out, x, blocks, reduction)
@@ -190,11 +155,20 @@ def _bind(
         inbox_bounds=binder.cells(program, bounds),
     )
     if not program.sends_partial_sums:
-        said = in_words(binder, x, blocks, op)
+        said = in_words(binder, x, counts, op)
         return binder.compile(program, layout, reduction, arena, said=said, fenced=fenced)
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
     return Compiled([inner, copying(out, whole[bounds[rank] : bounds[rank + 1]])], [inner, whole])
+
+
+OPERATION = Operation(
+    "reduce_scatter",
+    2,
+    _bind,
+    lambda binder, x, out, op, counts, *_: described("reduce_scatter", x.numel(), x.dtype, op, unequal(counts)),
+    lambda x, out, op, counts, *_: not counts or min(counts) > 0,
+)
 
 
 def _chosen(binder: Binder, x: Tensor, algorithm: str, setting: Setting) -> str:

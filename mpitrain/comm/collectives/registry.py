@@ -14,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.programs.program import Program
 from mpitrain.errors import InputError
 
 
-def never(setting: Setting) -> bool:
+def never(*_: object) -> bool:
     return False
 
 
-def always(setting: Setting) -> bool:
+def always(*_: object) -> bool:
     return True
 
 
@@ -75,9 +77,9 @@ class Algorithms:
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
-    def touch(self, name: str) -> bool:
-        """Whether ranks may touch each other's vectors, so that it matters where these lie in an arena."""
-        return name == "auto" or (name in self._by_name and self._by_name[name].reach)
+    def placed(self, name: str, x: Tensor) -> Tensor | None:
+        """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
+        return x if name == "auto" or (name in self._by_name and self._by_name[name].reach) else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name

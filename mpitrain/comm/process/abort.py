@@ -32,10 +32,7 @@ class Faults:
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        end: Callable[[int], None] | None = None,
-        leave: Callable[[int], None] | None = None,
+        self, comm: MPI.Intracomm, end: Callable[[int], None] | None = None, leave: Callable[[int], None] | None = None
     ) -> None:
         self._comm = comm
         self._end, self._leave = end, leave or finalize
