@@ -39,11 +39,15 @@ def options(options: Any, kind: Callable[[], Any]) -> Any:
     return made
 
 
-def rooted(options: Any, root: int, op: Any = None, *_: Any) -> Any:
-    options.rootRank = root
+def rooted(options: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
+    """The options, in whose place the root may be given, and then the reduction operation."""
+    if not isinstance(options, int):
+        return options
+    made = kind()
+    made.rootRank = options
     if op is not None:
-        options.reduceOp = op
-    return options
+        made.reduceOp = op
+    return made
 
 
 def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tensors]) -> None:

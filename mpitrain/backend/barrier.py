@@ -12,13 +12,12 @@ import numpy as np
 
 from mpitrain.backend.failures import GroupError
 from mpitrain.backend.queues import Waiting
+from mpitrain.backend.work import comes_true
 from mpitrain.comm import Communicator
 from mpitrain.comm.runtime.work import Messages
 
 _TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
 _MONITORED_TAGS = range(32000, 32700)
-_POLLS = 1000
-_NAP = 1e-4  # seconds
 
 
 class Barriers:
@@ -88,20 +87,9 @@ class Barriers:
     def _done(self, work: Messages, deadline: float) -> bool:
         if work.done():
             return True
+        self._waiting.start_all()
         with work.limited_wait():
-            return self._polled(work, deadline)
-
-    def _polled(self, work: Messages, deadline: float) -> bool:
-        polls = 0
-        while not work.done():
-            polls += 1
-            if polls == 1:
-                self._waiting.start_all()
-            if polls < _POLLS:
-                time.sleep(0)
-                continue
-            if time.monotonic() > deadline:
-                self.abandoned.append(work)
-                return False
-            time.sleep(_NAP)
-        return True
+            done = comes_true(work.done, deadline)
+        if not done:
+            self.abandoned.append(work)
+        return done

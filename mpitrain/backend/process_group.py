@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,31 @@ from mpitrain.backend.arguments import listed
 from mpitrain.backend.barrier import Barriers
 from mpitrain.backend.collectives import GroupCollectives
 from mpitrain.backend.debug import Comparison
-from mpitrain.backend.dispatching import dispatch, watched
+from mpitrain.backend.dispatching import watched
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
 from mpitrain.backend.memory import TensorMemory
 from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import Written, to_read
-from mpitrain.backend.work import FinishedWork, MessageWork
+from mpitrain.backend.work import FinishedWork, MessageWork, seconds_of
 from mpitrain.comm import ANY_SOURCE, Communicator
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
 _SHORT = 300.0  # seconds: groups with at most this timeout raise after it, the watchdog ends the job after others'
+
+
+def _lacking(name: str, instead: str) -> GroupError:
+    return GroupError(f'the backend "mpitrain" has no {name}; {instead}', agreed=True)
+
+
+def _refusing(name: str, instead: str) -> Callable[..., Any]:
+    """A method that we lack."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _lacking(name, instead)
+
+    return refuse
 
 
 class MPIProcessGroup(GroupCollectives):
@@ -58,33 +72,19 @@ class MPIProcessGroup(GroupCollectives):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         [tensor] = listed(tensors)
-        name, begin = f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag)
-        return self._message(name, begin, tensor, None, ("send", [tensor], dst, tag))
+        issue = partial(self._begin, f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
+        return self._seen(("send", [tensor], dst, tag), [tensor], issue)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         [tensor] = listed(tensors)
         into = Written(tensor)
         source = "any rank" if src == ANY_SOURCE else f"rank {src}"
         shown = ("recv_any_source_", [tensor], tag) if src == ANY_SOURCE else ("recv_", [tensor], src, tag)
-        name, begin = f"receive from {source}", lambda: self.comm.irecv(into.buffer, src, tag)
-        return self._message(name, begin, tensor, into.land, shown)
+        begin = partial(self.comm.irecv, into.buffer, src, tag)
+        return self._seen(shown, [tensor], partial(self._begin, f"receive from {source}", begin, tensor, into.land))
 
-    def _message(
-        self,
-        name: str,
-        begin: Callable[[], Messages],
-        tensor: torch.Tensor,
-        land: Callable[[], None] | None,
-        shown: tuple[Any, ...],
-    ) -> dist.Work:
-        """shown: as `_run` has it."""
-        if watched():
-            begun = dispatch(shown[0], shown[1:], self, lambda: self._begun(name, begin, tensor, land))
-            return begun or FinishedWork([tensor])
-        return self._begun(name, begin, tensor, land)
-
-    def _begun(
-        self, name: str, begin: Callable[[], Messages], tensor: torch.Tensor, land: Callable[[], None] | None
+    def _begin(
+        self, name: str, begin: Callable[[], Messages], tensor: torch.Tensor, land: Callable[[], None] | None = None
     ) -> dist.Work:
         try:
             work = begin()
@@ -102,7 +102,7 @@ class MPIProcessGroup(GroupCollectives):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Raises CommunicationError when not every rank has come in time: the call's limit, or the group's."""
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
-        seconds = limit.total_seconds() if limit is not None and limit > timedelta(0) else self.timeout
+        seconds = seconds_of(limit, self.timeout)
         if versions.asynchronous(opts) or self._coalesced is not None or watched():
             shown: Any = ("barrier", torch.empty(0), [])
             return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
@@ -162,21 +162,10 @@ class MPIProcessGroup(GroupCollectives):
 
     # -- what we lack ------------------------------------------------------------------------------------
 
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        raise _lacking("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
-
-    def merge_remote_group(self, *_: Any, **__: Any) -> Any:
-        raise _lacking("merge_remote_group", "start all ranks with one mpirun, and make groups of them with new_group")
-
-    def _register_on_completion_hook(self, *_: Any) -> None:
-        raise _lacking("_register_on_completion_hook", "use work.get_future().then(callback)")
-
-    def _enable_collectives_timing(self) -> None:
-        raise _lacking("_enable_collectives_timing", "use torch.profiler")
-
-    def _start_time_estimate(self) -> None:
-        raise _lacking("time estimates", "use python -m mpitrain.bench backend")
-
-
-def _lacking(name: str, instead: str) -> GroupError:
-    return GroupError(f'the backend "mpitrain" has no {name}; {instead}', agreed=True)
+    split_group = _refusing("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
+    merge_remote_group = _refusing(
+        "merge_remote_group", "start all ranks with one mpirun, and make groups of them with new_group"
+    )
+    _register_on_completion_hook = _refusing("_register_on_completion_hook", "use work.get_future().then(callback)")
+    _enable_collectives_timing = _refusing("_enable_collectives_timing", "use torch.profiler")
+    _start_time_estimate = _refusing("time estimates", "use python -m mpitrain.bench backend")

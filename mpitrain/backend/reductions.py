@@ -52,6 +52,9 @@ class Reducing:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The tensor becomes the reduction of all ranks'; in place."""
+        if tensor.is_sparse:
+            _all_reduce_sparse(tensor, self)
+            return
         into = Written(tensor, keep=True)
         if self.bitwise is not None:
             into.whole.copy_(self._gathered(into.whole))
@@ -107,7 +110,7 @@ class Reducing:
         return result
 
 
-def all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
+def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     """The COO tensor becomes the sum (or average) of all ranks', whose entries may differ; in place."""
     comm = reducing.comm
     if reducing.name not in ("sum", "avg") or reducing.bitwise is not None:

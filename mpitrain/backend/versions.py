@@ -44,24 +44,16 @@ class Base(_ProcessGroup):
         self._name, self._description, self._store = name, "undefined", store
 
     def rank(self) -> int:
-        return self.getRank()
-
-    def size(self) -> int:
-        return self.getSize()
-
-    def getRank(self) -> int:
         return self.comm.rank
 
-    def getSize(self) -> int:
+    def size(self) -> int:
         return self.comm.size
 
     def name(self) -> str:
-        return self.getBackendName()
-
-    def getBackendName(self) -> str:
         return "mpitrain"
 
-    _get_backend_name = getBackendName
+    getRank, getSize = rank, size
+    getBackendName = _get_backend_name = name
 
     def getGroupName(self) -> str:
         return self._name
@@ -75,20 +67,9 @@ class Base(_ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = pg_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -106,8 +87,7 @@ class Base(_ProcessGroup):
     def _wait_for_pending_works(self) -> None:
         return
 
-    def _set_sequence_number_for_group(self) -> None:
-        return
+    _set_sequence_number_for_group = _wait_for_pending_works
 
     def _get_sequence_number_for_group(self) -> int:
         return 0

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,38 @@ from mpitrain.backend.queues import Queue, Waiting
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
+T = TypeVar("T")
+
 _POLLS = 200  # before sleeping between them
 _NAP = 5e-5  # seconds
 
 
-class FinishedWork(dist.Work):
-    """An operation that is complete. outputs: the tensors it wrote."""
+class GroupWork(dist.Work):
+    """What the handles of all operations have in common.
+
+    Attributes:
+        outputs: The tensors that the operation writes.
+    """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.outputs = list(outputs)
 
+    def synchronize(self) -> None:
+        self.wait()
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+
+class FinishedWork(GroupWork):
+    """An operation that is complete."""
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        return
 
     def is_completed(self) -> bool:
         return True
@@ -39,25 +55,18 @@ class FinishedWork(dist.Work):
     def is_success(self) -> bool:
         return True
 
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self.outputs
-
     def get_future(self) -> torch.futures.Future:
         future = _future_for(self.outputs)
         future.set_result(self.outputs)
         return future
 
 
-class Operation(dist.Work):
+class Operation(GroupWork):
     """A collective in a `Queue`."""
 
     def __init__(self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue) -> None:
-        super().__init__()
+        super().__init__(outputs)
         self.name = name
-        self.outputs = list(outputs)
         self.complete = False
         self.error: BaseException | None = None
         self._call: Callable[[], None] | None = call
@@ -87,8 +96,7 @@ class Operation(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises what the operation raised, and GroupError when it is not complete in the time of the call or group."""
         if not self.complete:
-            given = timeout is not None and timeout > timedelta(0)
-            limit = timeout.total_seconds() if given and timeout is not None else self._queue.limit
+            limit = seconds_of(timeout, self._queue.limit)
             if limit is None or self._queue.is_this_thread:
                 self._queue.finish(self)
             else:
@@ -102,9 +110,6 @@ class Operation(dist.Work):
             raise self.error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         if not self.complete:
             self._queue.start()
@@ -115,9 +120,6 @@ class Operation(dist.Work):
 
     def exception(self) -> BaseException | None:
         return self.error
-
-    def result(self) -> list[torch.Tensor]:
-        return self.outputs
 
     def get_future(self) -> torch.futures.Future:
         """Resolved with the outputs. Its callbacks may run in any thread.
@@ -146,7 +148,7 @@ class Operation(dist.Work):
         return self.outputs
 
 
-class MessageWork(dist.Work):
+class MessageWork(GroupWork):
     """A send or a receive that MPI carries by itself. land: puts what arrived in its place."""
 
     def __init__(
@@ -160,8 +162,8 @@ class MessageWork(dist.Work):
         land: Callable[[], None] | None = None,
     ) -> None:
         """in_flight: keeps it until it is complete, because MPI uses its memory, whether or not the caller does."""
-        super().__init__()
-        self.name, self.outputs = name, list(outputs)
+        super().__init__(outputs)
+        self.name = name
         self._work, self._timeout, self._waiting, self._land = work, timeout, waiting, land
         self._complete = False
         self._change = threading.Lock()
@@ -187,26 +189,15 @@ class MessageWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done():
             self._waiting.start_all()
-            given = timeout is not None and timeout > timedelta(0)
-            seconds = timeout.total_seconds() if given and timeout is not None else self._timeout
             with self._work.limited_wait():
-                _poll(self._done, seconds, self.name, "is the other rank there?")
+                _poll(self._done, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return self._done()
 
     def is_success(self) -> bool:
         return self._complete
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self.outputs
 
     def source_rank(self) -> int:
         """The rank in the group that sent what arrived."""
@@ -241,11 +232,11 @@ class MessageWork(dist.Work):
         return checked
 
 
-class Several(dist.Work):
+class Several(GroupWork):
     """Operations that were issued as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
+        super().__init__([tensor for work in works for tensor in work.result()])
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -253,36 +244,37 @@ class Several(dist.Work):
             work.wait(timeout) if timeout is not None else work.wait()
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
 
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
     def get_future(self) -> torch.futures.Future:
-        outputs = self.result()
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
-            lambda all_of_them: [part.value() for part in all_of_them.value()] and outputs
+            lambda all_of_them: [part.value() for part in all_of_them.value()] and self.outputs
         )
 
 
-def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> None:
-    deadline = time.monotonic() + seconds
+def seconds_of(timeout: timedelta | None, otherwise: T) -> float | T:
+    """The limit of a call, which is only one if it is more than nothing, or else the group's."""
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else otherwise
+
+
+def comes_true(done: Callable[[], bool], deadline: float) -> bool:
+    """Ask again and again; returns whether it was so by the deadline, a time of `time.monotonic`."""
     polls = 0
     while not done():
         polls += 1
-        if polls > _POLLS:
-            if time.monotonic() > deadline:
-                raise GroupError(f"{name}: timeout after {seconds:g} s; {hint}")
-            time.sleep(_NAP)
-        else:
-            time.sleep(0)
+        if polls > _POLLS and time.monotonic() > deadline:
+            return False
+        time.sleep(_NAP if polls > _POLLS else 0)
+    return True
+
+
+def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> None:
+    if not comes_true(done, time.monotonic() + seconds):
+        raise GroupError(f"{name}: timeout after {seconds:g} s; {hint}")
 
 
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:

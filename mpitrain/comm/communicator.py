@@ -13,7 +13,7 @@ out; Open MPI then writes a message that is too long behind the memory it was fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
