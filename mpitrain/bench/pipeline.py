@@ -203,7 +203,8 @@ def _zero(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    rows, targets = [], []
+    rows: list[dict[str, Any]] = []
+    targets = []
     for ranks, result in results.items():
         fits = ranks <= (result["cores"] or 1) * result["nodes"]
         for size in SIZES:
@@ -213,19 +214,11 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
                 ratio = found["torch"]["median"] / found["mpitrain"]["median"]
                 ratios.append(ratio)
                 idle = found["idle"]
-                rows.append(
-                    (
-                        ranks,
-                        size,
-                        name,
-                        found["mpitrain"]["median"] * 1e3,
-                        found["torch"]["median"] * 1e3,
-                        1e3 * idle["alone"] if fits else None,
-                        ratio,
-                        100 * idle["measured"],
-                        100 * idle["predicted"] if fits else None,
-                    )
-                )
+                row = {"ranks": ranks, "microbatch": size, "schedule": name}
+                row |= {f"{who} ms": found[who]["median"] * 1e3 for who in ("mpitrain", "torch")}
+                row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratio}
+                row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
+                rows.append(row)
             wanted = 1.3 if size == "small" else 1.0
             targets.append(
                 ReportTarget(
@@ -238,18 +231,8 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
     table = ReportTable(
         "One batch forward and backward",
-        (
-            "ranks",
-            "microbatch",
-            "schedule",
-            "mpitrain ms",
-            "torch ms",
-            "computing alone ms",
-            "times as fast",
-            "idle %",
-            "predicted idle %",
-        ),
-        rows,
+        tuple(rows[0]),
+        [tuple(row.values()) for row in rows],
         f"{options.microbatches} microbatches ({shapes}) through a GPT of {options.layers} blocks, {WIDTH} wide. "
         "Computing alone: the schedule simulated with the median time of each step, and messages that take none. "
         "It and the predicted idle time are left out where ranks share cores.",
