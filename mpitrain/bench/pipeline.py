@@ -24,6 +24,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved
+from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
 from mpitrain.errors import InputError
 from mpitrain.layout import split
 from mpitrain.models.gpt import TransformerBlock
@@ -64,8 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "--layers", type=int, default=14, metavar="N", help="blocks of the GPT, besides three others [14]"
     )
     made.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a batch [8]")
-    made.add_argument("--repeats", type=int, default=15, metavar="N", help="repetitions; the median counts [15]")
-    made.add_argument("--seconds", type=float, default=20, metavar="S", help="for one schedule and size [20]")
+    repeated(made, 15, 20, "one schedule and size")
     return made
 
 
@@ -87,8 +87,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             for name, chunks in SCHEDULES.items():
                 case = _Case(world, name, chunks, options, shape)
                 times = interleaved(world, case.contenders(), repeats, seconds)
-                found = {key: {"median": t.median, "best": t.best} for key, t in times.items()}
-                result[size][name] = found | {"idle": case.idle()}
+                result[size][name] = plain(times) | {"idle": case.idle()}
                 if world.rank == 0:
                     ms = ", ".join(f"{key} {t.median * 1e3:.1f} ms" for key, t in times.items())
                     print(f"  {world.size} ranks, {size}, {name}: {ms}", flush=True)
@@ -123,14 +122,12 @@ class _Case:
         found = torch.tensor([self.peer()], dtype=torch.float64)
         self.world.broadcast(found, root=self.schedule.rank_of[-1])
         if abs(float(found) - expected) > 1e-4 * abs(expected):
-            raise InputError(
-                f"torch computes a loss of {float(found)}, not {expected}: nothing to compare", agreed=True
-            )
+            text = f"torch computes a loss of {float(found)}, not {expected}: nothing to compare"
+            raise InputError(text, agreed=True)
+        ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
         return {
-            "mpitrain": Contender(
-                lambda: self.pipeline.forward_backward(self.parts, self.weights), lambda: _zero(mine), single=True
-            ),
-            "torch": Contender(self.peer, lambda: _zero(self.peer_parameters), single=True),
+            "mpitrain": Contender(ours, partial(_zero, mine), single=True),
+            "torch": Contender(self.peer, partial(_zero, self.peer_parameters), single=True),
         }
 
     def idle(self) -> dict[str, float] | None:
@@ -186,11 +183,7 @@ def _peer(
 
     def step() -> float:
         losses: list[torch.Tensor] = []
-        arguments = (x,) if first else ()
-        if last:
-            runner.step(*arguments, target=y, losses=losses)
-        else:
-            runner.step(*arguments)
+        runner.step(*((x,) if first else ()), **({"target": y, "losses": losses} if last else {}))
         return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else 0.0
 
     return step, [p for module in modules.values() for p in module.parameters()]
@@ -219,15 +212,10 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
                 row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratio}
                 row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
                 rows.append(row)
-            wanted = 1.3 if size == "small" else 1.0
-            targets.append(
-                ReportTarget(
-                    f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule",
-                    f"at least {wanted} times as fast",
-                    f"{min(ratios):.2f} (geometric mean {geometric_mean(ratios):.2f})",
-                    min(ratios) >= wanted,
-                )
-            )
+            wanted, least = 1.3 if size == "small" else 1.0, min(ratios)
+            what = f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule"
+            found = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
+            targets.append(ReportTarget(what, f"at least {wanted} times as fast", found, least >= wanted))
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
     table = ReportTable(
         "One batch forward and backward",

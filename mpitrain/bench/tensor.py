@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved
+from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
@@ -45,14 +45,9 @@ CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run(Benchmark("tensor", _parser(), measure, report), arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
-    made.add_argument("--repeats", type=int, default=31, metavar="N", help="repetitions; the median counts [31]")
-    made.add_argument("--seconds", type=float, default=60, metavar="S", help="for one shape [60]")
-    return made
+    options = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
+    repeated(options, 31, 60, "one shape")
+    return run(Benchmark("tensor", options, measure, report), arguments)
 
 
 class DivisibleBlock(nn.Module):
@@ -114,7 +109,7 @@ def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) ->
     times = interleaved(world, {name: Contender(step) for name, step in steps.items()}, repeats, seconds)
     axis.free()
     along.free()
-    return {name: {"median": t.median, "best": t.best} for name, t in times.items()}
+    return plain(times)
 
 
 def _step(model: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:

@@ -78,7 +78,12 @@ def interleaved(
         over[0] = clock() - began > budget
         world.broadcast(over, 0)  # the ranks must stop together
     seconds = extents(world, np.array(stamps)) / counts
-    return {name: Times([float(t) for t in seconds[:, turn]]) for turn, name in enumerate(contenders)}
+    return {name: Times(seconds[:, turn].tolist()) for turn, name in enumerate(contenders)}
+
+
+def plain(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
+    """What a result, which is JSON, tells of the times of each contender: seconds."""
+    return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
 
 
 def extents(world: Communicator, stamps: np.ndarray) -> np.ndarray:
