@@ -69,19 +69,9 @@ class MetricsWriter:
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}: each step stands once")
         self._last_step = step
-        line = dict(
-            step=step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            samples=samples,
-            tokens=tokens,
-            step_s=step_s,
-            tokens_per_s=tokens_per_s,
-            memory_bytes=memory_bytes,
-            world_size=world_size,
-            **extras,
-        )
+        line: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        line |= {"samples": samples, "tokens": tokens, "step_s": step_s, "tokens_per_s": tokens_per_s}
+        line |= {"memory_bytes": memory_bytes, "world_size": world_size, **extras}
         data = (json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n").encode()
         try:
             if self._file.write(data) != len(data):

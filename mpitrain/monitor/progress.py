@@ -16,7 +16,6 @@ import math
 import os
 import sys
 import time
-from types import TracebackType
 from typing import TextIO
 
 from mpitrain.monitor.terminal import terminal_behind, terminal_columns
@@ -64,9 +63,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -126,10 +126,9 @@ class UlfmFailures:
     def noticed(self) -> bool:
         """Whether a rank is known to have died, or some rank gave the world up."""
         with self._lock:
-            watched = self._comms[0]
-            if self._given_up or watched.Is_revoked():
+            if self._given_up or self._comms[0].Is_revoked():
                 return True
-            failed = watched.Get_failed()
+            failed = self._comms[0].Get_failed()
             count = failed.size
             failed.Free()
         return bool(count)
@@ -219,7 +218,7 @@ def begin(world: Communicator) -> Communicator:
     failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connections.find(world))
     comm = MPI.Intracomm(world._comm.Dup())
     failures.begin(comm, range(world.size))
-    made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, failures)
+    made = _make(comm, world._topology, world, failures)
     _replace(world, made)
     return made
 
@@ -345,12 +344,11 @@ def _try_to_make(
 ) -> Communicator | None:
     """A world of the ranks of `comm`; None when a rank died meanwhile. ranks: their numbers in the world before, in
     the order that they get."""
-    numbers: dict[int, int] = {}
-    nodes = tuple(numbers.setdefault(world.nodes[rank], len(numbers)) for rank in ranks)
     try:
         if list(ranks) != sorted(ranks):
             comm = failures.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
-        return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, failures)
+        topology = replace(world._topology.of(ranks, comm.rank), world_ranks=tuple(range(comm.size)))
+        return _make(comm, topology, world, failures)
     except MPI.Exception:
         failures.give_up()  # others may be waiting for this rank
         return None
