@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.bench.jobs import Benchmark, parser, repeated, run
-from mpitrain.bench.peers import gloo
+from mpitrain.bench.peers import fully_sharded, gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, interleaved, plain
 from mpitrain.errors import CommunicationError
@@ -62,7 +61,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         for mib in SIZES[:2] if options.quick else SIZES:
             compare(f"all_reduce {mib} MiB", {b: _all_reduce(group, mib) for b, group in groups.items()})
         for samples, tokens in TOKENS[:1] if options.quick else TOKENS:
-            for kind, wrap in (("DDP", _ddp), ("FSDP2", _fsdp), ("FSDP2 kept", _fsdp_kept)):
+            for kind, wrap in (("DDP", _ddp), ("FSDP2", fully_sharded), ("FSDP2 kept", _fsdp_kept)):
                 torch.manual_seed(1)
                 model = GPT(VOCABULARY, LAYERS, WIDTH, HEADS)
                 steps = {b: _step(wrap(copy.deepcopy(model), group), samples, tokens) for b, group in groups.items()}
@@ -80,16 +79,8 @@ def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return DistributedDataParallel(model, process_group=group)
 
 
-def _fsdp(model: Any, group: Any) -> nn.Module:
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def _fsdp_kept(model: Any, group: Any) -> nn.Module:
-    made: Any = _fsdp(model, group)
+    made = fully_sharded(model, group)
     for module in made.modules():
         if isinstance(module, FSDPModule):
             module.set_allocate_memory_from_process_group_for_comm(True)

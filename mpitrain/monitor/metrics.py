@@ -14,7 +14,6 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +122,16 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def _kept(path: Path, resume_step: int) -> Iterator[tuple[int, bytes]]:
-    """(step, line) of the whole lines up to resume_step, steps rising."""
-    last = -1
-    with open_plain(path) as file:
-        for line in file:
-            value = _parsed(line)
-            if value is not None and last < value["step"] <= resume_step:
-                last = value["step"]
-                yield last, line
-
-
 def _cut_after(path: Path, resume_step: int) -> int:
     """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
     temporary = path.with_name(path.name + ".tmp")
     last = -1
-    with open(temporary, "wb") as file:
-        for last, line in _kept(path, resume_step):  # noqa: B007
-            file.write(line)
+    with open_plain(path) as lines, open(temporary, "wb") as file:
+        for line in lines:
+            value = _parsed(line)
+            if value is not None and last < value["step"] <= resume_step:
+                last = value["step"]
+                file.write(line)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -63,11 +63,9 @@ class Held:
     inodes: frozenset[tuple[int, int]]  # device, inode
 
     def holds(self, path: Path) -> bool:
-        try:
-            status = path.lstat()
-        except OSError:
-            return False
-        return str(path) in self.paths or (status.st_dev, status.st_ino) in self.inodes
+        """Whether one of them has this file open or mapped."""
+        status = _status(path)
+        return status is not None and (str(path) in self.paths or (status.st_dev, status.st_ino) in self.inodes)
 
 
 def clean(arguments: Sequence[str]) -> int:
@@ -142,13 +140,9 @@ def _file_system(folder: Path) -> str:
 def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) -> Iterator[Path]:
     """This user's entries of a folder that have such a name and are of that kind."""
     for path in sorted(_entries(folder)):
-        if pattern.fullmatch(path.name):
-            try:
-                status = path.lstat()
-            except OSError:  # a job ended meanwhile
-                continue
-            if status.st_uid == os.getuid() and kind(status.st_mode):
-                yield path
+        status = _status(path) if pattern.fullmatch(path.name) else None
+        if status is not None and status.st_uid == os.getuid() and kind(status.st_mode):
+            yield path
 
 
 def unused(found: Sequence[Leftover]) -> list[Leftover]:
@@ -240,11 +234,17 @@ def _tree(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in (*folders, *files))
 
 
-def _occupied(path: Path) -> int:
+def _status(path: Path) -> os.stat_result | None:
+    """See lstat(2); None for what a job that ended meanwhile has taken with it."""
     try:
-        return path.lstat().st_blocks * 512
+        return path.lstat()
     except OSError:
-        return 0
+        return None
+
+
+def _occupied(path: Path) -> int:
+    status = _status(path)
+    return 0 if status is None else status.st_blocks * 512
 
 
 def _remove(leftover: Leftover) -> str:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.comm.process.launcher import command_of, parent_of
+from mpitrain.comm.process.launcher import command_of, of_process, state_and_parent_of
 from mpitrain.early import LEAST, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
@@ -151,7 +151,7 @@ def neighbours(process: int) -> list[StartingRank]:
         rank = _number(_environment(entry), RANK_NAMES)
         if rank < 0 or _daemon(entry) != daemon:
             continue
-        place = StartingRank(rank, entry, _state(entry), _arrived(entry))
+        place = StartingRank(rank, entry, state_and_parent_of(entry)[0], _arrived(entry))
         known = found.get(rank)  # a rank may be a shell, its python, and what that started
         if known is None or place.arrived or (not known.arrived and known.state not in "Tt"):
             found[rank] = place
@@ -161,7 +161,7 @@ def neighbours(process: int) -> list[StartingRank]:
 def _daemon(process: int) -> int:
     """What started the rank on this host: the first process above it that has no rank."""
     while process > 1 and _number(_environment(process), RANK_NAMES) >= 0:
-        process = parent_of(process)
+        _, process = state_and_parent_of(process)
     return process
 
 
@@ -172,19 +172,8 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 def _environment(process: int) -> dict[str, str]:
     """What the process was started with; empty where that is not to be seen."""
-    try:
-        entries = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
+    entries = of_process(process, "environ").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
-def _state(process: int) -> str:
-    """See proc(5)."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
 
 
 def _arrived(process: int) -> bool:
