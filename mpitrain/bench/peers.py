@@ -45,12 +45,12 @@ def gloo(world: Communicator) -> Iterator[None]:
     world.barrier()  # the store must outlive everybody's last look at it
 
 
-def fully_sharded(model: Any, group: Any = None) -> Any:
-    """The model under FSDP2, over the group or else over all ranks: each of its blocks is a unit."""
+def fully_sharded(model: Any, group: Any) -> Any:
+    """The model under FSDP2, over a process group: each of its blocks is a unit."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+    mesh = DeviceMesh.from_group(group, "cpu")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)

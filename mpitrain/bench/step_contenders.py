@@ -113,7 +113,7 @@ def contenders() -> dict[str, Build | str]:
         "ZeRO-3": partial(_ours, options=Options(zero=3)),
         "ZeRO-3 gathered": partial(_ours, options=Options(zero=3, share_node=False)),
         "torch DDP": partial(_of_torch, wrap=_torch_ddp),
-        "FSDP2": partial(_of_torch, wrap=fully_sharded),
+        "FSDP2": partial(_of_torch, wrap=lambda model: fully_sharded(model, torch.distributed.group.WORLD)),
     }
     missing = importlib.util.find_spec("deepspeed") is None
     for stage in (1, 2, 3):
