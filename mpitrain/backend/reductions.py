@@ -65,20 +65,15 @@ class Reducing:
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """The root's tensor becomes the reduction; the others' stay as they were."""
-        at_root = self.comm.rank == root
-        into = Written(tensor, keep=True)
+        at_root, into = self.comm.rank == root, Written(tensor, keep=True)
         if self.bitwise is not None:
             result = self._gathered(into.whole)
             if at_root:
                 into.whole.copy_(result)
-        elif self.factor is not None and not at_root:
-            scaled = into.whole.clone()
-            self._scale(scaled)
-            self.comm.reduce(scaled, root, self.name)
-            return
         else:
-            self._scale(into.whole)
-            self.comm.reduce(into.whole, root, self.name)
+            x = into.whole if at_root or self.factor is None else into.whole.clone()
+            self._scale(x)
+            self.comm.reduce(x, root, self.name)
         if at_root:
             into.land()
 

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,15 +43,13 @@ from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.timing import Contender, interleaved, plain
+from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, tuning
 from mpitrain.comm.collectives.registry import Algorithms
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.errors import InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Arena, Communicator
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB

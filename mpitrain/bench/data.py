@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,13 @@ from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.step_contenders import RATE, Shape
 from mpitrain.bench.timing import Contender, interleaved
+from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 SEQUENCE = 128  # tokens of a sample
 MOST = 0.02  # of a step

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
 from mpitrain.models.gpt import TransformerBlock
@@ -45,9 +46,6 @@ from mpitrain.pipe.record import from_json
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +40,8 @@ from mpitrain.bench.step_contenders import ALONE, Batches, Shape, Trainee, bytes
 from mpitrain.bench.step_memory import measured_apart, remembered
 from mpitrain.bench.step_report import HEAVY, LIGHT, report
 from mpitrain.bench.timing import Contender, interleaved
+from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)

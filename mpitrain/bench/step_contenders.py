@@ -13,18 +13,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.bench.peers import fully_sharded
+from mpitrain.comm import Communicator
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 RATE = 1e-4
 ALONE = "one process"

@@ -20,17 +20,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpitrain.bench.jobs import start
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.step_contenders import Batches, Shape, contenders
+from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 STEPS = 4  # watched; the first makes the optimizer's states
 _FOLDER = "MPITRAIN_BENCH_STEP_MEMORY"  # where the jobs leave what they found

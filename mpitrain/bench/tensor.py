@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +27,10 @@ from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width
 
