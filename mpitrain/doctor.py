@@ -33,6 +33,7 @@ from mpitrain.monitor.text import counted
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
 _CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages by process_vm_readv
+_ONE_THREAD = "operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
 _UNMEASURED = "built-in; measured by python -m mpitrain.bench collectives --tune"
 Line = tuple[str, str, str]  # verdict, subject, finding
 
@@ -59,11 +60,12 @@ def main(arguments: Sequence[str] = ()) -> int:
 def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
     facts, missing = mpi_facts(world), fault_tolerance.missing()
+    level = facts.thread_level
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
     lines: list[Line] = [
         (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
-        _threads_verdict(facts.thread_level),
+        (OK, "thread level", level) if level == "MULTIPLE" else (BAD, "thread level", f"{level}: {_ONE_THREAD}"),
         (OK, "mpi4py", facts.mpi4py),
         (OK, "python", f"{platform.python_version()}, mpitrain {_version('mpitrain')}, {versions}"),
         (OK, "CUDA", _cuda(facts.cuda_aware)),
@@ -161,12 +163,6 @@ def algorithms(world: Communicator) -> list[Line]:
         rules = describe(table.rules("all_reduce", place, world.size))
         lines.append((OK, "algorithms", f"all_reduce, {words}: {rules} ({origin})"))
     return lines
-
-
-def _threads_verdict(level: str) -> Line:
-    if level == "MULTIPLE":
-        return OK, "thread level", level
-    return BAD, "thread level", f"{level}: operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
 
 
 def _cuda(aware: bool) -> str:

@@ -157,8 +157,7 @@ class MPIProcessGroup(GroupCollectives):
         text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
         self.comm.process.faults.end_job(text)
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
     # -- what we lack ------------------------------------------------------------------------------------
 

@@ -30,20 +30,13 @@ class Waiting:
     """The queues of a process that hold operations and have no thread to carry them out."""
 
     def __init__(self) -> None:
-        self._queues: set[Queue] = set()
-
-    def add(self, queue: Queue) -> None:
-        self._queues.add(queue)
-
-    def remove(self, queue: Queue) -> None:
-        self._queues.discard(queue)
+        self.queues: set[Queue] = set()
 
     def start_all(self, but: Queue | None = None) -> None:
         """Somebody is about to block: let the operations of all groups (but one) make progress."""
-        if self._queues:
-            for queue in list(self._queues):
-                if queue is not but:
-                    queue.start()
+        for queue in list(self.queues):
+            if queue is not but:
+                queue.start()
 
 
 class Queue:
@@ -80,14 +73,14 @@ class Queue:
         if self.threaded:
             self.start()
         elif self._thread is None:
-            self._waiting.add(self)
+            self._waiting.queues.add(self)
         return operation
 
     def start(self) -> None:
         """Make progress in a thread from now on."""
         with self._changed:
             if self._thread is None and not self._closed:
-                self._waiting.remove(self)
+                self._waiting.queues.discard(self)
                 self._thread = threading.Thread(target=self._work, name="mpitrain-backend", daemon=True)
                 self._thread.start()
 
@@ -115,13 +108,13 @@ class Queue:
     def close(self) -> None:
         """Complete everything, unless something was given up: then the rest stays as it is."""
         if self.stuck:
-            self._waiting.remove(self)
+            self._waiting.queues.discard(self)
             return
         self.drain()
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._waiting.remove(self)
+        self._waiting.queues.discard(self)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -135,7 +128,7 @@ class Queue:
         if operation is not None:
             operation.announce()
             if not self._pending:
-                self._waiting.remove(self)
+                self._waiting.queues.discard(self)
         elif wanted is not None and not wanted.complete:
             time.sleep(0)  # another thread has carried it out and is about to say so
 

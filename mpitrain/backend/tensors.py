@@ -38,12 +38,13 @@ class Written:
     def __init__(self, tensor: torch.Tensor, *, keep: bool = False) -> None:
         """keep: what the tensor holds now is read, too."""
         home = tensor.detach()
-        lazy = home.is_conj() or home.is_neg()
-        if home.is_contiguous() and not lazy:
+        if home.is_contiguous() and not home.is_conj() and not home.is_neg():
             self._home, self.whole = None, home
         else:
             self._home = home
-            self.whole = detached(tensor).contiguous() if keep else _empty_like(home)
+            self.whole = (
+                detached(tensor).contiguous() if keep else torch.empty(home.shape, dtype=home.dtype, device=home.device)
+            )
         self.buffer = known(self.whole)
 
     def land(self) -> None:
@@ -110,10 +111,6 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
             return False
         address += tensor.numel() * tensor.element_size()
     return True
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def on_stream(tensors: Sequence[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:

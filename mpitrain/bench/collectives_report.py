@@ -223,12 +223,11 @@ def _draw(figure: Any, results: dict[int, Result]) -> None:
     for column, (ranks, result) in enumerate(results.items()):
         times, relative = axes[0][column], axes[1][column]
         for name in _CONTENDERS:
-            points = [(int(size), by[name]["median"]) for size, by in result["all_reduce"].items()]
-            times.loglog(*_columns([(x, y * 1e6) for x, y in points]), marker=".", label=name)
+            points = [(int(size), by[name]["median"] * 1e6) for size, by in result["all_reduce"].items()]
+            times.loglog(*zip(*points, strict=True), marker=".", label=name)
         for name in ("library", "gloo", "memcpy"):
-            relative.loglog(
-                *_columns(list(ratios(result, "all_reduce", name, "arena").items())), marker=".", label=name
-            )
+            found = ratios(result, "all_reduce", name, "arena")
+            relative.loglog(list(found), list(found.values()), marker=".", label=name)
         relative.axhline(1, color="black", linewidth=0.8)
         times.set(title=f"all_reduce, fp32, {ranks} ranks", ylabel="µs")
         relative.set(xlabel="bytes", ylabel="times as long as ours in an arena")
@@ -242,10 +241,6 @@ def _draw_algorithms(figure: Any, results: dict[int, Result]) -> None:
     for axis, (ranks, result) in zip(axes, results.items(), strict=True):
         for name in next(iter(result["algorithms"].values())):
             points = [(int(size), by[name]["median"] * 1e6) for size, by in result["algorithms"].items()]
-            axis.loglog(*_columns(points), marker=".", label=name)
+            axis.loglog(*zip(*points, strict=True), marker=".", label=name)
         axis.set(title=f"in an arena, {ranks} ranks", xlabel="bytes", ylabel="µs")
         axis.legend()
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

@@ -106,9 +106,7 @@ def contenders() -> dict[str, Build | str]:
     found: dict[str, Build | str] = {
         ALONE: partial(_of_torch, wrap=lambda model: model),
         "DDP": partial(_ours, options=Options(zero=0)),
-        "ZeRO-1": partial(_ours, options=Options(zero=1)),
-        "ZeRO-2": partial(_ours, options=Options(zero=2)),
-        "ZeRO-3": partial(_ours, options=Options(zero=3)),
+        **{f"ZeRO-{stage}": partial(_ours, options=Options(zero=stage)) for stage in (1, 2, 3)},
         "ZeRO-3 gathered": partial(_ours, options=Options(zero=3, share_node=False)),
         "torch DDP": partial(_of_torch, wrap=_torch_ddp),
         "FSDP2": partial(_of_torch, wrap=lambda model: fully_sharded(model, torch.distributed.group.WORLD)),
