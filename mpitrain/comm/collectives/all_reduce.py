@@ -168,7 +168,9 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     if chosen.program is None:
         if x.dtype in HALVES:
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))
-        return Compiled([*_by_library(binder, x, reduction), *scaling(x, reduction)])
+        call, pieces = binder.comm.Allreduce, library.typed_pieces(x)
+        calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
+        return Compiled([*calls, *scaling(x, reduction)])
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:
@@ -188,11 +190,3 @@ def _said(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
 
 
 OPERATION = Operation("all_reduce", 1, _bind, _said, always)
-
-
-def _by_library(binder: Binder, x: Tensor, reduction: Reduction) -> list[Call]:
-    comm, address, item = binder.comm, x.data_ptr(), x.element_size()
-    return [
-        partial(comm.Allreduce, MPI.IN_PLACE, library.typed(address + lo * item, n, x.dtype), reduction.mpi_op)
-        for lo, n in library.pieces(x.numel())
-    ]

@@ -108,8 +108,7 @@ OPERATION = Operation("reduce", 1, _bind, _said, never)
 
 def _by_library(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:
     comm, calls = binder.comm, list[Call]()
-    for lo, n in library.pieces(x.numel()):
-        buffer = library.typed(x.data_ptr() + lo * x.element_size(), n, x.dtype)
+    for buffer in library.typed_pieces(x):
         send, receive = (MPI.IN_PLACE, buffer) if comm.rank == root else (buffer, None)
         calls.append(partial(comm.Reduce, send, receive, reduction.mpi_op, root))
     return calls
