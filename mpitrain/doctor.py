@@ -39,6 +39,14 @@ Line = tuple[str, str, str]  # verdict, subject, finding
 
 
 def main(arguments: Sequence[str] = ()) -> int:
+    """The command.
+
+    Args:
+        arguments: None for the report; --clean and --dry-run, see `comm.process.cleanup`.
+
+    Returns:
+        The exit code.
+    """
     if arguments:
         try:
             return clean(arguments)

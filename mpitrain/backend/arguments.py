@@ -14,6 +14,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
+    """The tensors as a list, also where one alone was given."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
@@ -25,11 +26,17 @@ def flat_list(lists: Any) -> list[torch.Tensor]:
 
 
 def joined(lists: Sequence[Tensors]) -> list[torch.Tensor]:
+    """The tensors of all lists in one."""
     return [tensor for tensors in lists for tensor in tensors]
 
 
 def options(options: Any, kind: Callable[[], Any]) -> Any:
-    """The options, which may be given as a reduction operation alone, or not at all."""
+    """The options of a reduction.
+
+    Args:
+        options: The options; in their place the reduction operation alone may be given, or None.
+        kind: Makes options.
+    """
     if options is None:
         return kind()
     if hasattr(options, "timeout"):
@@ -40,7 +47,13 @@ def options(options: Any, kind: Callable[[], Any]) -> Any:
 
 
 def rooted(options: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
-    """The options, in whose place the root may be given, and then the reduction operation."""
+    """The options of an operation that has a root.
+
+    Args:
+        options: The options; in their place the root may be given.
+        kind: Makes options.
+        op: The reduction operation, where the root was given.
+    """
     if not isinstance(options, int):
         return options
     made = kind()
@@ -51,7 +64,17 @@ def rooted(options: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> An
 
 
 def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tensors]) -> None:
-    """Raise ArgumentError unless each list has a tensor for each rank, all of one type."""
+    """Make sure that each list has a tensor for each rank, all of one type.
+
+    Args:
+        comm: The group's communicator.
+        name: The operation's name in messages.
+        which: What the lists are called there.
+        lists: The lists.
+
+    Raises:
+        ArgumentError: One has not.
+    """
     for tensors in lists:
         if len(tensors) != comm.size:
             raise ArgumentError(f"{name}: {len(tensors)} {which} tensors for {comm.size} ranks; give one for each")
@@ -60,7 +83,17 @@ def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tens
 
 
 def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Sequence[int]) -> None:
-    """Raise ArgumentError unless the rows for each rank, none: equal numbers, sum to the tensor's."""
+    """Make sure that the rows for each rank sum to the tensor's.
+
+    Args:
+        comm: The group's communicator.
+        which: What the tensor is called in messages.
+        tensor: The tensor whose dimension 0 is divided.
+        rows: How many rows go to each rank; empty where all get equally many.
+
+    Raises:
+        ArgumentError: They do not.
+    """
     length = tensor.shape[0] if tensor.dim() else 1
     if rows and (len(rows) != comm.size or sum(rows) != length):
         raise ArgumentError(

@@ -21,7 +21,11 @@ _MONITORED_TAGS = range(32000, 32700)
 
 
 class Barriers:
-    """The barriers of one process group."""
+    """The barriers of one process group.
+
+    Attributes:
+        abandoned: Messages that somebody has waited for in vain. MPI may still write into their memory.
+    """
 
     def __init__(self, comm: Communicator, waiting: Waiting) -> None:
         self._comm, self._waiting = comm, waiting
@@ -33,7 +37,14 @@ class Barriers:
         return tags[self._count % len(tags)]
 
     def wait(self, seconds: float) -> None:
-        """Return when every rank has come. Raises GroupError after the given time."""
+        """Return when every rank has come.
+
+        Args:
+            seconds: How long to wait.
+
+        Raises:
+            GroupError: Some rank has not come in that time.
+        """
         comm, tag = self._comm, self._next_of(_TAGS)
         deadline = time.monotonic() + seconds
         distance = 1
@@ -50,7 +61,15 @@ class Barriers:
             distance *= 2
 
     def monitored(self, seconds: float, wait_all_ranks: bool) -> None:
-        """Raises GroupError, in gloo's words: on rank 0 it names the ranks that did not come."""
+        """Return when every rank has come, and tell rank 0 of those that do not.
+
+        Args:
+            seconds: How long to wait.
+            wait_all_ranks: Whether rank 0 is to name all that did not come, instead of the first.
+
+        Raises:
+            GroupError: Some rank has not come in that time; in gloo's words.
+        """
         comm, tag = self._comm, self._next_of(_MONITORED_TAGS)
         deadline = time.monotonic() + seconds
         word = np.zeros(1, dtype=np.int64)

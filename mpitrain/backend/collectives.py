@@ -20,14 +20,19 @@ from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
 
 
 class GroupCollectives(Issuing):
-    """Old and new names of the same operations: torch's releases and its C++ code differ in which they call."""
+    """The collectives, under old and new names: torch's releases and its C++ code differ in which they call.
+
+    Options are torch's; several tensors stand for several operations that are issued as one.
+    """
 
     # -- reductions --------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the reduction of all ranks'."""
         return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_")
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
         return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_coalesced_")
 
     def _all_reduce(self, tensors: list[torch.Tensor], opts: Any, shown: str) -> dist.Work:
@@ -54,6 +59,7 @@ class GroupCollectives(Issuing):
         return self._run(name, call, outputs, opts, *alike, shown=shown)
 
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
+        """The root's tensor becomes the reduction of all ranks'; the others' stay as they were."""
         tensors, opts = listed(tensors), rooted(opts, dist.ReduceOptions, *others)
         root = opts.rootRank
         alike, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
@@ -74,9 +80,11 @@ class GroupCollectives(Issuing):
         return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """The output becomes this rank's block of the reduction of the inputs."""
         return self._reduce_scatter_singles([output], [input], opts, "_reduce_scatter_base_", output, input)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Each output becomes this rank's block of the reduction of its inputs."""
         shown = "reduce_scatter_tensor_coalesced_", list(outputs), list(inputs)
         return self._reduce_scatter_singles(outputs, inputs, opts, *shown)
 
@@ -92,6 +100,7 @@ class GroupCollectives(Issuing):
     # -- movements ---------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the root's."""
         tensors, opts = listed(tensors), rooted(opts, dist.BroadcastOptions)
         root = opts.rootRank
 
@@ -126,9 +135,11 @@ class GroupCollectives(Issuing):
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """The output becomes the inputs of all ranks, one after the other."""
         return self._all_gather_singles([output], [input], opts, "_allgather_base_", output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Each output becomes its inputs of all ranks, one after the other."""
         shown = "allgather_into_tensor_coalesced_", list(outputs), list(inputs)
         return self._all_gather_singles(outputs, inputs, opts, *shown)
 
@@ -195,7 +206,15 @@ class GroupCollectives(Issuing):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Rows of dimension 0 go to the ranks in order; the split sizes are rows for each rank, none: equal."""
+        """Rows of dimension 0 go to the ranks in order.
+
+        Args:
+            output: What arrives.
+            input: What leaves.
+            output_split_sizes: The rows that come from each rank; without them all are equal.
+            input_split_sizes: The rows that go to each rank; without them all are equal.
+            opts: The options.
+        """
         into_rows, from_rows = output_split_sizes or [], input_split_sizes or []
         check_splits(self.comm, "output", output, into_rows)
         check_splits(self.comm, "input", input, from_rows)

@@ -24,9 +24,14 @@ class Comparison:
         self._count = 0
 
     def compare(self, name: str, alike: Sequence[object]) -> None:
-        """Raises GroupError on every rank unless all are about to do the same. Collective.
+        """Make sure that all ranks are about to do the same. Collective.
 
-        alike: what must be the same: lists of tensors (their types and shapes), reductions, ranks.
+        Args:
+            name: The operation's name.
+            alike: What must be the same: lists of tensors (their types and shapes), reductions, ranks.
+
+        Raises:
+            GroupError: They are not; on every rank.
         """
         self._count += 1
         text = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)

@@ -31,7 +31,13 @@ _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
 def install(name: str, address: str, library: object) -> None:
-    """name: our backend's. address: the init_method that asks MPI. library: operations, to be kept."""
+    """Put our functions before torch's.
+
+    Args:
+        name: Our backend's name.
+        address: The init_method that asks MPI.
+        library: Operations, to be kept.
+    """
     _replace("init_process_group", functools.partial(_init_process_group, name, address, library))
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
@@ -41,7 +47,12 @@ def install(name: str, address: str, library: object) -> None:
 
 
 def take_over(name: str, address: str) -> None:
-    """Let every process group be one of ours, whichever backend and address the script names."""
+    """Let every process group be one of ours, whichever backend and address the script names.
+
+    Args:
+        name: Our backend's name.
+        address: The init_method that asks MPI.
+    """
     _replace(_HELPER, functools.partial(_new_group, name, True))
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(address, url))

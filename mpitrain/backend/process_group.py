@@ -71,11 +71,13 @@ class MPIProcessGroup(GroupCollectives):
     # -- point to point ----------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """Begin to send a tensor to a rank of the group."""
         [tensor] = listed(tensors)
         issue = partial(self._begin, f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
         return self._seen(("send", [tensor], dst, tag), [tensor], issue)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """Begin to receive into a tensor from a rank of the group."""
         [tensor] = listed(tensors)
         into = Written(tensor)
         source = "any rank" if src == ANY_SOURCE else f"rank {src}"
@@ -95,12 +97,17 @@ class MPIProcessGroup(GroupCollectives):
         return self._remember(MessageWork(name, work, [tensor], self.timeout, self._waiting, self._in_flight, land))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Begin to receive into a tensor from whichever rank of the group sends first."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # -- synchronisation ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Raises CommunicationError when not every rank has come in time: the call's limit, or the group's."""
+        """Return when every rank has come.
+
+        Raises:
+            GroupError: Not every rank has come in time: within the call's limit, or else the group's.
+        """
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
         seconds = seconds_of(limit, self.timeout)
         if versions.asynchronous(opts) or self._coalesced is not None or watched():
@@ -118,6 +125,7 @@ class MPIProcessGroup(GroupCollectives):
     # -- memory ------------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` gives memory on a device."""
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -129,6 +137,7 @@ class MPIProcessGroup(GroupCollectives):
     # -- life --------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Change the group's limit."""
         self.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:

@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 
 
 class Waiting:
-    """The queues of a process that hold operations and have no thread to carry them out."""
+    """The queues of a process that hold operations and have no thread to carry them out.
+
+    Attributes:
+        queues: These.
+    """
 
     def __init__(self) -> None:
         self.queues: set[Queue] = set()
 
     def start_all(self, but: Queue | None = None) -> None:
-        """Somebody is about to block: let the operations of all groups (but one) make progress."""
+        """Let the operations of all groups make progress: somebody is about to block.
+
+        Args:
+            but: A queue that need not.
+        """
         for queue in list(self.queues):
             if queue is not but:
                 queue.start()
@@ -43,9 +51,12 @@ class Queue:
     """The operations of one process group, carried out in the order they were issued."""
 
     def __init__(self, threaded: bool, waiting: Waiting, limit: float | None = None) -> None:
-        """threaded: make progress in a thread whenever there is something to do.
+        """Begin with nothing in it.
 
-        limit: seconds after which who waits for an operation is told so; None: the watchdog sees to it.
+        Args:
+            threaded: Whether to make progress in a thread whenever there is something to do.
+            waiting: The queues that have no thread.
+            limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
         """
         self.threaded, self.limit = threaded, limit
         self.given_up: list[Operation] = []  # that somebody has waited for in vain
@@ -67,6 +78,7 @@ class Queue:
                 raise translation(error) from error
 
     def submit(self, operation: Operation) -> Operation:
+        """Put an operation into the queue, and give it back."""
         with self._changed:
             self._pending.append(operation)
             self._changed.notify()
@@ -86,7 +98,7 @@ class Queue:
 
     @property
     def is_this_thread(self) -> bool:
-        """Whether the caller is the queue's thread: in a callback, where waiting for itself would never end."""
+        """Whether the caller is the queue's thread, in a callback, where waiting for itself would never end."""
         return self._thread is threading.current_thread()
 
     def finish(self, operation: Operation) -> None:
@@ -106,7 +118,7 @@ class Queue:
         return ", ".join(operation.name for operation in self.given_up if not operation.complete)
 
     def close(self) -> None:
-        """Complete everything, unless something was given up: then the rest stays as it is."""
+        """Complete everything, unless something was given up, and the rest stays as it is."""
         if self.stuck:
             self._waiting.queues.discard(self)
             return

@@ -31,11 +31,24 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
 class Reducing:
     """One reduction of one dtype over one communicator.
 
-    op: torch's. name: the communicator's operation. factor: what each rank's values are multiplied with first.
+    Attributes:
+        comm: The communicator.
+        name: The communicator's operation.
+        factor: What each rank's values are multiplied with first.
+        bitwise: What combines two ranks' values where the communicator has no such operation.
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, comm: Communicator) -> None:
-        """Raises ArgumentError for an operation that we lack or that has no meaning for the dtype."""
+        """Find out how it is done.
+
+        Args:
+            op: Torch's operation.
+            dtype: The tensors' type.
+            comm: The communicator.
+
+        Raises:
+            ArgumentError: We lack the operation, or it has no meaning for the dtype.
+        """
         kind = getattr(op, "op", op)
         self.comm = comm
         self.factor: float | torch.Tensor | None = None
@@ -78,7 +91,13 @@ class Reducing:
             into.land()
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, counts: list[int] | None = None) -> None:
-        """out becomes this rank's block of the reduction of all x. counts: elements of each rank's block."""
+        """Out becomes this rank's block of the reduction of all x.
+
+        Args:
+            out: Where the block goes.
+            x: One block a rank, in order.
+            counts: The elements of each rank's block; without them all are equal.
+        """
         into, of = Written(out), detached(x).contiguous()
         if self.bitwise is not None:
             blocks = counts or [of.numel() // self.comm.size] * self.comm.size

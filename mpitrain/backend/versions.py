@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def asynchronous(options: Any) -> bool:
-    """Whether the caller goes on before the operation is complete (releases before 2.8 do not say: they may)."""
+    """Whether the caller goes on before the operation is complete; releases before 2.8 do not say, so it may."""
     return bool(getattr(options, "asyncOp", True))
 
 
@@ -44,27 +44,34 @@ class Base(_ProcessGroup):
         self._name, self._description, self._store = name, "undefined", store
 
     def rank(self) -> int:
+        """This rank's number in the group."""
         return self.comm.rank
 
     def size(self) -> int:
+        """The number of ranks of the group."""
         return self.comm.size
 
     def name(self) -> str:
+        """The backend's name."""
         return "mpitrain"
 
     getRank, getSize = rank, size
     getBackendName = _get_backend_name = name
 
     def getGroupName(self) -> str:
+        """The group's name."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
+        """Change the group's name."""
         self._name = name
 
     def getGroupDesc(self) -> str:
+        """What the group is for."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
+        """Change what the group is said to be for."""
         self._description = description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -76,6 +83,7 @@ class Base(_ProcessGroup):
         return [torch.device(kind) for kind in ("cpu", "cuda")]
 
     def get_group_store(self) -> dist.Store:
+        """The store that torch has given the group."""
         return self._store
 
     def _get_backend(self, device: torch.device) -> Base:

@@ -34,12 +34,15 @@ class GroupWork(dist.Work):
         self.outputs = list(outputs)
 
     def synchronize(self) -> None:
+        """See `wait`."""
         self.wait()
 
     def exception(self) -> BaseException | None:
+        """What the operation raised, if it did."""
         return None
 
     def result(self) -> list[torch.Tensor]:
+        """The tensors that the operation writes."""
         return self.outputs
 
 
@@ -56,6 +59,7 @@ class FinishedWork(GroupWork):
         return True
 
     def get_future(self) -> torch.futures.Future:
+        """A future that is resolved with the outputs."""
         future = _future_for(self.outputs)
         future.set_result(self.outputs)
         return future
@@ -86,7 +90,7 @@ class Operation(GroupWork):
             self.error = error
 
     def announce(self) -> None:
-        """It is complete: resolve the futures that were asked for. Their callbacks run in this thread."""
+        """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""
         with self._change:
             self.complete = True
             waiting, self._futures = self._futures, []
@@ -94,7 +98,14 @@ class Operation(GroupWork):
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises what the operation raised, and GroupError when it is not complete in the time of the call or group."""
+        """Block until it is complete.
+
+        Args:
+            timeout: How long at most; without it, the group's limit.
+
+        Raises:
+            GroupError: It is not complete in that time, or what the operation raised.
+        """
         if not self.complete:
             limit = seconds_of(timeout, self._queue.limit)
             if limit is None or self._queue.is_this_thread:
@@ -111,6 +122,7 @@ class Operation(GroupWork):
         return True
 
     def is_completed(self) -> bool:
+        """Whether it is complete; lets it make progress."""
         if not self.complete:
             self._queue.start()
         return self.complete
@@ -122,7 +134,7 @@ class Operation(GroupWork):
         return self.error
 
     def get_future(self) -> torch.futures.Future:
-        """Resolved with the outputs. Its callbacks may run in any thread.
+        """A future that is resolved with the outputs. Its callbacks may run in any thread.
 
         An error is raised by a callback of our own: an exception set on a future crashes DDP's reducer.
         """
@@ -149,7 +161,7 @@ class Operation(GroupWork):
 
 
 class MessageWork(GroupWork):
-    """A send or a receive that MPI carries by itself. land: puts what arrived in its place."""
+    """A send or a receive that MPI carries by itself."""
 
     def __init__(
         self,
@@ -161,7 +173,17 @@ class MessageWork(GroupWork):
         in_flight: set[MessageWork],
         land: Callable[[], None] | None = None,
     ) -> None:
-        """in_flight: keeps it until it is complete, because MPI uses its memory, whether or not the caller does."""
+        """Watch a message that is under way.
+
+        Args:
+            name: Its name in messages to people.
+            work: The message.
+            outputs: The tensors that it writes.
+            timeout: Seconds that a wait lasts at most.
+            waiting: The queues that have no thread.
+            in_flight: Keeps it until it is complete, because MPI uses its memory, whether or not the caller does.
+            land: Puts what arrived in its place.
+        """
         super().__init__(outputs)
         self.name = name
         self._work, self._timeout, self._waiting, self._land = work, timeout, waiting, land
@@ -187,6 +209,14 @@ class MessageWork(GroupWork):
             raise translation(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is complete.
+
+        Args:
+            timeout: How long at most; without it, the group's limit.
+
+        Raises:
+            GroupError: It is not complete in that time.
+        """
         if not self._done():
             self._waiting.start_all()
             with self._work.limited_wait():
@@ -209,6 +239,7 @@ class MessageWork(GroupWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
+        """A future that is resolved with the outputs, by a thread that waits for them."""
         future = _future_for(self.outputs)
         if self._done():
             future.set_result(self.outputs)
@@ -251,6 +282,7 @@ class Several(GroupWork):
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future:
+        """A future that is resolved with the outputs of all of them."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
             lambda all_of_them: [part.value() for part in all_of_them.value()] and self.outputs
         )

@@ -22,9 +22,13 @@ LABELLING = ("-l", "-prepend-rank", "--prepend-rank", "-xterm", "--xterm")
 
 
 def terminal_behind(descriptor: int) -> str | None:
-    """Path of the terminal on which bytes written to `descriptor` appear.
+    """Path of the terminal on which bytes written to a descriptor appear.
 
-    None: they go to a file, a pipe, another node, or through a launcher that marks each line.
+    Args:
+        descriptor: The descriptor.
+
+    Returns:
+        None where they go to a file, a pipe, another node, or through a launcher that marks each line.
     """
     launcher, parent = None, os.getppid()
     while os.path.basename(_command(parent)[0]) in LAUNCHERS:

@@ -45,12 +45,16 @@ Bind = Callable[..., Call]
 class Invocation:
     """One call of an operation, whose arguments have been checked.
 
-    bind(binder, *tensors): makes what performs it on a rank's memory.
-    tensors: the first has the operation's size. written: which of them it changes.
-    key: under which `bind` has the binder keep what it makes; None where nothing is kept.
-    alike: what must be the same on all ranks besides the type, and, unless uneven, the size.
-    staged: whether tensors on a device are to be staged; else bind takes them as they are.
-    placed: the tensor that neighbours find in an arena by its offset.
+    Attributes:
+        name: The operation's name in messages.
+        bind: Makes what performs it on a rank's memory, of a binder and the tensors.
+        tensors: What it works on; the first has the operation's size.
+        written: Which of them it changes.
+        key: Under which `bind` has the binder keep what it makes; None where nothing is kept.
+        alike: What must be the same on all ranks besides the type, and, unless uneven, the size.
+        uneven: Whether the sizes of ranks may differ.
+        staged: Whether tensors on a device are to be staged; else bind takes them as they are.
+        placed: The tensor that neighbours find in an arena by its offset.
     """
 
     name: str
@@ -97,7 +101,14 @@ class Operation:
         return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
 
     def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
-        """One call of it. more: further fields of the invocation."""
+        """One call of it.
+
+        Args:
+            tensors: The tensors that it is given, in their order.
+            written: Which of them it changes.
+            arguments: What else it is given.
+            more: Further fields of the invocation.
+        """
         return Invocation(
             self.name,
             lambda binder, *tensors: self.bound(binder, *tensors, *arguments),
@@ -110,8 +121,11 @@ class Operation:
 class Dispatcher(Member):
     """What all operations of a communicator go through.
 
-    ready: what performs an operation that was performed before, by its key; for CPU tensors, and not when debugging.
-    binder: binds operations for the calling thread.
+    Attributes:
+        process: What all communicators of the process share.
+        ready: What performs an operation that was performed before, by its key. It is for CPU tensors, and not when
+            debugging.
+        binder: Binds operations for the calling thread.
     """
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:

@@ -22,10 +22,12 @@ from mpitrain.errors import InputError
 
 
 def never(*_: object) -> bool:
+    """False, whatever it is asked of."""
     return False
 
 
 def always(*_: object) -> bool:
+    """True, whatever it is asked of."""
     return True
 
 
@@ -33,12 +35,14 @@ def always(*_: object) -> bool:
 class Algorithm:
     """How one algorithm makes its program, and what it needs.
 
-    program: makes the program for a setting; None stands for the MPI library's own call.
-    one_node: it needs all ranks on one node.
-    reach: ranks touch each other's vectors, which must lie in an arena or where the system lets neighbours reach them.
-    stages: where they cannot, shared staging memory stands in for the vectors; only `reach` asks for it.
-    reproduces: for which settings it reduces in the order of the fixed tree over the ranks (`tree_order`).
-    instead: the algorithms to name where it cannot be used.
+    Attributes:
+        program: Makes the program for a setting; None stands for the MPI library's own call.
+        one_node: Whether it needs all ranks on one node.
+        reach: Whether ranks touch each other's vectors, which must then lie in an arena or where the system lets
+            neighbours reach them.
+        stages: Whether, where they cannot, shared staging memory stands in for the vectors; only `reach` asks for it.
+        reproduces: For which settings it reduces in the order of the fixed tree over the ranks (`tree_order`).
+        instead: The algorithms to name where it cannot be used.
     """
 
     program: Callable[[Setting], Program] | None
@@ -75,6 +79,7 @@ class Algorithms:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of all of them."""
         return tuple(self._by_name)
 
     def placed(self, name: str, x: Tensor) -> Tensor | None:

@@ -44,9 +44,13 @@ _OF_ONE_HOST = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overl
 
 @dataclass(frozen=True)
 class Leftover:
-    """A segment or session folder. files: what it consists of; nbytes: what they occupy.
+    """A segment or session folder.
 
-    unseen: why it cannot be told from here whether it is in use; empty if it can.
+    Attributes:
+        path: Where it is.
+        files: What it consists of.
+        nbytes: What these occupy.
+        unseen: Why it cannot be told from here whether it is in use; empty if it can.
     """
 
     path: Path
@@ -69,7 +73,17 @@ class Held:
 
 
 def clean(arguments: Sequence[str]) -> int:
-    """The command. Raises InputError for arguments it does not have."""
+    """The command.
+
+    Args:
+        arguments: --clean, and --dry-run where nothing is to be removed.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: It has no such argument.
+    """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
         raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --clean [--dry-run]")

@@ -30,7 +30,7 @@ def find() -> int:
 
 
 def notices_silent_hosts(process: int) -> bool:
-    """Whether mpirun looks for hosts that are silent, and then ends the job: unless it is told not to."""
+    """Whether mpirun looks for hosts that are silent, and then ends the job, as it does unless it is told not to."""
     told = of_process(process, "cmdline") + of_process(process, "environ")
     return re.search(_KEEPALIVE + r"[\0=]0\0", told) is None
 
@@ -38,7 +38,9 @@ def notices_silent_hosts(process: int) -> bool:
 def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     """End mpirun in a few seconds, from outside this process, which is about to end.
 
-    unless: processes of which one that is still there then prevents that.
+    Args:
+        process: Mpirun's number.
+        unless: Processes of which one that is still there then prevents that.
     """
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)

@@ -76,7 +76,11 @@ def _initialize(level: int) -> None:
 
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """Inside, all ranks are to come together, in at most so many seconds; else this process ends, and says why."""
+    """Inside, all ranks are to come together; if they do not, this process ends, and says why.
+
+    Args:
+        seconds: How long they have.
+    """
     if _number(os.environ, _SIZES) < 2:
         yield
         return
@@ -91,7 +95,11 @@ def watched(seconds: float) -> Iterator[None]:
 
 
 def limit(timeout: float) -> float:
-    """Seconds that ranks have to come. timeout: seconds that an operation may take."""
+    """Seconds that ranks have to come to the start of MPI.
+
+    Args:
+        timeout: Seconds that an operation may take.
+    """
     try:
         return float(os.environ[START_TIMEOUT])
     except (KeyError, ValueError):
@@ -126,7 +134,14 @@ def _watch(complete: threading.Event, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class StartingRank:
-    """A rank on this host. state: of its process, the kernel's letter. waits: whether it is at the start and runs."""
+    """A rank on this host.
+
+    Attributes:
+        rank: Its number.
+        process: That of its process.
+        state: The state of its process, by the kernel's letter.
+        arrived: Whether it has come to the start of MPI.
+    """
 
     rank: int
     process: int
@@ -135,9 +150,11 @@ class StartingRank:
 
     @property
     def waits(self) -> bool:
+        """Whether it is at the start, and runs."""
         return self.arrived and self.state not in "TtZ"
 
     def text(self) -> str:
+        """What it does instead of coming, in words."""
         doing = _STATES.get(self.state, "has not come so far")
         command = command_of(self.process) or "gone"
         return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"

@@ -17,7 +17,10 @@ SHARED_MEMORY = "/dev/shm"  # of a node
 class Topology:
     """Places of the ranks of one communicator.
 
-    nodes: the node number of each rank, in order of first appearance; world_ranks: each rank's number in the world.
+    Attributes:
+        rank: This rank's number.
+        nodes: The node number of each rank, in order of first appearance.
+        world_ranks: Each rank's number in the world.
     """
 
     rank: int
@@ -26,6 +29,7 @@ class Topology:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.nodes)
 
     @property
@@ -35,10 +39,16 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
+        """The number of nodes."""
         return len(set(self.nodes))
 
     def of(self, ranks: Sequence[int], rank: int) -> Topology:
-        """The topology of a group of this communicator's ranks; rank: this rank's number in the group."""
+        """The topology of a group of this communicator's ranks.
+
+        Args:
+            ranks: Their numbers here.
+            rank: This rank's number in the group.
+        """
         return Topology(rank, _numbered(self.nodes[r] for r in ranks), tuple(self.world_ranks[r] for r in ranks))
 
 
