@@ -33,11 +33,20 @@ from mpitrain.monitor.text import counted
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
 _CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages by process_vm_readv
+_ONE_THREAD = "operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
 _UNMEASURED = "built-in; measured by python -m mpitrain.bench collectives --tune"
 Line = tuple[str, str, str]  # verdict, subject, finding
 
 
 def main(arguments: Sequence[str] = ()) -> int:
+    """The command.
+
+    Args:
+        arguments: None for the report; --clean and --dry-run, see `comm.process.cleanup`.
+
+    Returns:
+        The exit code.
+    """
     if arguments:
         try:
             return clean(arguments)
@@ -59,24 +68,22 @@ def main(arguments: Sequence[str] = ()) -> int:
 def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
     facts, missing = mpi_facts(world), fault_tolerance.missing()
+    level = facts.thread_level
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])
     lines: list[Line] = [
         (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
-        _threads_verdict(facts.thread_level),
+        (OK, "thread level", level) if level == "MULTIPLE" else (BAD, "thread level", f"{level}: {_ONE_THREAD}"),
         (OK, "mpi4py", facts.mpi4py),
         (OK, "python", f"{platform.python_version()}, mpitrain {_version('mpitrain')}, {versions}"),
         (OK, "CUDA", _cuda(facts.cuda_aware)),
         (OK, "fault tolerance", f"ULFM is off: elastic.mode needs {missing}" if missing else "ULFM is on"),
     ]
     different = [rank for rank, values in enumerate(seen) if values != seen[0]]
+    text = f"{world.size} ranks have the same versions"
     if different:
-        lines.append(
-            (BAD, "same everywhere", f"ranks {different[:8]} have other versions than rank 0: {seen[different[0]]}")
-        )
-    else:
-        lines.append((OK, "same everywhere", f"{world.size} ranks have the same versions"))
-    return lines
+        text = f"ranks {different[:8]} have other versions than rank 0: {seen[different[0]]}"
+    return [*lines, (BAD if different else OK, "same everywhere", text)]
 
 
 def placement(world: Communicator) -> list[Line]:
@@ -99,12 +106,10 @@ def placement(world: Communicator) -> list[Line]:
                 crowded.append(f"node {node}: {wanted} threads on {counted(len(available), 'core')}")
     bound, threads = _range(binding), {values[2] for values in everyone}
     lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}; threads a rank: {_range(threads)}"))
+    text = "no node has more threads than cores"
     if crowded:
-        text = "; ".join(crowded[:4])
-        lines.append((WARN, "threads", f"{text}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"))
-    else:
-        lines.append((OK, "threads", "no node has more threads than cores"))
-    return lines
+        text = f"{'; '.join(crowded[:4])}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"
+    return [*lines, (WARN if crowded else OK, "threads", text)]
 
 
 def memory(world: Communicator) -> list[Line]:
@@ -116,16 +121,12 @@ def memory(world: Communicator) -> list[Line]:
         shared = [0, 0]
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     everyone = world.all_gather_object([shared, ram])
-    free = min(values[0][1] for values in everyone)
-    total = min(values[0][0] for values in everyone)
-    text = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node"
-    if free < 256 * MIB:
-        mend = "arenas will be private and slower; mount -o remount,size=50% /dev/shm, containers: --shm-size"
-        lines: list[Line] = [(WARN, SHARED_MEMORY, f"{text}: {mend}")]
-    else:
-        lines = [(OK, SHARED_MEMORY, text)]
-    lines.append((OK, "memory", f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"))
-    return lines
+    total, free = (min(values[0][i] for values in everyone) for i in range(2))
+    text, low = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node", free < 256 * MIB
+    if low:
+        text += ": arenas will be private and slower; mount -o remount,size=50% /dev/shm, containers: --shm-size"
+    smallest = f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"
+    return [(WARN if low else OK, SHARED_MEMORY, text), (OK, "memory", smallest)]
 
 
 def reach(world: Communicator) -> list[Line]:
@@ -146,9 +147,8 @@ def speed(world: Communicator) -> list[Line]:
     if world.size == 1:
         return [(OK, "bandwidth", "one rank, nothing to measure")]
     lines: list[Line] = []
-    near = next((r for r in range(1, world.size) if world.nodes[r] == world.nodes[0]), None)
-    far = next((r for r in range(1, world.size) if world.nodes[r] != world.nodes[0]), None)
-    for name, other in (("inside a node", near), ("between nodes", far)):
+    for name, near in (("inside a node", True), ("between nodes", False)):
+        other = next((r for r in range(1, world.size) if (world.nodes[r] == world.nodes[0]) is near), None)
         if other is not None:
             rate = bandwidth(world, other, 0.4)
             lines.append((OK, "bandwidth", f"{rate / 1e9:.2f} GB/s {name} (rank 0 to {other}, 4 MiB messages)"))
@@ -171,12 +171,6 @@ def algorithms(world: Communicator) -> list[Line]:
         rules = describe(table.rules("all_reduce", place, world.size))
         lines.append((OK, "algorithms", f"all_reduce, {words}: {rules} ({origin})"))
     return lines
-
-
-def _threads_verdict(level: str) -> Line:
-    if level == "MULTIPLE":
-        return OK, "thread level", level
-    return BAD, "thread level", f"{level}: operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
 
 
 def _cuda(aware: bool) -> str:

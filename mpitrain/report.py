@@ -45,6 +45,14 @@ class _Line(BaseModel):
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command.
+
+    Args:
+        argv: A run folder, or the word schedule and its options; without it those of the command line.
+
+    Returns:
+        The exit code.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m mpitrain.report", description="What a run did.")
     run: Callable[[argparse.Namespace], None]
@@ -69,7 +77,14 @@ def _print_summary(arguments: argparse.Namespace) -> None:
 
 
 def summary(folder: Path) -> str:
-    """A few lines: steps, losses, speed, checkpoints."""
+    """A few lines of what a run did: steps, losses, speed, checkpoints.
+
+    Args:
+        folder: The run folder.
+
+    Raises:
+        InputError: No step of it is finished, or a line of its metrics is damaged.
+    """
     lines = read_metrics(folder)
     if not lines:
         raise InputError(f"run folder {folder} has no finished step; give the folder of a run that took one")

@@ -23,6 +23,11 @@ USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...
 
 
 def main(arguments: list[str]) -> None:
+    """Run the script.
+
+    Args:
+        arguments: -m where a module is to be run, the script or module, and its arguments.
+    """
     as_module = arguments[:1] == ["-m"]
     if as_module:
         arguments = arguments[1:]

@@ -14,6 +14,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
+    """The tensors as a list, also where one alone was given."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
@@ -25,11 +26,17 @@ def flat_list(lists: Any) -> list[torch.Tensor]:
 
 
 def joined(lists: Sequence[Tensors]) -> list[torch.Tensor]:
+    """The tensors of all lists in one."""
     return [tensor for tensors in lists for tensor in tensors]
 
 
 def options(options: Any, kind: Callable[[], Any]) -> Any:
-    """The options, which may be given as a reduction operation alone, or not at all."""
+    """The options of a reduction.
+
+    Args:
+        options: The options; in their place the reduction operation alone may be given, or None.
+        kind: Makes options.
+    """
     if options is None:
         return kind()
     if hasattr(options, "timeout"):
@@ -39,15 +46,35 @@ def options(options: Any, kind: Callable[[], Any]) -> Any:
     return made
 
 
-def rooted(options: Any, root: int, op: Any = None, *_: Any) -> Any:
-    options.rootRank = root
+def rooted(options: Any, kind: Callable[[], Any], op: Any = None, *_: Any) -> Any:
+    """The options of an operation that has a root.
+
+    Args:
+        options: The options; in their place the root may be given.
+        kind: Makes options.
+        op: The reduction operation, where the root was given.
+    """
+    if not isinstance(options, int):
+        return options
+    made = kind()
+    made.rootRank = options
     if op is not None:
-        options.reduceOp = op
-    return options
+        made.reduceOp = op
+    return made
 
 
 def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tensors]) -> None:
-    """Raise ArgumentError unless each list has a tensor for each rank, all of one type."""
+    """Make sure that each list has a tensor for each rank, all of one type.
+
+    Args:
+        comm: The group's communicator.
+        name: The operation's name in messages.
+        which: What the lists are called there.
+        lists: The lists.
+
+    Raises:
+        ArgumentError: One has not.
+    """
     for tensors in lists:
         if len(tensors) != comm.size:
             raise ArgumentError(f"{name}: {len(tensors)} {which} tensors for {comm.size} ranks; give one for each")
@@ -56,7 +83,17 @@ def check_length(comm: Communicator, name: str, which: str, lists: Sequence[Tens
 
 
 def check_splits(comm: Communicator, which: str, tensor: torch.Tensor, rows: Sequence[int]) -> None:
-    """Raise ArgumentError unless the rows for each rank, none: equal numbers, sum to the tensor's."""
+    """Make sure that the rows for each rank sum to the tensor's.
+
+    Args:
+        comm: The group's communicator.
+        which: What the tensor is called in messages.
+        tensor: The tensor whose dimension 0 is divided.
+        rows: How many rows go to each rank; empty where all get equally many.
+
+    Raises:
+        ArgumentError: They do not.
+    """
     length = tensor.shape[0] if tensor.dim() else 1
     if rows and (len(rows) != comm.size or sum(rows) != length):
         raise ArgumentError(

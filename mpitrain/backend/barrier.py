@@ -12,17 +12,20 @@ import numpy as np
 
 from mpitrain.backend.failures import GroupError
 from mpitrain.backend.queues import Waiting
+from mpitrain.backend.work import comes_true
 from mpitrain.comm import Communicator
 from mpitrain.comm.runtime.work import Messages
 
 _TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
 _MONITORED_TAGS = range(32000, 32700)
-_POLLS = 1000
-_NAP = 1e-4  # seconds
 
 
 class Barriers:
-    """The barriers of one process group."""
+    """The barriers of one process group.
+
+    Attributes:
+        abandoned: Messages that somebody has waited for in vain. MPI may still write into their memory.
+    """
 
     def __init__(self, comm: Communicator, waiting: Waiting) -> None:
         self._comm, self._waiting = comm, waiting
@@ -34,7 +37,14 @@ class Barriers:
         return tags[self._count % len(tags)]
 
     def wait(self, seconds: float) -> None:
-        """Return when every rank has come. Raises GroupError after the given time."""
+        """Return when every rank has come.
+
+        Args:
+            seconds: How long to wait.
+
+        Raises:
+            GroupError: Some rank has not come in that time.
+        """
         comm, tag = self._comm, self._next_of(_TAGS)
         deadline = time.monotonic() + seconds
         distance = 1
@@ -51,7 +61,15 @@ class Barriers:
             distance *= 2
 
     def monitored(self, seconds: float, wait_all_ranks: bool) -> None:
-        """Raises GroupError, in gloo's words: on rank 0 it names the ranks that did not come."""
+        """Return when every rank has come, and tell rank 0 of those that do not.
+
+        Args:
+            seconds: How long to wait.
+            wait_all_ranks: Whether rank 0 is to name all that did not come, instead of the first.
+
+        Raises:
+            GroupError: Some rank has not come in that time; in gloo's words.
+        """
         comm, tag = self._comm, self._next_of(_MONITORED_TAGS)
         deadline = time.monotonic() + seconds
         word = np.zeros(1, dtype=np.int64)
@@ -88,20 +106,9 @@ class Barriers:
     def _done(self, work: Messages, deadline: float) -> bool:
         if work.done():
             return True
+        self._waiting.start_all()
         with work.limited_wait():
-            return self._polled(work, deadline)
-
-    def _polled(self, work: Messages, deadline: float) -> bool:
-        polls = 0
-        while not work.done():
-            polls += 1
-            if polls == 1:
-                self._waiting.start_all()
-            if polls < _POLLS:
-                time.sleep(0)
-                continue
-            if time.monotonic() > deadline:
-                self.abandoned.append(work)
-                return False
-            time.sleep(_NAP)
-        return True
+            done = comes_true(work.done, deadline)
+        if not done:
+            self.abandoned.append(work)
+        return done

@@ -5,7 +5,8 @@ Ranks are those of the group; options are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,82 +15,84 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpitrain.backend.arguments import Tensors, check_length, check_splits, flat_list, joined, listed, options, rooted
 from mpitrain.backend.issuing import Issuing
-from mpitrain.backend.reductions import Reducing, all_reduce_sparse
+from mpitrain.backend.reductions import Reducing
 from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
 
 
 class GroupCollectives(Issuing):
-    """Old and new names of the same operations: torch's releases and its C++ code differ in which they call."""
+    """The collectives, under old and new names: torch's releases and its C++ code differ in which they call.
+
+    Options are torch's; several tensors stand for several operations that are issued as one.
+    """
 
     # -- reductions --------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the reduction of all ranks'."""
         return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_")
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
         return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_coalesced_")
 
     def _all_reduce(self, tensors: list[torch.Tensor], opts: Any, shown: str) -> dist.Work:
-        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in tensors]
+        alike = tensors, opts.reduceOp.op
+        return self._reduce("all_reduce", Reducing.all_reduce, opts, tensors, alike=alike, shown=(shown, tensors))
+
+    def _reduce(
+        self,
+        name: str,
+        act: Callable[..., None],
+        opts: Any,
+        outputs: list[torch.Tensor],
+        *others: Sequence[Any],
+        alike: Sequence[object],
+        shown: tuple[Any, ...],
+    ) -> dist.Work:
+        """Call act with the reduction of each output's type, the output, and what goes with it. The rest as `_run`."""
+        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
 
         def call() -> None:
-            for tensor, reducing in zip(tensors, reducings, strict=True):
-                if tensor.is_sparse:
-                    all_reduce_sparse(tensor, reducing)
-                else:
-                    reducing.all_reduce(tensor)
+            for of_each in zip(reducings, outputs, *others, strict=True):
+                act(*of_each)
 
-        alike = tensors, opts.reduceOp.op
-        return self._run("all_reduce", call, tensors, opts, *alike, shown=(shown, tensors))
+        return self._run(name, call, outputs, opts, *alike, shown=shown)
 
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
-        tensors = listed(tensors)
-        if isinstance(opts, int):
-            opts = rooted(dist.ReduceOptions(), opts, *others)
-        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in tensors]
-
-        def call() -> None:
-            for tensor, reducing in zip(tensors, reducings, strict=True):
-                reducing.reduce(tensor, opts.rootRank)
-
-        alike = tensors, opts.reduceOp.op, "to", opts.rootRank
-        shown = "reduce_", tensors, opts.rootRank, 0
-        return self._run("reduce", call, tensors, opts, *alike, shown=shown)
+        """The root's tensor becomes the reduction of all ranks'; the others' stay as they were."""
+        tensors, opts = listed(tensors), rooted(opts, dist.ReduceOptions, *others)
+        root = opts.rootRank
+        alike, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
+        return self._reduce("reduce", partial(Reducing.reduce, root=root), opts, tensors, alike=alike, shown=shown)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each output becomes this rank's block of the reduction of a list of blocks, one for each rank."""
         outputs, opts = listed(outputs), options(opts, dist.ReduceScatterOptions)
         lists = [inputs] if isinstance(inputs[0], torch.Tensor) else list(inputs)
         check_length(self.comm, "reduce_scatter", "input", lists)
-        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
 
-        def call() -> None:
-            for out, blocks, reducing in zip(outputs, lists, reducings, strict=True):
-                joined = Blocks(blocks)
-                joined.collect()
-                reducing.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
+        def act(reducing: Reducing, out: torch.Tensor, blocks: Tensors) -> None:
+            joined = Blocks(blocks)
+            joined.collect()
+            reducing.reduce_scatter(out, joined.whole, None if joined.even else joined.sizes)
 
-        shown = "reduce_scatter_", outputs, lists
-        return self._run("reduce_scatter", call, outputs, opts, lists[0], opts.reduceOp.op, shown=shown)
+        alike, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
+        return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """The output becomes this rank's block of the reduction of the inputs."""
         return self._reduce_scatter_singles([output], [input], opts, "_reduce_scatter_base_", output, input)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Each output becomes this rank's block of the reduction of its inputs."""
         shown = "reduce_scatter_tensor_coalesced_", list(outputs), list(inputs)
         return self._reduce_scatter_singles(outputs, inputs, opts, *shown)
 
     def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any, *shown: Any) -> dist.Work:
         opts = options(opts, dist.ReduceScatterOptions)
         outputs, inputs = list(outputs), list(inputs)
-        reducings = [Reducing(opts.reduceOp, t.dtype, self.comm) for t in outputs]
-
-        def call() -> None:
-            for out, x, reducing in zip(outputs, inputs, reducings, strict=True):
-                reducing.reduce_scatter(out, x)
-
-        alike = outputs, inputs, opts.reduceOp.op
-        return self._run("reduce_scatter", call, outputs, opts, *alike, shown=shown)
+        alike, act = (outputs, inputs, opts.reduceOp.op), Reducing.reduce_scatter
+        return self._reduce("reduce_scatter", act, opts, outputs, inputs, alike=alike, shown=shown)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -97,9 +100,8 @@ class GroupCollectives(Issuing):
     # -- movements ---------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        tensors = listed(tensors)
-        if isinstance(opts, int):
-            opts = rooted(dist.BroadcastOptions(), opts)
+        """Each tensor becomes the root's."""
+        tensors, opts = listed(tensors), rooted(opts, dist.BroadcastOptions)
         root = opts.rootRank
 
         def call() -> None:
@@ -111,9 +113,8 @@ class GroupCollectives(Issuing):
                     self.comm.broadcast(into.buffer, root)
                     into.land()
 
-        return self._run(
-            "broadcast", call, tensors, opts, tensors, "from", root, shown=("broadcast_", tensors, root, 0)
-        )
+        shown = "broadcast_", tensors, root, 0
+        return self._run("broadcast", call, tensors, opts, tensors, "from", root, shown=shown)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each list of outputs becomes every rank's input; the sizes may differ between ranks."""
@@ -134,9 +135,11 @@ class GroupCollectives(Issuing):
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """The output becomes the inputs of all ranks, one after the other."""
         return self._all_gather_singles([output], [input], opts, "_allgather_base_", output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Each output becomes its inputs of all ranks, one after the other."""
         shown = "allgather_into_tensor_coalesced_", list(outputs), list(inputs)
         return self._all_gather_singles(outputs, inputs, opts, *shown)
 
@@ -158,8 +161,7 @@ class GroupCollectives(Issuing):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The root's list of outputs becomes every rank's input."""
         [x] = listed(inputs)
-        if isinstance(opts, int):
-            opts = rooted(dist.GatherOptions(), opts)
+        opts = rooted(opts, dist.GatherOptions)
         root, outs = opts.rootRank, flat_list(outputs)
         if self.comm.rank == root:
             check_length(self.comm, "gather", "output", [outs])
@@ -178,8 +180,7 @@ class GroupCollectives(Issuing):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The output becomes this rank's entry of the root's list of inputs."""
         [out] = listed(outputs)
-        if isinstance(opts, int):
-            opts = rooted(dist.ScatterOptions(), opts)
+        opts = rooted(opts, dist.ScatterOptions)
         root, blocks = opts.rootRank, flat_list(inputs)
         if self.comm.rank == root:
             check_length(self.comm, "scatter", "input", [blocks])
@@ -205,7 +206,15 @@ class GroupCollectives(Issuing):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Rows of dimension 0 go to the ranks in order; the split sizes are rows for each rank, none: equal."""
+        """Rows of dimension 0 go to the ranks in order.
+
+        Args:
+            output: What arrives.
+            input: What leaves.
+            output_split_sizes: The rows that come from each rank; without them all are equal.
+            input_split_sizes: The rows that go to each rank; without them all are equal.
+            opts: The options.
+        """
         into_rows, from_rows = output_split_sizes or [], input_split_sizes or []
         check_splits(self.comm, "output", output, into_rows)
         check_splits(self.comm, "input", input, from_rows)
@@ -213,12 +222,8 @@ class GroupCollectives(Issuing):
 
         def call() -> None:
             into = Written(output)
-            self.comm.all_to_all(
-                into.buffer,
-                to_read(input),
-                out_counts=row_counts(output, into_rows),
-                in_counts=row_counts(input, from_rows),
-            )
+            out_counts, in_counts = row_counts(output, into_rows), row_counts(input, from_rows)
+            self.comm.all_to_all(into.buffer, to_read(input), out_counts=out_counts, in_counts=in_counts)
             into.land()
 
         shown = "alltoall_base_", output, input, list(into_rows), list(from_rows)

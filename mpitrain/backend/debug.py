@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from mpitrain.backend.failures import GroupError
 from mpitrain.comm import Communicator
 
-_BYTES = 400  # of a description on the wire
+_MOST = 400  # characters of a description
 
 
 class Comparison:
@@ -25,18 +24,18 @@ class Comparison:
         self._count = 0
 
     def compare(self, name: str, alike: Sequence[object]) -> None:
-        """Raises GroupError on every rank unless all are about to do the same. Collective.
+        """Make sure that all ranks are about to do the same. Collective.
 
-        alike: what must be the same: lists of tensors (their types and shapes), reductions, ranks.
+        Args:
+            name: The operation's name.
+            alike: What must be the same: lists of tensors (their types and shapes), reductions, ranks.
+
+        Raises:
+            GroupError: They are not; on every rank.
         """
         self._count += 1
-        mine = np.zeros(_BYTES, dtype=np.uint8)
         text = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
-        raw = f"{name} #{self._count} {text}".encode()[:_BYTES]
-        mine[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)
-        everyone = np.empty((self._comm.size, _BYTES), dtype=np.uint8)
-        self._comm.all_gather(everyone.reshape(-1), mine)
-        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
+        texts = self._comm.all_gather_object(f"{name} #{self._count} {text}"[:_MOST])
         if len(set(texts)) > 1:
             table = "".join(f"\n  rank {rank}  {text}" for rank, text in enumerate(texts))
             raise GroupError(

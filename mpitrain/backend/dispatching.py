@@ -36,10 +36,18 @@ def watched() -> bool:
 
 
 def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: Call) -> dist.Work | None:
-    """Issue a call as the operation c10d::name. values: of its arguments, in order, but for the group, the limits and
-    the reduction, of which Python can make none that the dispatcher takes but a sum.
+    """Issue a call as the operation c10d::name.
 
-    Returns what the call does; None where a mode took its place, as those do that only want shapes.
+    Args:
+        name: The operation's name.
+        values: Those of its arguments, in order, but for the group, the limits and the reduction, of which Python can
+            make
+            none that the dispatcher takes but a sum.
+        group: The process group.
+        call: What carries it out.
+
+    Returns:
+        What the call does; None where a mode took its place, as those do that only want shapes.
     """
     operation = getattr(torch.ops.c10d, name).default
     _kernel_of(name)

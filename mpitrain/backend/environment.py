@@ -35,7 +35,8 @@ def from_launcher(environment: Mapping[str, str]) -> dict[str, str] | None:
     return None
 
 
-def from_communicator(world: Communicator) -> dict[str, str]:
+def publish(world: Communicator) -> None:
+    """Set the variables to what MPI says."""
     values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -44,12 +45,7 @@ def from_communicator(world: Communicator) -> dict[str, str]:
         "GROUP_RANK": world.node,
         "GROUP_WORLD_SIZE": world.num_nodes,
     }
-    return {name: str(value) for name, value in values.items()}
-
-
-def publish(world: Communicator) -> None:
-    """Set the variables to what MPI says."""
-    os.environ.update(from_communicator(world))
+    os.environ.update({name: str(value) for name, value in values.items()})
 
 
 def announce() -> None:

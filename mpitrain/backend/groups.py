@@ -36,7 +36,13 @@ Name = tuple[Key, int]  # of a communicator: its ranks, and how many of the same
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of communicators that all of their ranks have left. use: the number of one to use again, else -1."""
+    """What becomes of communicators that all of their ranks have left.
+
+    Attributes:
+        use: The number of the one to use again; -1 for none.
+        free: Those to free, where too many wait.
+        forget: Those to leave alone.
+    """
 
     use: int
     free: tuple[Name, ...]
@@ -44,7 +50,12 @@ class Verdict:
 
 
 def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
-    """key: the ranks of the new group. offers: of all of them, what each has left, and its messages sent too many."""
+    """What becomes of communicators that all of their ranks have left.
+
+    Args:
+        key: The ranks of the new group.
+        offers: Of all of them, the names of communicators that each has left, and its messages sent too many.
+    """
     left: dict[Name, list[int]] = {}
     for name, surplus in offers:
         left.setdefault(name, []).append(surplus)
@@ -60,9 +71,12 @@ def judge(key: Key, offers: Iterable[tuple[Name, int]]) -> Verdict:
 class GroupRegistry:
     """What the process groups of a process share.
 
-    control: a communicator over all ranks, for agreements between the members of groups. store: what torch is given
-    as the store; it does not keep the Python part of it itself. made: of the same ranks, in order; None: freed.
-    left: communicators of destroyed groups, and their messages sent more than received.
+    Attributes:
+        control: A communicator over all ranks, for agreements between the members of groups.
+        store: What torch is given as the store; it does not keep the Python part of it itself.
+        waiting: The queues that have no thread.
+        made: The communicators of the same ranks, in order; None for those that were freed.
+        left: The communicators of destroyed groups, and their messages sent more than received.
     """
 
     control: Communicator
@@ -92,9 +106,11 @@ class GroupRegistry:
         return comm
 
     def give_back(self, comm: Communicator, surplus: int) -> None:
-        """The group is destroyed, and nothing of it is under way here.
+        """Note that a group is destroyed, and that nothing of it is under way here.
 
-        surplus: messages that this rank has sent in it more than received.
+        Args:
+            comm: Its communicator.
+            surplus: Messages that this rank has sent in it more than received.
         """
         name = next((key, made.index(comm)) for key, made in self.made.items() if comm in made)
         self.left[name] = surplus

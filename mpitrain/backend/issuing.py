@@ -38,10 +38,13 @@ class Issuing(versions.Base):
 
         shown: as what torch's dispatcher is to see it: the name, and the arguments.
         """
+        return self._seen(shown, outputs, partial(self._issue, name, call, outputs, options, alike))
+
+    def _seen(self, shown: tuple[Any, ...], outputs: Tensors, issue: Callable[[], dist.Work]) -> dist.Work:
+        """Issue an operation, by way of torch's dispatcher where somebody looks. shown: as `_run` has it."""
         if watched():
-            issue = partial(self._issue, name, call, outputs, options, alike)
             return dispatch(shown[0], shown[1:], self, issue) or FinishedWork(outputs)
-        return self._issue(name, call, outputs, options, alike)
+        return issue()
 
     def _issue(
         self, name: str, call: Callable[[], None], outputs: Tensors, options: Any, alike: Sequence[object]

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,56 +26,57 @@ from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 from mpitrain.backend.store import NoStore
 from mpitrain.backend.versions import Base
 
+_HELPER = "_new_process_group_helper"
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
 def install(name: str, address: str, library: object) -> None:
-    """name: our backend's. address: the init_method that asks MPI. library: operations, to be kept."""
+    """Put our functions before torch's.
+
+    Args:
+        name: Our backend's name.
+        address: The init_method that asks MPI.
+        library: Operations, to be kept.
+    """
     _replace("init_process_group", functools.partial(_init_process_group, name, address, library))
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
-    _take_helper(name, always=False)
+    _replace(_HELPER, functools.partial(_new_group, name, False))
     _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"], address)
 
 
 def take_over(name: str, address: str) -> None:
-    """Let every process group be one of ours, whichever backend and address the script names."""
-    _take_helper(name, always=True)
+    """Let every process group be one of ours, whichever backend and address the script names.
+
+    Args:
+        name: Our backend's name.
+        address: The init_method that asks MPI.
+    """
+    _replace(_HELPER, functools.partial(_new_group, name, True))
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = lambda url, **kwargs: rendezvous(_asked(address, url))
 
 
-def _take_helper(name: str, always: bool) -> None:
-    c10d._new_process_group_helper = functools.partial(_new_group, name, always, c10d._new_process_group_helper)
-
-
 def _replace(name: str, ours: Callable[..., Any]) -> None:
-    """ours: called with the original first."""
+    """ours: called with the original first, and then with the arguments by their names."""
     original = getattr(c10d, name)
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
+        return ours(original, **signature.bind(*args, **kwargs).arguments)
 
     for module in (c10d, dist):
-        setattr(module, name, function)
+        if hasattr(module, name):
+            setattr(module, name, function)
 
 
-def _init_process_group(
-    name: str,
-    address: str,
-    _: object,
-    original: Callable[..., None],
-    backend: str | None = None,
-    init_method: str | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    from_environment = init_method is None or init_method.startswith("env://")
-    if backend is not None and name in str(backend) and from_environment and kwargs.get("store") is None:
-        init_method = address
-    original(backend, init_method, *args, **kwargs)
+def _init_process_group(name: str, address: str, _: object, original: Callable[..., None], **given: Any) -> None:
+    from_environment = (given.get("init_method") or "env://").startswith("env://")
+    if name in str(given.get("backend")) and from_environment and given.get("store") is None:
+        given["init_method"] = address
+    original(**given)
 
 
 def _meet_by_environment(original: Callable[..., Any], address: str, url: str, **kwargs: Any) -> Iterator[Any]:
@@ -96,18 +98,14 @@ def _ours(group: Any) -> bool:
     return isinstance(c10d.GroupMember.WORLD if group is None else group, Base)
 
 
-def _monitored_barrier(
-    original: Callable[..., None],
-    group: Any = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
-) -> None:
+def _monitored_barrier(original: Callable[..., None], **given: Any) -> None:
+    group, timeout = given.get("group"), given.get("timeout")
     if not _ours(group):
-        return original(group, timeout, wait_all_ranks)
+        return original(**given)
     if isinstance(timeout, (int, float)):
         timeout = timedelta(seconds=timeout)
     ours: Any = group or c10d._get_default_group()
-    return ours.monitored_barrier(timeout, wait_all_ranks)
+    return ours.monitored_barrier(timeout, given.get("wait_all_ranks", False))
 
 
 def _store_based_barrier(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -115,50 +113,32 @@ def _store_based_barrier(original: Callable[..., None], *args: Any, **kwargs: An
         original(*args, **kwargs)
 
 
-def _new_group(
-    name: str,
-    always: bool,
-    original: Callable[..., Any],
-    group_size: int,
-    group_rank: int,
-    global_ranks_in_group: list[int],
-    backend: Any,
-    store: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    wanted = str(backend)
+def _new_group(name: str, always: bool, original: Callable[..., Any], **given: Any) -> Any:
+    wanted, size, inner = str(given["backend"]), given["group_size"], getattr(given["store"], "underlying_store", None)
     if wanted not in _SIMULATED and (always or _ours(None)):
-        backend = dist.Backend(name)
-    elif name not in wanted and group_size > 1 and isinstance(getattr(store, "underlying_store", None), NoStore):
+        given["backend"] = dist.Backend(name)
+    elif name not in wanted and size > 1 and isinstance(inner, NoStore):
         raise ValueError(
             f'the ranks have no address for backend "{wanted}"; say init_process_group("{name}"), set MASTER_ADDR and '
             "MASTER_PORT, or start the script with python -m mpitrain.backend"
         )
-    if group_size == -1:  # as for torch's own MPI backend
-        store, group_rank, group_size = next(rendezvous(f"{name}://"))
-    return original(group_size, group_rank, global_ranks_in_group, backend, store, *args, **kwargs)
+    if size == -1:  # as for torch's own MPI backend
+        given["store"], given["group_rank"], given["group_size"] = next(rendezvous(f"{name}://"))
+    return original(**given)
 
 
-def _split_group(
-    original: Callable[..., Any],
-    parent_pg: Any = None,
-    split_ranks: list[list[int]] | None = None,
-    timeout: timedelta | None = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _split_group(original: Callable[..., Any], **given: Any) -> Any:
     """The group of the list of parent's ranks that has this one, or None: made by the members of each list."""
-    if not _ours(parent_pg):
-        return original(parent_pg, split_ranks, timeout, pg_options, group_desc, *args, **kwargs)
+    if not _ours(given.get("parent_pg")):
+        return original(**given)
+    split_ranks = given.get("split_ranks")
     if not split_ranks:
         raise ValueError("split_group: split_ranks is empty; give a list of ranks for each group")
-    parent = parent_pg or c10d._get_default_group()
+    parent = given.get("parent_pg") or c10d._get_default_group()
     rank = c10d.get_rank(parent)
     mine = next((sorted(ranks) for ranks in split_ranks if rank in ranks), None)
     if mine is None:
         return None
     ranks = [c10d.get_global_rank(parent, r) for r in mine]
-    return c10d.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=group_desc)
+    timeout, described = given.get("timeout"), given.get("group_desc")
+    return c10d.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=described)

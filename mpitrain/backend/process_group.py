@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,31 @@ from mpitrain.backend.arguments import listed
 from mpitrain.backend.barrier import Barriers
 from mpitrain.backend.collectives import GroupCollectives
 from mpitrain.backend.debug import Comparison
-from mpitrain.backend.dispatching import dispatch, watched
+from mpitrain.backend.dispatching import watched
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
 from mpitrain.backend.memory import TensorMemory
 from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import Written, to_read
-from mpitrain.backend.work import FinishedWork, MessageWork
+from mpitrain.backend.work import FinishedWork, MessageWork, seconds_of
 from mpitrain.comm import ANY_SOURCE, Communicator
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
 _SHORT = 300.0  # seconds: groups with at most this timeout raise after it, the watchdog ends the job after others'
+
+
+def _lacking(name: str, instead: str) -> GroupError:
+    return GroupError(f'the backend "mpitrain" has no {name}; {instead}', agreed=True)
+
+
+def _refusing(name: str, instead: str) -> Callable[..., Any]:
+    """A method that we lack."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _lacking(name, instead)
+
+    return refuse
 
 
 class MPIProcessGroup(GroupCollectives):
@@ -57,34 +71,22 @@ class MPIProcessGroup(GroupCollectives):
     # -- point to point ----------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """Begin to send a tensor to a rank of the group."""
         [tensor] = listed(tensors)
-        name, begin = f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag)
-        return self._message(name, begin, tensor, None, ("send", [tensor], dst, tag))
+        issue = partial(self._begin, f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
+        return self._seen(("send", [tensor], dst, tag), [tensor], issue)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """Begin to receive into a tensor from a rank of the group."""
         [tensor] = listed(tensors)
         into = Written(tensor)
         source = "any rank" if src == ANY_SOURCE else f"rank {src}"
         shown = ("recv_any_source_", [tensor], tag) if src == ANY_SOURCE else ("recv_", [tensor], src, tag)
-        name, begin = f"receive from {source}", lambda: self.comm.irecv(into.buffer, src, tag)
-        return self._message(name, begin, tensor, into.land, shown)
+        begin = partial(self.comm.irecv, into.buffer, src, tag)
+        return self._seen(shown, [tensor], partial(self._begin, f"receive from {source}", begin, tensor, into.land))
 
-    def _message(
-        self,
-        name: str,
-        begin: Callable[[], Messages],
-        tensor: torch.Tensor,
-        land: Callable[[], None] | None,
-        shown: tuple[Any, ...],
-    ) -> dist.Work:
-        """shown: as `_run` has it."""
-        if watched():
-            begun = dispatch(shown[0], shown[1:], self, lambda: self._begun(name, begin, tensor, land))
-            return begun or FinishedWork([tensor])
-        return self._begun(name, begin, tensor, land)
-
-    def _begun(
-        self, name: str, begin: Callable[[], Messages], tensor: torch.Tensor, land: Callable[[], None] | None
+    def _begin(
+        self, name: str, begin: Callable[[], Messages], tensor: torch.Tensor, land: Callable[[], None] | None = None
     ) -> dist.Work:
         try:
             work = begin()
@@ -95,14 +97,19 @@ class MPIProcessGroup(GroupCollectives):
         return self._remember(MessageWork(name, work, [tensor], self.timeout, self._waiting, self._in_flight, land))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Begin to receive into a tensor from whichever rank of the group sends first."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # -- synchronisation ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Raises CommunicationError when not every rank has come in time: the call's limit, or the group's."""
+        """Return when every rank has come.
+
+        Raises:
+            GroupError: Not every rank has come in time: within the call's limit, or else the group's.
+        """
         limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", timeout)
-        seconds = limit.total_seconds() if limit is not None and limit > timedelta(0) else self.timeout
+        seconds = seconds_of(limit, self.timeout)
         if versions.asynchronous(opts) or self._coalesced is not None or watched():
             shown: Any = ("barrier", torch.empty(0), [])
             return self._run("barrier", lambda: self._barriers.wait(seconds), [], opts, shown=shown)
@@ -118,6 +125,7 @@ class MPIProcessGroup(GroupCollectives):
     # -- memory ------------------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` gives memory on a device."""
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -129,6 +137,7 @@ class MPIProcessGroup(GroupCollectives):
     # -- life --------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Change the group's limit."""
         self.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -157,26 +166,14 @@ class MPIProcessGroup(GroupCollectives):
         text = f"mpitrain: rank {self.comm.world_ranks[self.comm.rank]}: left with {stuck} not complete"
         self.comm.process.faults.end_job(text)
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
     # -- what we lack ------------------------------------------------------------------------------------
 
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        raise _lacking("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
-
-    def merge_remote_group(self, *_: Any, **__: Any) -> Any:
-        raise _lacking("merge_remote_group", "start all ranks with one mpirun, and make groups of them with new_group")
-
-    def _register_on_completion_hook(self, *_: Any) -> None:
-        raise _lacking("_register_on_completion_hook", "use work.get_future().then(callback)")
-
-    def _enable_collectives_timing(self) -> None:
-        raise _lacking("_enable_collectives_timing", "use torch.profiler")
-
-    def _start_time_estimate(self) -> None:
-        raise _lacking("time estimates", "use python -m mpitrain.bench backend")
-
-
-def _lacking(name: str, instead: str) -> GroupError:
-    return GroupError(f'the backend "mpitrain" has no {name}; {instead}', agreed=True)
+    split_group = _refusing("ProcessGroup.split_group", "call torch.distributed.split_group or new_group")
+    merge_remote_group = _refusing(
+        "merge_remote_group", "start all ranks with one mpirun, and make groups of them with new_group"
+    )
+    _register_on_completion_hook = _refusing("_register_on_completion_hook", "use work.get_future().then(callback)")
+    _enable_collectives_timing = _refusing("_enable_collectives_timing", "use torch.profiler")
+    _start_time_estimate = _refusing("time estimates", "use python -m mpitrain.bench backend")

@@ -27,32 +27,36 @@ if TYPE_CHECKING:
 
 
 class Waiting:
-    """The queues of a process that hold operations and have no thread to carry them out."""
+    """The queues of a process that hold operations and have no thread to carry them out.
+
+    Attributes:
+        queues: These.
+    """
 
     def __init__(self) -> None:
-        self._queues: set[Queue] = set()
-
-    def add(self, queue: Queue) -> None:
-        self._queues.add(queue)
-
-    def remove(self, queue: Queue) -> None:
-        self._queues.discard(queue)
+        self.queues: set[Queue] = set()
 
     def start_all(self, but: Queue | None = None) -> None:
-        """Somebody is about to block: let the operations of all groups (but one) make progress."""
-        if self._queues:
-            for queue in list(self._queues):
-                if queue is not but:
-                    queue.start()
+        """Let the operations of all groups make progress: somebody is about to block.
+
+        Args:
+            but: A queue that need not.
+        """
+        for queue in list(self.queues):
+            if queue is not but:
+                queue.start()
 
 
 class Queue:
     """The operations of one process group, carried out in the order they were issued."""
 
     def __init__(self, threaded: bool, waiting: Waiting, limit: float | None = None) -> None:
-        """threaded: make progress in a thread whenever there is something to do.
+        """Begin with nothing in it.
 
-        limit: seconds after which who waits for an operation is told so; None: the watchdog sees to it.
+        Args:
+            threaded: Whether to make progress in a thread whenever there is something to do.
+            waiting: The queues that have no thread.
+            limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
         """
         self.threaded, self.limit = threaded, limit
         self.given_up: list[Operation] = []  # that somebody has waited for in vain
@@ -74,26 +78,27 @@ class Queue:
                 raise translation(error) from error
 
     def submit(self, operation: Operation) -> Operation:
+        """Put an operation into the queue, and give it back."""
         with self._changed:
             self._pending.append(operation)
             self._changed.notify()
         if self.threaded:
             self.start()
         elif self._thread is None:
-            self._waiting.add(self)
+            self._waiting.queues.add(self)
         return operation
 
     def start(self) -> None:
         """Make progress in a thread from now on."""
         with self._changed:
             if self._thread is None and not self._closed:
-                self._waiting.remove(self)
+                self._waiting.queues.discard(self)
                 self._thread = threading.Thread(target=self._work, name="mpitrain-backend", daemon=True)
                 self._thread.start()
 
     @property
     def is_this_thread(self) -> bool:
-        """Whether the caller is the queue's thread: in a callback, where waiting for itself would never end."""
+        """Whether the caller is the queue's thread, in a callback, where waiting for itself would never end."""
         return self._thread is threading.current_thread()
 
     def finish(self, operation: Operation) -> None:
@@ -113,15 +118,15 @@ class Queue:
         return ", ".join(operation.name for operation in self.given_up if not operation.complete)
 
     def close(self) -> None:
-        """Complete everything, unless something was given up: then the rest stays as it is."""
+        """Complete everything, unless something was given up, and the rest stays as it is."""
         if self.stuck:
-            self._waiting.remove(self)
+            self._waiting.queues.discard(self)
             return
         self.drain()
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._waiting.remove(self)
+        self._waiting.queues.discard(self)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -135,7 +140,7 @@ class Queue:
         if operation is not None:
             operation.announce()
             if not self._pending:
-                self._waiting.remove(self)
+                self._waiting.queues.discard(self)
         elif wanted is not None and not wanted.complete:
             time.sleep(0)  # another thread has carried it out and is about to say so
 

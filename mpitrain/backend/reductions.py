@@ -31,11 +31,24 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
 class Reducing:
     """One reduction of one dtype over one communicator.
 
-    op: torch's. name: the communicator's operation. factor: what each rank's values are multiplied with first.
+    Attributes:
+        comm: The communicator.
+        name: The communicator's operation.
+        factor: What each rank's values are multiplied with first.
+        bitwise: What combines two ranks' values where the communicator has no such operation.
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, comm: Communicator) -> None:
-        """Raises ArgumentError for an operation that we lack or that has no meaning for the dtype."""
+        """Find out how it is done.
+
+        Args:
+            op: Torch's operation.
+            dtype: The tensors' type.
+            comm: The communicator.
+
+        Raises:
+            ArgumentError: We lack the operation, or it has no meaning for the dtype.
+        """
         kind = getattr(op, "op", op)
         self.comm = comm
         self.factor: float | torch.Tensor | None = None
@@ -52,6 +65,9 @@ class Reducing:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The tensor becomes the reduction of all ranks'; in place."""
+        if tensor.is_sparse:
+            _all_reduce_sparse(tensor, self)
+            return
         into = Written(tensor, keep=True)
         if self.bitwise is not None:
             into.whole.copy_(self._gathered(into.whole))
@@ -62,25 +78,26 @@ class Reducing:
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """The root's tensor becomes the reduction; the others' stay as they were."""
-        at_root = self.comm.rank == root
-        into = Written(tensor, keep=True)
+        at_root, into = self.comm.rank == root, Written(tensor, keep=True)
         if self.bitwise is not None:
             result = self._gathered(into.whole)
             if at_root:
                 into.whole.copy_(result)
-        elif self.factor is not None and not at_root:
-            scaled = into.whole.clone()
-            self._scale(scaled)
-            self.comm.reduce(scaled, root, self.name)
-            return
         else:
-            self._scale(into.whole)
-            self.comm.reduce(into.whole, root, self.name)
+            x = into.whole if at_root or self.factor is None else into.whole.clone()
+            self._scale(x)
+            self.comm.reduce(x, root, self.name)
         if at_root:
             into.land()
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, counts: list[int] | None = None) -> None:
-        """out becomes this rank's block of the reduction of all x. counts: elements of each rank's block."""
+        """Out becomes this rank's block of the reduction of all x.
+
+        Args:
+            out: Where the block goes.
+            x: One block a rank, in order.
+            counts: The elements of each rank's block; without them all are equal.
+        """
         into, of = Written(out), detached(x).contiguous()
         if self.bitwise is not None:
             blocks = counts or [of.numel() // self.comm.size] * self.comm.size
@@ -107,7 +124,7 @@ class Reducing:
         return result
 
 
-def all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
+def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     """The COO tensor becomes the sum (or average) of all ranks', whose entries may differ; in place."""
     comm = reducing.comm
     if reducing.name not in ("sum", "avg") or reducing.bitwise is not None:

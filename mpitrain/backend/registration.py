@@ -35,7 +35,11 @@ def register() -> None:
 
 
 def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Rendezvous: rank and size are MPI's. Raises ArgumentError where the caller gives others."""
+    """Rendezvous: rank and size are MPI's.
+
+    Raises:
+        ArgumentError: The caller gives others.
+    """
     from mpitrain.backend.failures import ArgumentError
     from mpitrain.backend.groups import place
 

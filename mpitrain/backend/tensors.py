@@ -14,6 +14,7 @@ from mpitrain.comm.memory.buffers import DTYPES
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values without its history, none of them lazily conjugated or negated."""
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -36,17 +37,24 @@ class Written:
     __slots__ = ("_home", "buffer", "whole")
 
     def __init__(self, tensor: torch.Tensor, *, keep: bool = False) -> None:
-        """keep: what the tensor holds now is read, too."""
+        """Take the tensor's memory, or other memory in its place.
+
+        Args:
+            tensor: Where the values are to go.
+            keep: Whether what it holds now is read, too.
+        """
         home = tensor.detach()
-        lazy = home.is_conj() or home.is_neg()
-        if home.is_contiguous() and not lazy:
+        if home.is_contiguous() and not home.is_conj() and not home.is_neg():
             self._home, self.whole = None, home
         else:
             self._home = home
-            self.whole = detached(tensor).contiguous() if keep else _empty_like(home)
+            self.whole = (
+                detached(tensor).contiguous() if keep else torch.empty(home.shape, dtype=home.dtype, device=home.device)
+            )
         self.buffer = known(self.whole)
 
     def land(self) -> None:
+        """Copy the values into the tensor, where other memory took its place."""
         if self._home is not None:
             self._home.copy_(self.whole)
 
@@ -68,6 +76,7 @@ class Blocks:
 
     @property
     def even(self) -> bool:
+        """Whether all tensors have equally many elements."""
         return len(set(self.sizes)) == 1
 
     def _parts(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -88,7 +97,12 @@ class Blocks:
 
 
 def row_counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int] | None:
-    """Elements of each rank's block, given its rows of dimension 0; None: all equal."""
+    """Elements of each rank's block; None where all are equal.
+
+    Args:
+        tensor: What is divided along dimension 0.
+        rows: The rows of each rank; empty where all get equally many.
+    """
     if not rows:
         return None
     each = prod(tensor.shape[1:]) * _width(tensor)
@@ -110,10 +124,6 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
             return False
         address += tensor.numel() * tensor.element_size()
     return True
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def on_stream(tensors: Sequence[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:

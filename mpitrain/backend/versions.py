@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def asynchronous(options: Any) -> bool:
-    """Whether the caller goes on before the operation is complete (releases before 2.8 do not say: they may)."""
+    """Whether the caller goes on before the operation is complete; releases before 2.8 do not say, so it may."""
     return bool(getattr(options, "asyncOp", True))
 
 
@@ -44,57 +44,46 @@ class Base(_ProcessGroup):
         self._name, self._description, self._store = name, "undefined", store
 
     def rank(self) -> int:
-        return self.getRank()
-
-    def size(self) -> int:
-        return self.getSize()
-
-    def getRank(self) -> int:
+        """This rank's number in the group."""
         return self.comm.rank
 
-    def getSize(self) -> int:
+    def size(self) -> int:
+        """The number of ranks of the group."""
         return self.comm.size
 
     def name(self) -> str:
-        return self.getBackendName()
-
-    def getBackendName(self) -> str:
+        """The backend's name."""
         return "mpitrain"
 
-    _get_backend_name = getBackendName
+    getRank, getSize = rank, size
+    getBackendName = _get_backend_name = name
 
     def getGroupName(self) -> str:
+        """The group's name."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
+        """Change the group's name."""
         self._name = name
 
     def getGroupDesc(self) -> str:
+        """What the group is for."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
+        """Change what the group is said to be for."""
         self._description = description
 
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = pg_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in ("cpu", "cuda")]
 
     def get_group_store(self) -> dist.Store:
+        """The store that torch has given the group."""
         return self._store
 
     def _get_backend(self, device: torch.device) -> Base:
@@ -106,8 +95,7 @@ class Base(_ProcessGroup):
     def _wait_for_pending_works(self) -> None:
         return
 
-    def _set_sequence_number_for_group(self) -> None:
-        return
+    _set_sequence_number_for_group = _wait_for_pending_works
 
     def _get_sequence_number_for_group(self) -> int:
         return 0

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,41 @@ from mpitrain.backend.queues import Queue, Waiting
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
+T = TypeVar("T")
+
 _POLLS = 200  # before sleeping between them
 _NAP = 5e-5  # seconds
 
 
-class FinishedWork(dist.Work):
-    """An operation that is complete. outputs: the tensors it wrote."""
+class GroupWork(dist.Work):
+    """What the handles of all operations have in common.
+
+    Attributes:
+        outputs: The tensors that the operation writes.
+    """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.outputs = list(outputs)
 
+    def synchronize(self) -> None:
+        """See `wait`."""
+        self.wait()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raised, if it did."""
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the operation writes."""
+        return self.outputs
+
+
+class FinishedWork(GroupWork):
+    """An operation that is complete."""
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        return
 
     def is_completed(self) -> bool:
         return True
@@ -39,25 +58,19 @@ class FinishedWork(dist.Work):
     def is_success(self) -> bool:
         return True
 
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self.outputs
-
     def get_future(self) -> torch.futures.Future:
+        """A future that is resolved with the outputs."""
         future = _future_for(self.outputs)
         future.set_result(self.outputs)
         return future
 
 
-class Operation(dist.Work):
+class Operation(GroupWork):
     """A collective in a `Queue`."""
 
     def __init__(self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue) -> None:
-        super().__init__()
+        super().__init__(outputs)
         self.name = name
-        self.outputs = list(outputs)
         self.complete = False
         self.error: BaseException | None = None
         self._call: Callable[[], None] | None = call
@@ -77,7 +90,7 @@ class Operation(dist.Work):
             self.error = error
 
     def announce(self) -> None:
-        """It is complete: resolve the futures that were asked for. Their callbacks run in this thread."""
+        """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""
         with self._change:
             self.complete = True
             waiting, self._futures = self._futures, []
@@ -85,10 +98,16 @@ class Operation(dist.Work):
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises what the operation raised, and GroupError when it is not complete in the time of the call or group."""
+        """Block until it is complete.
+
+        Args:
+            timeout: How long at most; without it, the group's limit.
+
+        Raises:
+            GroupError: It is not complete in that time, or what the operation raised.
+        """
         if not self.complete:
-            given = timeout is not None and timeout > timedelta(0)
-            limit = timeout.total_seconds() if given and timeout is not None else self._queue.limit
+            limit = seconds_of(timeout, self._queue.limit)
             if limit is None or self._queue.is_this_thread:
                 self._queue.finish(self)
             else:
@@ -102,10 +121,8 @@ class Operation(dist.Work):
             raise self.error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
+        """Whether it is complete; lets it make progress."""
         if not self.complete:
             self._queue.start()
         return self.complete
@@ -116,11 +133,8 @@ class Operation(dist.Work):
     def exception(self) -> BaseException | None:
         return self.error
 
-    def result(self) -> list[torch.Tensor]:
-        return self.outputs
-
     def get_future(self) -> torch.futures.Future:
-        """Resolved with the outputs. Its callbacks may run in any thread.
+        """A future that is resolved with the outputs. Its callbacks may run in any thread.
 
         An error is raised by a callback of our own: an exception set on a future crashes DDP's reducer.
         """
@@ -146,8 +160,8 @@ class Operation(dist.Work):
         return self.outputs
 
 
-class MessageWork(dist.Work):
-    """A send or a receive that MPI carries by itself. land: puts what arrived in its place."""
+class MessageWork(GroupWork):
+    """A send or a receive that MPI carries by itself."""
 
     def __init__(
         self,
@@ -159,9 +173,19 @@ class MessageWork(dist.Work):
         in_flight: set[MessageWork],
         land: Callable[[], None] | None = None,
     ) -> None:
-        """in_flight: keeps it until it is complete, because MPI uses its memory, whether or not the caller does."""
-        super().__init__()
-        self.name, self.outputs = name, list(outputs)
+        """Watch a message that is under way.
+
+        Args:
+            name: Its name in messages to people.
+            work: The message.
+            outputs: The tensors that it writes.
+            timeout: Seconds that a wait lasts at most.
+            waiting: The queues that have no thread.
+            in_flight: Keeps it until it is complete, because MPI uses its memory, whether or not the caller does.
+            land: Puts what arrived in its place.
+        """
+        super().__init__(outputs)
+        self.name = name
         self._work, self._timeout, self._waiting, self._land = work, timeout, waiting, land
         self._complete = False
         self._change = threading.Lock()
@@ -185,28 +209,25 @@ class MessageWork(dist.Work):
             raise translation(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is complete.
+
+        Args:
+            timeout: How long at most; without it, the group's limit.
+
+        Raises:
+            GroupError: It is not complete in that time.
+        """
         if not self._done():
             self._waiting.start_all()
-            given = timeout is not None and timeout > timedelta(0)
-            seconds = timeout.total_seconds() if given and timeout is not None else self._timeout
             with self._work.limited_wait():
-                _poll(self._done, seconds, self.name, "is the other rank there?")
+                _poll(self._done, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return self._done()
 
     def is_success(self) -> bool:
         return self._complete
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self.outputs
 
     def source_rank(self) -> int:
         """The rank in the group that sent what arrived."""
@@ -218,6 +239,7 @@ class MessageWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
+        """A future that is resolved with the outputs, by a thread that waits for them."""
         future = _future_for(self.outputs)
         if self._done():
             future.set_result(self.outputs)
@@ -241,11 +263,11 @@ class MessageWork(dist.Work):
         return checked
 
 
-class Several(dist.Work):
+class Several(GroupWork):
     """Operations that were issued as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
+        super().__init__([tensor for work in works for tensor in work.result()])
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -253,36 +275,38 @@ class Several(dist.Work):
             work.wait(timeout) if timeout is not None else work.wait()
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
 
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
     def get_future(self) -> torch.futures.Future:
-        outputs = self.result()
+        """A future that is resolved with the outputs of all of them."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
-            lambda all_of_them: [part.value() for part in all_of_them.value()] and outputs
+            lambda all_of_them: [part.value() for part in all_of_them.value()] and self.outputs
         )
 
 
-def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> None:
-    deadline = time.monotonic() + seconds
+def seconds_of(timeout: timedelta | None, otherwise: T) -> float | T:
+    """The limit of a call, which is only one if it is more than nothing, or else the group's."""
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else otherwise
+
+
+def comes_true(done: Callable[[], bool], deadline: float) -> bool:
+    """Ask again and again; returns whether it was so by the deadline, a time of `time.monotonic`."""
     polls = 0
     while not done():
         polls += 1
-        if polls > _POLLS:
-            if time.monotonic() > deadline:
-                raise GroupError(f"{name}: timeout after {seconds:g} s; {hint}")
-            time.sleep(_NAP)
-        else:
-            time.sleep(0)
+        if polls > _POLLS and time.monotonic() > deadline:
+            return False
+        time.sleep(_NAP if polls > _POLLS else 0)
+    return True
+
+
+def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> None:
+    if not comes_true(done, time.monotonic() + seconds):
+        raise GroupError(f"{name}: timeout after {seconds:g} s; {hint}")
 
 
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:

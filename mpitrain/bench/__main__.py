@@ -13,8 +13,6 @@ from pathlib import Path
 from mpitrain.bench.jobs import is_first, launched
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, MpitrainError
 
-_FRAMEWORK = ("__init__", "__main__", "jobs", "peers", "report", "timing")
-
 _USAGE = """\
 usage: python -m mpitrain.bench NAME [options]
        python -m mpitrain.bench NAME --help
@@ -73,9 +71,7 @@ def usage() -> str:
 def _modules() -> dict[str, str]:
     """Name and first line of the docstring of each benchmark; read, not imported."""
     found = {}
-    for path in Path(__file__).parent.glob("*.py"):
-        if path.stem in _FRAMEWORK:
-            continue
+    for path in Path(__file__).parent.glob("[!_]*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if any(isinstance(part, ast.FunctionDef) and part.name == "main" for part in tree.body):
             found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]

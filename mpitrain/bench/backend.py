@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.bench.jobs import Benchmark, parser, run
-from mpitrain.bench.peers import gloo
+from mpitrain.bench.jobs import Benchmark, parser, repeated, run
+from mpitrain.bench.peers import fully_sharded, gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, interleaved
+from mpitrain.bench.timing import Contender, interleaved, plain
 from mpitrain.errors import CommunicationError
 from mpitrain.models.gpt import GPT
 
@@ -41,14 +40,9 @@ _MIB = 1 << 20
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run(Benchmark("backend", _parser(), measure, report), arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser("backend", "PyTorch's DDP, FSDP2 and all_reduce over our backend against gloo.", ranks="2,4")
-    made.add_argument("--repeats", type=int, default=21, metavar="N", help="repetitions; the median counts [21]")
-    made.add_argument("--seconds", type=float, default=60, metavar="S", help="for one comparison [60]")
-    return made
+    options = parser("backend", "PyTorch's DDP, FSDP2 and all_reduce over our backend against gloo.", ranks="2,4")
+    repeated(options, 21, 60, "one comparison")
+    return run(Benchmark("backend", options, measure, report), arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -58,8 +52,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
 
     def compare(name: str, contenders: dict[str, Contender]) -> None:
-        times = interleaved(world, contenders, repeats, options.seconds)
-        result[name] = {backend: {"median": t.median, "best": t.best} for backend, t in times.items()}
+        result[name] = plain(interleaved(world, contenders, repeats, options.seconds))
         if world.rank == 0:
             print(f"  {world.size} ranks, {name}", flush=True)
 
@@ -68,7 +61,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         for mib in SIZES[:2] if options.quick else SIZES:
             compare(f"all_reduce {mib} MiB", {b: _all_reduce(group, mib) for b, group in groups.items()})
         for samples, tokens in TOKENS[:1] if options.quick else TOKENS:
-            for kind, wrap in (("DDP", _ddp), ("FSDP2", _fsdp), ("FSDP2 kept", _fsdp_kept)):
+            for kind, wrap in (("DDP", _ddp), ("FSDP2", fully_sharded), ("FSDP2 kept", _fsdp_kept)):
                 torch.manual_seed(1)
                 model = GPT(VOCABULARY, LAYERS, WIDTH, HEADS)
                 steps = {b: _step(wrap(copy.deepcopy(model), group), samples, tokens) for b, group in groups.items()}
@@ -86,16 +79,8 @@ def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return DistributedDataParallel(model, process_group=group)
 
 
-def _fsdp(model: Any, group: Any) -> nn.Module:
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def _fsdp_kept(model: Any, group: Any) -> nn.Module:
-    made: Any = _fsdp(model, group)
+    made = fully_sharded(model, group)
     for module in made.modules():
         if isinstance(module, FSDPModule):
             module.set_allocate_memory_from_process_group_for_comm(True)
@@ -131,17 +116,15 @@ def _agree(kind: str, losses: dict[str, list[float]]) -> None:
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     tables, targets = [], []
     for ranks, result in results.items():
-        rows, ratios = [], []
+        rows = []
         for name, times in result.items():
             ours, theirs = times["mpitrain"]["median"], times["gloo"]["median"]
             rows.append((name, ours * 1e3, theirs * 1e3, theirs / ours))
-            ratios.append((name.split()[0], theirs / ours))
         columns = ("operation or step", "mpitrain", "gloo", "gloo / mpitrain")
-        tables.append(
-            ReportTable(f"{ranks} ranks", columns, rows, "Milliseconds, median; a step: samples x tokens a rank.")
-        )
+        note = "Milliseconds, median; a step: samples x tokens a rank."
+        tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         for kind, wanted in WANTED.items():
-            least = min(ratio for name, ratio in ratios if name == kind)
+            least = min(ratio for name, *_, ratio in rows if name.split()[0] == kind)
             met = None if options.quick else least >= wanted
             what = f"{ranks} ranks: {kind}, as fast as over gloo, worst case"
             targets.append(ReportTarget(what, f"at least {wanted:g} times", f"{least:.2f} times", met))

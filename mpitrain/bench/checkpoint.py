@@ -119,11 +119,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             if not torch.equal(part.data.view(_ROWS, -1), theirs[name].to_local()):
                 raise RuntimeError(f"{name}: the two loads differ")
         store.finish()
-    return {
-        "bytes": state.nbytes,
-        "hashes": crc32.__module__,
-        "seconds": {name: list(of.all) for name, of in times.items()},
-    }
+    seconds = {name: list(of.all) for name, of in times.items()}
+    return {"bytes": state.nbytes, "hashes": crc32.__module__, "seconds": seconds}
 
 
 def _fresh(store: Store, world: Communicator, folder: Path) -> None:
@@ -156,8 +153,7 @@ def _torch_save(path: Path, state: BenchState) -> None:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    tables: list[ReportTable] = []
-    targets: list[ReportTarget] = []
+    tables, targets = [], []
     for ranks, result in results.items():
         median = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in result["seconds"].items()}
         tables.append(_table(ranks, result["bytes"] / 2**20, median, f"Ours hash with {result['hashes']}."))
@@ -168,9 +164,8 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
 def _table(ranks: int, mib: float, median: dict[str, float], note: str) -> ReportTable:
     rows = [(f"save {name}", median[name] * 1e3, mib / median[name], median[_RAW] / median[name]) for name in _SAVES]
     others = [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
-    return ReportTable(
-        f"{ranks} rank(s), {mib:.0f} MiB", ("what", "ms (median)", "MiB/s", "of raw"), [*rows, *others], note
-    )
+    columns = ("what", "ms (median)", "MiB/s", "of raw")
+    return ReportTable(f"{ranks} rank(s), {mib:.0f} MiB", columns, [*rows, *others], note)
 
 
 def _targets(ranks: int, median: dict[str, float]) -> list[ReportTarget]:
@@ -178,17 +173,12 @@ def _targets(ranks: int, median: dict[str, float]) -> list[ReportTarget]:
         found = median[over] / median[under]
         return ReportTarget(f"{what}, {ranks} rank(s)", f"at least {least:g}", f"{found:.2f}", found >= least)
 
-    stall = median[_STALL] / median[_COPY]
+    stall, what = median[_STALL] / median[_COPY], f"stall of a background save to one memory copy, {ranks} rank(s)"
     return [
         ratio("saving speed to raw writing", _RAW, _OURS, 0.9),
         ratio("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
         ratio("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
-        ReportTarget(
-            f"stall of a background save to one memory copy, {ranks} rank(s)",
-            "at most 1.5",
-            f"{stall:.2f}",
-            stall <= 1.5,
-        ),
+        ReportTarget(what, "at most 1.5", f"{stall:.2f}", stall <= 1.5),
     ]
 
 

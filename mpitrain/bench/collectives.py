@@ -31,26 +31,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from mpitrain.bench.collectives_report import report
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
-from mpitrain.bench.timing import Contender, Times, interleaved
+from mpitrain.bench.timing import Contender, interleaved, plain
+from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, tuning
 from mpitrain.comm.collectives.registry import Algorithms
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.errors import InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Arena, Communicator
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
@@ -61,8 +60,6 @@ _UNITS = {"": 1, "B": 1, "K": KIB, "KI": KIB, "KIB": KIB, "M": MIB, "MI": MIB, "
 _TUNED = [module.ALGORITHMS for module in (all_reduce, reduce, reduce_scatter, broadcast, all_gather)]
 _MEMORIES = ("arena", "private")
 
-Measured = dict[str, dict[str, float]]  # contender -> {"median": seconds, "best": seconds}
-
 
 def main(arguments: Sequence[str]) -> int:
     return run(Benchmark("collectives", _parser(), measure, report), arguments)
@@ -71,8 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = parser("collectives", "Collectives against the MPI library's own, gloo and memcpy; tuning of their choice.")
     made.add_argument("--sizes", type=_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
-    made.add_argument("--repeats", type=int, default=21, metavar="N", help="repetitions; the median counts [21]")
-    made.add_argument("--seconds", type=float, default=8, metavar="S", help="for one operation at one size [8]")
+    repeated(made, 21, 8, "one operation at one size")
     made.add_argument("--tune", action="store_true", help="find the fastest algorithms; keep them for later jobs here")
     return made
 
@@ -87,19 +83,11 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     bench = _Contenders(world)
     passes: dict[str, Callable[[int], Any]]
     if options.tune:
-        passes = {
-            f"{algorithms.operation} {memory}": bench.algorithms(memory, algorithms)
-            for algorithms in _TUNED
-            for memory in _MEMORIES
-        }
+        both = product(_TUNED, _MEMORIES)
+        passes = {f"{table.operation} {memory}": bench.algorithms(memory, table) for table, memory in both}
     else:
-        passes = {
-            "algorithms": bench.algorithms("arena", all_reduce.ALGORITHMS),
-            "all_reduce": bench.all_reduce,
-            "halves": bench.halves,
-            "reduce_scatter": bench.reduce_scatter,
-            "all_gather": bench.all_gather,
-        }
+        passes = {"algorithms": bench.algorithms("arena", all_reduce.ALGORITHMS)}
+        passes |= {name: getattr(bench, name) for name in ("all_reduce", "halves", "reduce_scatter", "all_gather")}
     result: dict[str, Any] = {"nodes": world.num_nodes, "sizes": sizes, **{name: {} for name in passes}}
     result |= {"speeds": {}, "predicted": {}}
     with gloo(world):
@@ -107,7 +95,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             begin = time.perf_counter()
             for name, contenders in passes.items():
                 with contenders(size) as found:
-                    result[name][str(size)] = _plain(time_all(found))
+                    result[name][str(size)] = plain(time_all(found))
             with bench.probes(size) as probes:
                 machine = probes.machine(time_all(probes.contenders()))
             result["speeds"][str(size)] = asdict(machine)
@@ -117,12 +105,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     if options.tune:
         result["algorithms"] = result["all_reduce arena"]
         result["tuned"] = _tune(world, result)
-    bench.free()
+    bench.plain.free()
     return result
-
-
-def _plain(times: dict[str, Times]) -> Measured:
-    return {name: {"median": t.median, "best": t.best} for name, t in times.items()}
 
 
 class _Contenders:
@@ -133,14 +117,11 @@ class _Contenders:
         self.adds_fp16 = self.plain.adds_fp16
         self.reads_neighbours = reads_neighbours(world)
 
-    def free(self) -> None:
-        self.plain.free()
-
     @contextmanager
-    def _arena(self, numel: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
-        arena: Arena = self.world.arena(numel, dtype)
+    def _arena(self, numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Arena]:
+        arena = self.world.arena(numel, dtype)
         try:
-            yield arena.tensor
+            yield arena
         finally:
             arena.free()
 
@@ -148,10 +129,10 @@ class _Contenders:
     def all_reduce(self, size: int) -> Iterator[dict[str, Contender]]:
         world, numel = self.world, size // 4
         mine, theirs, gloos, source, dest = (_zeros(numel) for _ in range(5))
-        with self._arena(numel) as x:
+        with self._arena(numel) as arena:
             yield _contenders(
                 size,
-                arena=partial(world.all_reduce, x),
+                arena=partial(world.all_reduce, arena.tensor),
                 tensor=partial(world.all_reduce, mine),
                 library=self.plain.all_reduce(theirs),
                 gloo=partial(dist.all_reduce, gloos),
@@ -162,36 +143,31 @@ class _Contenders:
     def halves(self, size: int) -> Iterator[dict[str, Contender]]:
         """fp16 and bf16 in an arena; the library's fp16 where it has it."""
         world, numel = self.world, size // 2
-        with self._arena(numel, torch.float16) as x, self._arena(numel, torch.bfloat16) as y:
-            found = {
-                "fp16": Contender(partial(world.all_reduce, x), partial(x.fill_, 0.5), size >= _SINGLE_FROM),
-                "bf16": Contender(partial(world.all_reduce, y), partial(y.fill_, 0.5), size >= _SINGLE_FROM),
-            }
+        with self._arena(numel, torch.float16) as fp16, self._arena(numel, torch.bfloat16) as bf16:
+            vectors = {"fp16": fp16.tensor, "bf16": bf16.tensor}
+            calls: dict[str, Callable[[], object]] = {n: partial(world.all_reduce, x) for n, x in vectors.items()}
             if self.adds_fp16:
-                theirs = _zeros(numel, torch.float16)
-                call, prepare = self.plain.all_reduce(theirs), partial(theirs.fill_, 0.5)
-                found["library"] = Contender(call, prepare, size >= _SINGLE_FROM)
-            yield found
+                vectors["library"] = _zeros(numel, torch.float16)
+                calls["library"] = self.plain.all_reduce(vectors["library"])
+            single = size >= _SINGLE_FROM
+            yield {n: Contender(call, partial(vectors[n].fill_, 0.5), single) for n, call in calls.items()}
 
     @contextmanager
     def reduce_scatter(self, size: int) -> Iterator[dict[str, Contender]]:
         world, each = self.world, max(1, size // 4 // self.world.size)
         numel = each * world.size
         theirs, out, their_out = _zeros(numel), _zeros(each), _zeros(each)
-        with self._arena(numel) as x:
-            yield _contenders(
-                size,
-                arena=partial(world.reduce_scatter, out, x),
-                library=self.plain.reduce_scatter(their_out, theirs),
-            )
+        library = self.plain.reduce_scatter(their_out, theirs)
+        with self._arena(numel) as arena:
+            yield _contenders(size, arena=partial(world.reduce_scatter, out, arena.tensor), library=library)
 
     @contextmanager
     def all_gather(self, size: int) -> Iterator[dict[str, Contender]]:
         world, each = self.world, max(1, size // 4 // self.world.size)
         numel = each * world.size
         theirs = _zeros(numel)
-        with self._arena(numel) as out:
-            block = out[world.rank * each : (world.rank + 1) * each]
+        with self._arena(numel) as arena:
+            out, block = arena.tensor, arena.tensor[world.rank * each : (world.rank + 1) * each]
             yield _contenders(size, arena=partial(world.all_gather, out, block), library=self.plain.all_gather(theirs))
 
     def algorithms(self, memory: str, algorithms: Algorithms) -> Callable[[int], Any]:
@@ -203,7 +179,8 @@ class _Contenders:
             each = max(1, size // 4 // self.world.size)
             numel = size // 4 if algorithms is all_reduce.ALGORITHMS else each * self.world.size
             if memory == "arena":
-                with self._arena(numel) as x:
+                with self._arena(numel) as arena:
+                    x = arena.tensor
                     yield all_of(size, x, x[self.world.rank * each : (self.world.rank + 1) * each])
             else:
                 yield all_of(size, _zeros(numel), _zeros(each))
@@ -223,20 +200,13 @@ class _Contenders:
     def _usable(self, memory: str, algorithms: Algorithms) -> list[str]:
         """The names of the algorithms that serve on these ranks in this memory."""
         one_node, reached = self.world.num_nodes == 1, memory == "arena" or self.reads_neighbours
-        usable = []
-        for name in algorithms.names:
-            needs = algorithms[name]
-            if (one_node or not needs.one_node) and (reached or needs.stages or not needs.reach):
-                usable.append(name)
-        return [name for name in usable if not (one_node and name == "two_level")]
+        known = {name: algorithms[name] for name in algorithms.names if not (one_node and name == "two_level")}
+        return [n for n, a in known.items() if (one_node or not a.one_node) and (reached or a.stages or not a.reach)]
 
     @contextmanager
     def probes(self, size: int) -> Iterator[Probes]:
-        arena = self.world.arena(max(self.world.size, size // 4))
-        try:
+        with self._arena(max(self.world.size, size // 4)) as arena:
             yield Probes(self.world, self.plain, arena)
-        finally:
-            arena.free()
 
 
 def _contenders(size: int, **calls: Callable[[], object]) -> dict[str, Contender]:
@@ -251,15 +221,13 @@ def _zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
     """The rules for this rank count, written into the machine's table. Collective."""
     rules = {}
-    for operation in (algorithms.operation for algorithms in _TUNED):
-        for memory in _MEMORIES:
-            place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
-            measured = result[f"{operation} {memory}"]
-            times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in measured.items()}
-            rules[tuning.key(operation, place, world.size)] = tuning.rules_from(times)
-    machine = tuning.this_machine()
+    for algorithms, memory in product(_TUNED, _MEMORIES):
+        place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
+        measured = result[f"{algorithms.operation} {memory}"]
+        times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in measured.items()}
+        rules[tuning.key(algorithms.operation, place, world.size)] = tuning.rules_from(times)
     origin = f"measured {time.strftime('%Y-%m-%d')}"
-    path = world.on_root(lambda: str(tuning.keep(machine, rules, origin)))
+    path = world.on_root(lambda: str(tuning.keep(tuning.this_machine(), rules, origin)))
     return {"path": path, "rules": rules}
 
 

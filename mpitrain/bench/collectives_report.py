@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
@@ -14,6 +15,8 @@ from mpitrain.comm.collectives.tuning import describe
 KIB, MIB = 1 << 10, 1 << 20
 _LARGE = 256 * KIB  # the sizes that geometric means are over begin here
 _EQUAL = 0.1  # times of algorithms that differ by less are no order
+_CONTENDERS = ("arena", "tensor", "library", "gloo", "memcpy")  # of all_reduce
+_OTHERS = ("reduce_scatter", "all_gather")
 _NOISE = 0.95  # what is called "not slower": two runs of the same thing differ by as much
 
 Result = dict[str, Any]  # of one rank count
@@ -38,18 +41,14 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
 
 
 def ratios(
-    result: Result, operation: str, slower: str, faster: str, wanted: Callable[[int], bool] = lambda size: True
+    result: Result, operation: str, slower: str, faster: str, least: int = 0, most: float = math.inf
 ) -> dict[int, float]:
-    """slower / faster by size, where both were measured and the size is wanted."""
-    found = {}
-    for text, times in result[operation].items():
-        if wanted(int(text)) and slower in times and faster in times:
-            found[int(text)] = times[slower]["median"] / times[faster]["median"]
-    return found
-
-
-def _large(size: int) -> bool:
-    return size >= _LARGE
+    """slower / faster by size, for sizes from least to most at which both were measured."""
+    return {
+        int(size): times[slower]["median"] / times[faster]["median"]
+        for size, times in result[operation].items()
+        if least <= int(size) <= most and slower in times and faster in times
+    }
 
 
 def _targets(ranks: int, result: Result) -> list[ReportTarget]:
@@ -71,9 +70,7 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         text = f"{values[worst]:.2f} at {size_text(worst)} (mean {geometric_mean(list(values.values())):.2f})"
         return ReportTarget(f"{ranks} ranks: {what}", wanted, text, least <= values[worst] <= most)
 
-    def over(operation: str, slower: str, faster: str, least: int = _LARGE, most: int = 1 << 62) -> dict[int, float]:
-        return ratios(result, operation, slower, faster, lambda size: least <= size <= most)
-
+    over = partial(ratios, result)
     arena, tensor = "all_reduce in an arena", "all_reduce of ordinary tensors"
     if result["nodes"] > 1:
         at = 16 * MIB
@@ -83,16 +80,18 @@ def _targets(ranks: int, result: Result) -> list[ReportTarget]:
         ]
     copied = over("all_reduce", "arena", "memcpy", 4 * MIB)
     return [
-        mean(f"{arena}, library / ours, from 256 KiB", over("all_reduce", "library", "arena"), 3),
-        mean(f"{arena}, gloo / ours, from 256 KiB", over("all_reduce", "gloo", "arena"), 15),
+        mean(f"{arena}, library / ours, from 256 KiB", over("all_reduce", "library", "arena", _LARGE), 3),
+        mean(f"{arena}, gloo / ours, from 256 KiB", over("all_reduce", "gloo", "arena", _LARGE), 15),
         every(f"{arena}, ours / memcpy, from 4 MiB", copied, most=1.15 if ranks <= 2 else 1.4),
         mean(f"{tensor}, library / ours, from 1 MiB", over("all_reduce", "library", "tensor", MIB), 1.5),
         every(f"{tensor}, library / ours, from 64 KiB", over("all_reduce", "library", "tensor", 64 * KIB), _NOISE),
         _overhead(ranks, result),
-        mean("fp16 in an arena, library's fp16 / ours, from 256 KiB", over("halves", "library", "fp16"), 10),
-        mean("bf16 in an arena, library's fp16 / ours, from 256 KiB", over("halves", "library", "bf16"), 10),
-        mean("reduce_scatter in an arena, library / ours, from 256 KiB", over("reduce_scatter", "library", "arena"), 2),
-        mean("all_gather in an arena, library / ours, from 256 KiB", over("all_gather", "library", "arena"), 2),
+        mean("fp16 in an arena, library's fp16 / ours, from 256 KiB", over("halves", "library", "fp16", _LARGE), 10),
+        mean("bf16 in an arena, library's fp16 / ours, from 256 KiB", over("halves", "library", "bf16", _LARGE), 10),
+        *(
+            mean(f"{name} in an arena, library / ours, from 256 KiB", over(name, "library", "arena", _LARGE), 2)
+            for name in _OTHERS
+        ),
     ]
 
 
@@ -122,75 +121,52 @@ def correlation(result: Result, size: str) -> float:
 
 def _means(results: dict[int, Result]) -> ReportTable:
     """One row per rank count."""
-    columns = (
-        "ranks", "library / arena", "gloo / arena", "arena / memcpy", "library / tensor",
-        "library fp16 / fp16", "library fp16 / bf16", "reduce_scatter: library / arena", "all_gather: library / arena",
-    )  # fmt: skip
+    columns = {
+        "library / arena": ("all_reduce", "library", "arena", _LARGE),
+        "gloo / arena": ("all_reduce", "gloo", "arena", _LARGE),
+        "arena / memcpy": ("all_reduce", "arena", "memcpy", 4 * MIB),
+        "library / tensor": ("all_reduce", "library", "tensor", MIB),
+        "library fp16 / fp16": ("halves", "library", "fp16", _LARGE),
+        "library fp16 / bf16": ("halves", "library", "bf16", _LARGE),
+        **{f"{name}: library / arena": (name, "library", "arena", _LARGE) for name in _OTHERS},
+    }
     rows = []
-    for ranks, r in results.items():
-        values = [
-            ratios(r, "all_reduce", "library", "arena", _large),
-            ratios(r, "all_reduce", "gloo", "arena", _large),
-            ratios(r, "all_reduce", "arena", "memcpy", lambda size: size >= 4 * MIB),
-            ratios(r, "all_reduce", "library", "tensor", lambda size: size >= MIB),
-            ratios(r, "halves", "library", "fp16", _large),
-            ratios(r, "halves", "library", "bf16", _large),
-            ratios(r, "reduce_scatter", "library", "arena", _large),
-            ratios(r, "all_gather", "library", "arena", _large),
-        ]
-        rows.append([ranks, *(geometric_mean(list(v.values())) if v else None for v in values)])
+    for ranks, result in results.items():
+        values = [list(ratios(result, *what).values()) for what in columns.values()]
+        rows.append([ranks, *(geometric_mean(v) if v else None for v in values)])
     note = "Geometric means of time ratios over the sizes from 256 KiB up (memcpy: 4 MiB, ordinary tensors: 1 MiB)."
-    return ReportTable("Geometric means", columns, rows, note)
+    return ReportTable("Geometric means", ("ranks", *columns), rows, note)
+
+
+def _rows(measured: Result, shown: Sequence[str], compared: Sequence[tuple[str, str]]) -> list[list[Any]]:
+    """A row a size: the microseconds of each contender that is shown, and the ratios of those that are compared."""
+    rows: list[list[Any]] = []
+    for size, times in measured.items():
+        us = {name: t["median"] * 1e6 for name, t in times.items()}
+        found = (us[a] / us[b] if a in us else None for a, b in compared)
+        rows.append([size_text(int(size)), *map(us.get, shown), *found])
+    return rows
 
 
 def _all_reduce(ranks: int, result: Result) -> ReportTable:
-    columns = (
-        "size", "arena µs", "tensor µs", "library µs", "gloo µs", "memcpy µs",
-        "library / arena", "gloo / arena", "arena / memcpy", "library / tensor",
-    )  # fmt: skip
-    rows: list[list[Any]] = []
-    for size, times in result["all_reduce"].items():
-        us = {name: t["median"] * 1e6 for name, t in times.items()}
-        rows.append(
-            [
-                size_text(int(size)),
-                *(us[name] for name in ("arena", "tensor", "library", "gloo", "memcpy")),
-                us["library"] / us["arena"],
-                us["gloo"] / us["arena"],
-                us["arena"] / us["memcpy"],
-                us["library"] / us["tensor"],
-            ]
-        )
+    compared = (("library", "arena"), ("gloo", "arena"), ("arena", "memcpy"), ("library", "tensor"))
+    columns = ("size", *(f"{name} µs" for name in _CONTENDERS), *(f"{a} / {b}" for a, b in compared))
+    rows = _rows(result["all_reduce"], _CONTENDERS, compared)
     return ReportTable(f"all_reduce, fp32, {ranks} ranks", columns, rows, "Medians over the repetitions.")
 
 
 def _halves(ranks: int, result: Result) -> ReportTable:
     columns = ("size", "fp16 µs", "bf16 µs", "library fp16 µs", "library / fp16", "library / bf16")
-    rows: list[list[Any]] = []
-    for size, times in result["halves"].items():
-        us = {name: t["median"] * 1e6 for name, t in times.items()}
-        theirs = us.get("library")
-        rows.append(
-            [
-                size_text(int(size)), us["fp16"], us["bf16"], theirs,
-                theirs / us["fp16"] if theirs else None, theirs / us["bf16"] if theirs else None,
-            ]
-        )  # fmt: skip
+    rows = _rows(result["halves"], ("fp16", "bf16", "library"), (("library", "fp16"), ("library", "bf16")))
     return ReportTable(f"all_reduce in an arena, 16-bit, {ranks} ranks", columns, rows)
 
 
 def _others(ranks: int, result: Result) -> ReportTable:
-    names = ("reduce_scatter", "all_gather")
     columns = ["size"]
-    for name in names:
+    for name in _OTHERS:
         columns += [f"{name} arena µs", f"{name} library µs", "library / arena"]
-    rows: list[list[Any]] = []
-    for size in result["reduce_scatter"]:
-        row: list[Any] = [size_text(int(size))]
-        for name in names:
-            ours, theirs = (result[name][size][who]["median"] * 1e6 for who in ("arena", "library"))
-            row += [ours, theirs, theirs / ours]
-        rows.append(row)
+    each = (_rows(result[name], ("arena", "library"), (("library", "arena"),)) for name in _OTHERS)
+    rows = [[*scattered, *gathered[1:]] for scattered, gathered in zip(*each, strict=True)]
     return ReportTable(f"reduce_scatter and all_gather, fp32, {ranks} ranks", columns, rows)
 
 
@@ -246,13 +222,12 @@ def _draw(figure: Any, results: dict[int, Result]) -> None:
     axes = figure.subplots(2, len(results), squeeze=False)
     for column, (ranks, result) in enumerate(results.items()):
         times, relative = axes[0][column], axes[1][column]
-        for name in ("arena", "tensor", "library", "gloo", "memcpy"):
-            points = [(int(size), by[name]["median"]) for size, by in result["all_reduce"].items()]
-            times.loglog(*_columns([(x, y * 1e6) for x, y in points]), marker=".", label=name)
+        for name in _CONTENDERS:
+            points = [(int(size), by[name]["median"] * 1e6) for size, by in result["all_reduce"].items()]
+            times.loglog(*zip(*points, strict=True), marker=".", label=name)
         for name in ("library", "gloo", "memcpy"):
-            relative.loglog(
-                *_columns(list(ratios(result, "all_reduce", name, "arena").items())), marker=".", label=name
-            )
+            found = ratios(result, "all_reduce", name, "arena")
+            relative.loglog(list(found), list(found.values()), marker=".", label=name)
         relative.axhline(1, color="black", linewidth=0.8)
         times.set(title=f"all_reduce, fp32, {ranks} ranks", ylabel="µs")
         relative.set(xlabel="bytes", ylabel="times as long as ours in an arena")
@@ -266,10 +241,6 @@ def _draw_algorithms(figure: Any, results: dict[int, Result]) -> None:
     for axis, (ranks, result) in zip(axes, results.items(), strict=True):
         for name in next(iter(result["algorithms"].values())):
             points = [(int(size), by[name]["median"] * 1e6) for size, by in result["algorithms"].items()]
-            axis.loglog(*_columns(points), marker=".", label=name)
+            axis.loglog(*zip(*points, strict=True), marker=".", label=name)
         axis.set(title=f"in an arena, {ranks} ranks", xlabel="bytes", ylabel="µs")
         axis.legend()
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,13 @@ from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.step_contenders import RATE, Shape
 from mpitrain.bench.timing import Contender, interleaved
+from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 SEQUENCE = 128  # tokens of a sample
 MOST = 0.02  # of a step
@@ -97,34 +95,20 @@ def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dic
     _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
     contenders = {_PLAIN: Contender(lambda: _take(plain(), count), single=True)}
     for workers in (0, 1):
-        known = _OpenedOnce(folder)
-        for name, data in (("first epoch", _New(folder)), ("later epochs", known)):
+        for name, anew in (("first epoch", True), ("later epochs", False)):  # after a set's first nothing is hashed
+            opened = [_opened(folder)]
 
-            def epoch(data: _OpenedOnce = data, workers: int = workers) -> None:
-                _take(_ours(data.set, order, batch, world, workers), count)
+            def epoch(opened: list[Dataset] = opened, workers: int = workers) -> None:
+                _take(_ours(opened[0], order, batch, world, workers), count)
 
-            contenders[f"mpitrain, workers {workers}, {name}"] = Contender(epoch, data.prepare, single=True)
+            def open_anew(opened: list[Dataset] = opened) -> None:
+                opened[0] = _opened(folder)
+
+            contender = Contender(epoch, open_anew if anew else None, single=True)
+            contenders[f"mpitrain, workers {workers}, {name}"] = contender
     times = interleaved(world, contenders, repeats)
     samples = count * batch * world.size
     return {"samples": samples, "seconds": {name: list(of.all) for name, of in times.items()}}
-
-
-class _OpenedOnce:
-    """The set, opened once: after the first epoch of it nothing is hashed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.set = _opened(folder)
-
-    def prepare(self) -> None:
-        """Nothing is to be done between epochs."""
-
-
-class _New(_OpenedOnce):
-    """The set, opened anew for each epoch."""
-
-    def prepare(self) -> None:
-        self.set = _opened(self._folder)
 
 
 def _opened(folder: Path) -> Dataset:
@@ -207,8 +191,7 @@ def _time(
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
-    tables: list[ReportTable] = []
-    targets: list[ReportTarget] = []
+    tables, targets = [], []
     for ranks, result in results.items():
         speed = _speeds(result["loading"])
         rows = [(name, of, of / speed[_PLAIN]) for name, of in speed.items()]
@@ -216,22 +199,17 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
         note = f"Of {SEQUENCE} tokens, {options.batch} a rank and batch; the median over the epochs."
         tables.append(ReportTable(title, ("loader", "samples/s", "of plain"), rows, note))
         shares = [(model, how, of) for model, hows in result["steps"].items() for how, of in hows.items()]
-        tables.append(
-            ReportTable(
-                f"{ranks} rank(s): share of a training step",
-                ("model", "loader", "step ms", "loading ms", "loading %"),
-                [(m, how, of["step"] * 1e3, of["waiting"] * 1e3, of["share"] * 100) for m, how, of in shares],
-            )
-        )
+        columns = ("model", "loader", "step ms", "loading ms", "loading %")
+        cells = [(m, how, of["step"] * 1e3, of["waiting"] * 1e3, of["share"] * 100) for m, how, of in shares]
+        tables.append(ReportTable(f"{ranks} rank(s): share of a training step", columns, cells))
         for model, how, of in shares:
             met = None if options.quick else of["share"] < MOST
             what = f"{ranks} rank(s), {model}, {how}: share of a step"
             targets.append(ReportTarget(what, f"under {MOST:.0%}", f"{of['share']:.2%}", met))
         for name, _, ratio in rows[1:]:
             met = None if options.quick else ratio >= 1
-            targets.append(
-                ReportTarget(f"{ranks} rank(s), {name}: samples/s of plain", "at least 1 times", f"{ratio:.2f}", met)
-            )
+            what = f"{ranks} rank(s), {name}: samples/s of plain"
+            targets.append(ReportTarget(what, "at least 1 times", f"{ratio:.2f}", met))
     return Report("Loading data", tables, targets, partial(_draw, results=results))
 
 

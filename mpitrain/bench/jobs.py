@@ -57,6 +57,14 @@ def parser(name: str, description: str, *, ranks: str = "2,4,8", limit: float = 
     return made
 
 
+def repeated(made: argparse.ArgumentParser, repeats: int, seconds: float, of: str) -> None:
+    """Give a parser the options of a benchmark that measures in turns, with their defaults. of: what takes seconds."""
+    made.add_argument(
+        "--repeats", type=int, default=repeats, metavar="N", help=f"repetitions; the median counts [{repeats}]"
+    )
+    made.add_argument("--seconds", type=float, default=seconds, metavar="S", help=f"for {of} [{seconds:g}]")
+
+
 def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
     """Measure and write the report; the exit code."""
     with open(os.devnull, "w") as nowhere, nullcontext() if is_first() else redirect_stderr(nowhere):

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -43,6 +43,17 @@ def gloo(world: Communicator) -> Iterator[None]:
     world.barrier()
     dist.destroy_process_group()
     world.barrier()  # the store must outlive everybody's last look at it
+
+
+def fully_sharded(model: Any, group: Any) -> Any:
+    """The model under FSDP2, over a process group: each of its blocks is a unit."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def _first_interface() -> str:

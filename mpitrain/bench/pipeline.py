@@ -24,17 +24,19 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved
+from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
 from mpitrain.models.gpt import TransformerBlock
@@ -44,9 +46,6 @@ from mpitrain.pipe.record import from_json
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank
@@ -64,8 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--layers", type=int, default=14, metavar="N", help="blocks of the GPT, besides three others [14]"
     )
     made.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a batch [8]")
-    made.add_argument("--repeats", type=int, default=15, metavar="N", help="repetitions; the median counts [15]")
-    made.add_argument("--seconds", type=float, default=20, metavar="S", help="for one schedule and size [20]")
+    repeated(made, 15, 20, "one schedule and size")
     return made
 
 
@@ -87,8 +85,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             for name, chunks in SCHEDULES.items():
                 case = _Case(world, name, chunks, options, shape)
                 times = interleaved(world, case.contenders(), repeats, seconds)
-                found = {key: {"median": t.median, "best": t.best} for key, t in times.items()}
-                result[size][name] = found | {"idle": case.idle()}
+                result[size][name] = plain(times) | {"idle": case.idle()}
                 if world.rank == 0:
                     ms = ", ".join(f"{key} {t.median * 1e3:.1f} ms" for key, t in times.items())
                     print(f"  {world.size} ranks, {size}, {name}: {ms}", flush=True)
@@ -123,14 +120,12 @@ class _Case:
         found = torch.tensor([self.peer()], dtype=torch.float64)
         self.world.broadcast(found, root=self.schedule.rank_of[-1])
         if abs(float(found) - expected) > 1e-4 * abs(expected):
-            raise InputError(
-                f"torch computes a loss of {float(found)}, not {expected}: nothing to compare", agreed=True
-            )
+            text = f"torch computes a loss of {float(found)}, not {expected}: nothing to compare"
+            raise InputError(text, agreed=True)
+        ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
         return {
-            "mpitrain": Contender(
-                lambda: self.pipeline.forward_backward(self.parts, self.weights), lambda: _zero(mine), single=True
-            ),
-            "torch": Contender(self.peer, lambda: _zero(self.peer_parameters), single=True),
+            "mpitrain": Contender(ours, partial(_zero, mine), single=True),
+            "torch": Contender(self.peer, partial(_zero, self.peer_parameters), single=True),
         }
 
     def idle(self) -> dict[str, float] | None:
@@ -186,11 +181,7 @@ def _peer(
 
     def step() -> float:
         losses: list[torch.Tensor] = []
-        arguments = (x,) if first else ()
-        if last:
-            runner.step(*arguments, target=y, losses=losses)
-        else:
-            runner.step(*arguments)
+        runner.step(*((x,) if first else ()), **({"target": y, "losses": losses} if last else {}))
         return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else 0.0
 
     return step, [p for module in modules.values() for p in module.parameters()]
@@ -203,7 +194,8 @@ def _zero(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
-    rows, targets = [], []
+    rows: list[dict[str, Any]] = []
+    targets = []
     for ranks, result in results.items():
         fits = ranks <= (result["cores"] or 1) * result["nodes"]
         for size in SIZES:
@@ -213,43 +205,20 @@ def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> R
                 ratio = found["torch"]["median"] / found["mpitrain"]["median"]
                 ratios.append(ratio)
                 idle = found["idle"]
-                rows.append(
-                    (
-                        ranks,
-                        size,
-                        name,
-                        found["mpitrain"]["median"] * 1e3,
-                        found["torch"]["median"] * 1e3,
-                        1e3 * idle["alone"] if fits else None,
-                        ratio,
-                        100 * idle["measured"],
-                        100 * idle["predicted"] if fits else None,
-                    )
-                )
-            wanted = 1.3 if size == "small" else 1.0
-            targets.append(
-                ReportTarget(
-                    f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule",
-                    f"at least {wanted} times as fast",
-                    f"{min(ratios):.2f} (geometric mean {geometric_mean(ratios):.2f})",
-                    min(ratios) >= wanted,
-                )
-            )
+                row = {"ranks": ranks, "microbatch": size, "schedule": name}
+                row |= {f"{who} ms": found[who]["median"] * 1e3 for who in ("mpitrain", "torch")}
+                row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratio}
+                row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
+                rows.append(row)
+            wanted, least = 1.3 if size == "small" else 1.0, min(ratios)
+            what = f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule"
+            found = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
+            targets.append(ReportTarget(what, f"at least {wanted} times as fast", found, least >= wanted))
     shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
     table = ReportTable(
         "One batch forward and backward",
-        (
-            "ranks",
-            "microbatch",
-            "schedule",
-            "mpitrain ms",
-            "torch ms",
-            "computing alone ms",
-            "times as fast",
-            "idle %",
-            "predicted idle %",
-        ),
-        rows,
+        tuple(rows[0]),
+        [tuple(row.values()) for row in rows],
         f"{options.microbatches} microbatches ({shapes}) through a GPT of {options.layers} blocks, {WIDTH} wide. "
         "Computing alone: the schedule simulated with the median time of each step, and messages that take none. "
         "It and the predicted idle time are left out where ranks share cores.",

@@ -51,8 +51,10 @@ class Report:
 
 def facts(world: Communicator) -> dict[str, Any]:
     """The machine and the software of this run, for the header. Collective."""
+    from mpitrain.comm.process.topology import processor_name
+
     return {
-        "machine": _processor(),
+        "machine": processor_name() or platform.machine(),
         "cores": os.cpu_count(),
         "nodes": world.num_nodes,
         "ranks": world.size,
@@ -122,14 +124,6 @@ def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> 
 
 def verdict(met: bool | None) -> str:
     return "unknown" if met is None else "met" if met else "MISSED"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:

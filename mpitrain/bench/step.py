@@ -30,20 +30,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mpitrain.bench.jobs import Benchmark, launched, parser, run
+from mpitrain.bench.jobs import Benchmark, launched, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.step_contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
 from mpitrain.bench.step_memory import measured_apart, remembered
 from mpitrain.bench.step_report import HEAVY, LIGHT, report
 from mpitrain.bench.timing import Contender, interleaved
+from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)
@@ -70,8 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser("step", "A training step by DDP and ZeRO-1, 2, 3 against torch and DeepSpeed.", ranks="2")
-    made.add_argument("--repeats", type=int, default=21, metavar="N", help="repetitions; the median counts [21]")
-    made.add_argument("--seconds", type=float, default=300, metavar="S", help="for one batch, or one size [300]")
+    repeated(made, 21, 300, "one batch, or one size")
     made.add_argument("--only", type=_names, metavar="A,B", help="these contenders, and one process")
     made.add_argument(
         "--grow", action="store_true", help="how the cost grows with parameters, and with --ranks 2,4,8 with ranks"
@@ -116,16 +113,9 @@ def _measure(
     Where not all fit into memory together they run in groups. One process is in each of them, to compare with.
     """
     repeats, seconds = (3, 20.0) if options.quick else (options.repeats, options.seconds)
-    makers = contenders()
-    found: dict[str, dict[str, Any]] = {}
-    running = []
-    for name in names:
-        made = makers[name]
-        if isinstance(made, str):
-            found[name] = {"why": made}
-        else:
-            running.append(name)
-    groups, too_large = _groups(world, running, shape)
+    missing = {name: why for name, why in contenders().items() if isinstance(why, str)}
+    found: dict[str, dict[str, Any]] = {name: {"why": why} for name, why in missing.items()}
+    groups, too_large = _groups(world, [name for name in names if name not in missing], shape)
     found |= {name: {"why": "does not fit into memory"} for name in too_large}
     for group in groups:
         with _alive(world, shape, samples, group) as trainees:
@@ -133,18 +123,10 @@ def _measure(
             times = interleaved(world, turns, repeats, seconds / len(groups))
             losses = _losses(world, trainees)
             for name, trainee in trainees.items():
-                found.setdefault(
-                    name,
-                    {
-                        "median": times[name].median,
-                        "best": times[name].best,
-                        "repeats": len(times[name].all),
-                        "relative": times[name].median / times[ALONE].median,
-                        "waiting": times[name].median - times[ALONE].median,
-                        "loss": losses[name],
-                        "account": _largest(world, trainee),
-                    },
-                )
+                took, alone = times[name], times[ALONE].median
+                values = {"median": took.median, "best": took.best, "repeats": len(took.all)}
+                values |= {"relative": took.median / alone, "waiting": took.median - alone}
+                found.setdefault(name, values | {"loss": losses[name], "account": _largest(world, trainee)})
         if world.rank == 0:
             size = f"{shape.numel / 1e6:.1f} M parameters, {samples} x {shape.tokens} tokens"
             print(f"  {world.size} ranks, {size}: {', '.join(group)}", flush=True)

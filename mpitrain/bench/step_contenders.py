@@ -13,17 +13,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from mpitrain.bench.peers import fully_sharded
+from mpitrain.comm import Communicator
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.engine import Engine
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 RATE = 1e-4
 ALONE = "one process"
@@ -105,14 +104,12 @@ Build = Callable[["Communicator", Shape, Batches], Trainee]
 def contenders() -> dict[str, Build | str]:
     """By name: how to make it, or why it cannot run here."""
     found: dict[str, Build | str] = {
-        ALONE: _alone,
+        ALONE: partial(_of_torch, wrap=lambda model: model),
         "DDP": partial(_ours, options=Options(zero=0)),
-        "ZeRO-1": partial(_ours, options=Options(zero=1)),
-        "ZeRO-2": partial(_ours, options=Options(zero=2)),
-        "ZeRO-3": partial(_ours, options=Options(zero=3)),
+        **{f"ZeRO-{stage}": partial(_ours, options=Options(zero=stage)) for stage in (1, 2, 3)},
         "ZeRO-3 gathered": partial(_ours, options=Options(zero=3, share_node=False)),
-        "torch DDP": _torch_ddp,
-        "FSDP2": _fsdp2,
+        "torch DDP": partial(_of_torch, wrap=_torch_ddp),
+        "FSDP2": partial(_of_torch, wrap=lambda model: fully_sharded(model, torch.distributed.group.WORLD)),
     }
     missing = importlib.util.find_spec("deepspeed") is None
     for stage in (1, 2, 3):
@@ -132,22 +129,23 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=RATE, fused=True)
 
 
-def _plain(
-    model: nn.Module, loss: Callable[[Any, Any], torch.Tensor], optimizer: torch.optim.Optimizer, ranks: int
-) -> Callable[[torch.Tensor, torch.Tensor], float]:
+def _of_torch(world: Communicator, shape: Shape, batches: Batches, wrap: Callable[[GPT], nn.Module]) -> Trainee:
+    """wrap: makes of the model what is trained."""
+    model = shape.build()
+    wrapped = wrap(model)
+    optimizer = _optimizer(wrapped.parameters())
+
     def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
         optimizer.zero_grad(set_to_none=True)
-        found = loss(model(x), y)
+        found = model.loss(wrapped(x), y)
         found.backward()
-        return float(found.detach()) / ranks
+        return float(found.detach()) / world.size
 
-    return forward_backward
+    return Trainee(batches, forward_backward, optimizer.step)
 
 
-def _alone(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
-    model = shape.build()
-    optimizer = _optimizer(model.parameters())
-    return Trainee(batches, _plain(model, model.loss, optimizer, world.size), optimizer.step)
+def _torch_ddp(model: GPT) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def _ours(world: Communicator, shape: Shape, batches: Batches, options: Options) -> Trainee:
@@ -162,26 +160,6 @@ def _ours(world: Communicator, shape: Shape, batches: Batches, options: Options)
         return {name: nbytes for name, nbytes in values.items() if name != "expected"}
 
     return Trainee(batches, forward_backward, engine.step, engine.close, account)
-
-
-def _torch_ddp(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
-    model = shape.build()
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = _optimizer(wrapped.parameters())
-    return Trainee(batches, _plain(wrapped, model.loss, optimizer, world.size), optimizer.step)
-
-
-def _fsdp2(world: Communicator, shape: Shape, batches: Batches) -> Trainee:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = shape.build()
-    mesh = init_device_mesh("cpu", (world.size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = _optimizer(model.parameters())
-    return Trainee(batches, _plain(model, model.loss, optimizer, world.size), optimizer.step)
 
 
 def _deepspeed(world: Communicator, shape: Shape, batches: Batches, stage: int) -> Trainee:

@@ -17,35 +17,21 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpitrain.bench.jobs import start
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.step_contenders import Batches, Shape, contenders
+from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 STEPS = 4  # watched; the first makes the optimizer's states
 _FOLDER = "MPITRAIN_BENCH_STEP_MEMORY"  # where the jobs leave what they found
 _PAUSE = 1e-3  # seconds between two readings
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """Bytes more than before the model was made: of the rank that takes most, and of a node. process: the whole
-    process of the rank that takes most.
-    """
-
-    rank: int
-    node: int
-    process: int
 
 
 def measured_apart(
@@ -76,8 +62,13 @@ def _file(folder: Path, ranks: int, name: str, batch: str) -> Path:
     return folder / f"{ranks} {name} {batch}.json"
 
 
-def peaks(world: Communicator, name: str, shape: Shape, samples: int) -> Peaks:
-    """Of a contender in this process, in which nothing else has run. Collective; the same on every rank."""
+def peaks(world: Communicator, name: str, shape: Shape, samples: int) -> dict[str, int]:
+    """Of a contender in this process, in which nothing else has run. Collective; the same on every rank.
+
+    Returns:
+        rank, node: bytes more than before the model was made, of the rank that takes most, and of a node. process: of
+        the whole process of the rank that takes most.
+    """
     made = contenders()[name]
     assert not isinstance(made, str)
     with gloo(world):
@@ -95,11 +86,8 @@ def peaks(world: Communicator, name: str, shape: Shape, samples: int) -> Peaks:
     by_node = world.all_gather_object(readings)
     nodes = [np.array(found, dtype=np.int64) for found in by_node if found]  # each [readings, ranks of the node]
     growth = [found - found[0] for found in nodes]
-    return Peaks(
-        rank=max(int(g.max()) for g in growth),
-        node=max(int(g.sum(1).max()) for g in growth),
-        process=max(int(found.max()) for found in nodes),
-    )
+    of_ranks, of_nodes = (max(int(g.max()) for g in growth), max(int(g.sum(1).max()) for g in growth))
+    return {"rank": of_ranks, "node": of_nodes, "process": max(int(found.max()) for found in nodes)}
 
 
 @contextmanager
@@ -140,7 +128,7 @@ def _job(order: str, file: str) -> None:
     world, wanted = init(), json.loads(order)
     found = peaks(world, wanted["name"], Shape(**wanted["shape"]), wanted["samples"])
     if world.rank == 0:
-        Path(file).write_text(json.dumps(asdict(found)), encoding="utf-8")
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -59,11 +59,8 @@ def _targets(ranks: int, found: Found) -> list[ReportTarget]:
     targets = []
     for name, most in (("ZeRO-1", 1.0), ("ZeRO-2", 1.0), ("ZeRO-3", 1.1), ("DDP", 1.1)):
         relative = found.get(name, {}).get("relative")
-        what = f"{ranks} ranks: a step by {name} / one process'"
-        if relative is None:
-            targets.append(ReportTarget(what, f"≤ {most:g}", "not measured", None))
-        else:
-            targets.append(ReportTarget(what, f"≤ {most:g}", f"{relative:.2f}", relative <= most))
+        told, met = ("not measured", None) if relative is None else (f"{relative:.2f}", relative <= most)
+        targets.append(ReportTarget(f"{ranks} ranks: a step by {name} / one process'", f"≤ {most:g}", told, met))
     for name in ("DDP", "ZeRO-1", "ZeRO-2"):
         targets.append(_faster(ranks, found, "torch DDP", name, 1.3))
     for theirs in ("FSDP2", "DeepSpeed ZeRO-3"):
@@ -140,10 +137,8 @@ def _memory(ranks: int, numel: int, batch: str, found: Found) -> ReportTable:
 
 
 def _accounts(ranks: int, numel: int, found: Found) -> ReportTable:
-    rows: list[list[Cell]] = []
-    for name, values in found.items():
-        if account := values.get("account"):
-            rows.append([name, *(account[category] / MIB for category in _CATEGORIES)])
+    accounts = {name: values["account"] for name, values in found.items() if values.get("account")}
+    rows = [[name, *(account[c] / MIB for c in _CATEGORIES)] for name, account in accounts.items()]
     note = "MiB a rank by `engine.memory()`, counted from the tensors, of ours."
     return ReportTable(f"Bytes by category, {_title(ranks, numel, HEAVY)}", ("contender", *_CATEGORIES), rows, note)
 

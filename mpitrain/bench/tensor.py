@@ -17,22 +17,20 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from mpitrain.bench.jobs import Benchmark, parser, run
+from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved
+from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
-
-if TYPE_CHECKING:
-    from mpitrain.comm import Communicator
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width
 
@@ -41,17 +39,13 @@ QUICK_SHAPES: tuple[Shape, ...] = ((1, 64, 256), (4, 128, 256))
 LAYERS = 2
 HEAD = 64  # features
 WANTED = 2.0  # times as fast as torch
+CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run(Benchmark("tensor", _parser(), measure, report), arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
-    made.add_argument("--repeats", type=int, default=31, metavar="N", help="repetitions; the median counts [31]")
-    made.add_argument("--seconds", type=float, default=60, metavar="S", help="for one shape [60]")
-    return made
+    options = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
+    repeated(options, 31, 60, "one shape")
+    return run(Benchmark("tensor", options, measure, report), arguments)
 
 
 class DivisibleBlock(nn.Module):
@@ -113,7 +107,7 @@ def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) ->
     times = interleaved(world, {name: Contender(step) for name, step in steps.items()}, repeats, seconds)
     axis.free()
     along.free()
-    return {name: {"median": t.median, "best": t.best} for name, t in times.items()}
+    return plain(times)
 
 
 def _step(model: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
@@ -137,12 +131,8 @@ def _of_torch(model: nn.Module, world: Communicator) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (world.size,))
-    styles: dict[str, Any] = {}
-    for layer in range(LAYERS):
-        styles[f"{layer}.attention.qkv"] = ColwiseParallel()
-        styles[f"{layer}.attention.out"] = RowwiseParallel()
-        styles[f"{layer}.mlp.up"] = ColwiseParallel()
-        styles[f"{layer}.mlp.down"] = RowwiseParallel()
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in ("*.attention.qkv", "*.mlp.up")}
+    styles |= {name: RowwiseParallel() for name in ("*.attention.out", "*.mlp.down")}
     return parallelize_module(model, mesh, styles)
 
 
@@ -160,45 +150,26 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     for ranks, result in results.items():
         rows = []
         for shape, times in result.items():
-            medians = {name: t["median"] for name, t in times.items()}
-            rows.append(
-                (
-                    shape.replace("x", " x "),
-                    *(medians[name] * 1e3 for name in ("mpitrain", "sequence", "torch", "one process")),
-                    medians["torch"] / medians["mpitrain"],
-                    medians["torch"] / medians["sequence"],
-                )
-            )
-        columns = (
-            "samples x tokens x width",
-            "mpitrain",
-            "sequence",
-            "torch",
-            "one process",
-            "times torch",
-            "sequence",
-        )
+            ms = {name: times[name]["median"] * 1e3 for name in CONTENDERS}
+            relative = (ms["torch"] / ms[name] for name in ("mpitrain", "sequence"))
+            rows.append((shape.replace("x", " x "), *ms.values(), *relative))
+        columns = ("samples x tokens x width", *CONTENDERS, "times torch", "sequence")
         note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; then torch's time over ours."
         tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
         ratios = [row[5] for row in rows]
-        wanted = f"at least {WANTED:g} times"
         mean, least = geometric_mean(ratios), min(ratios)
-        met = None if options.quick else mean >= WANTED
-        targets.append(
-            ReportTarget(f"{ranks} ranks: as fast as torch, geometric mean", wanted, f"{mean:.2f} times", met)
-        )
-        met = None if options.quick else least >= 1.0
-        targets.append(
-            ReportTarget(f"{ranks} ranks: as fast as torch, worst shape", "at least 1 times", f"{least:.2f}", met)
-        )
+        what, met = f"{ranks} ranks: as fast as torch", (None, None) if options.quick else (mean >= WANTED, least >= 1)
+        targets += [
+            ReportTarget(f"{what}, geometric mean", f"at least {WANTED:g} times", f"{mean:.2f} times", met[0]),
+            ReportTarget(f"{what}, worst shape", "at least 1 times", f"{least:.2f}", met[1]),
+        ]
     return Report("Tensor parallelism", tables, targets, lambda figure: _draw(figure, results))
 
 
 def _draw(figure: Any, results: dict[int, Any]) -> None:
     axes = figure.subplots(1, len(results), squeeze=False)[0]
     for ax, (ranks, result) in zip(axes, results.items(), strict=True):
-        names = ("mpitrain", "sequence", "torch", "one process")
-        for number, name in enumerate(names):
+        for number, name in enumerate(CONTENDERS):
             places = [i + (number - 1.5) * 0.2 for i in range(len(result))]
             ax.bar(places, [times[name]["median"] * 1e3 for times in result.values()], 0.2, label=name)
         ax.set_xticks(range(len(result)), result.keys(), rotation=30)

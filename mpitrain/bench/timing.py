@@ -57,28 +57,41 @@ def interleaved(
 
     budget: seconds after which no further repetition is begun, but for the first three.
     """
-    clock, began = time.perf_counter, time.perf_counter()
-    expected = np.minimum(_once(world, contenders), _once(world, contenders))  # also warms up: binds, touches pages
+    began, all_of_them = time.perf_counter(), list(contenders.values())
+    once = [extents(world, np.array(_round(world, all_of_them, [1] * len(all_of_them)))) for _ in range(2)]
+    expected = np.minimum(*once)  # they also warm up: operations are bound, pages touched
     counts = [
         1 if contender.single else int(np.clip(_BATCH / max(seconds, 1e-9), 1, _MOST))
-        for contender, seconds in zip(contenders.values(), expected, strict=True)
+        for contender, seconds in zip(all_of_them, expected, strict=True)
     ]
-    turns = [(c.prepare or _nothing, c.call, n) for c, n in zip(contenders.values(), counts, strict=True)]
     stamps: list[list[tuple[float, float]]] = []
     over = np.zeros(1, dtype=np.uint8)
     while len(stamps) < min(repeats, _ALWAYS) or (len(stamps) < repeats and not over[0]):
-        stamps.append([])
-        for prepare, call, count in turns:
-            prepare()
-            world.barrier()
-            begin = clock()
-            for _ in range(count):
-                call()
-            stamps[-1].append((begin, clock()))
-        over[0] = clock() - began > budget
+        stamps.append(_round(world, all_of_them, counts))
+        over[0] = time.perf_counter() - began > budget
         world.broadcast(over, 0)  # the ranks must stop together
     seconds = extents(world, np.array(stamps)) / counts
-    return {name: Times([float(t) for t in seconds[:, turn]]) for turn, name in enumerate(contenders)}
+    return {name: Times(seconds[:, turn].tolist()) for turn, name in enumerate(contenders)}
+
+
+def _round(world: Communicator, contenders: Sequence[Contender], counts: Sequence[int]) -> list[tuple[float, float]]:
+    """Begin and end of each contender's turn, in which it is called so many times. Collective."""
+    stamps, clock = [], time.perf_counter
+    for contender, count in zip(contenders, counts, strict=True):
+        if contender.prepare is not None:
+            contender.prepare()
+        call, turns = contender.call, range(count)
+        world.barrier()
+        begin = clock()
+        for _ in turns:
+            call()
+        stamps.append((begin, clock()))
+    return stamps
+
+
+def plain(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
+    """What a result, which is JSON, tells of the times of each contender: seconds."""
+    return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
 
 
 def extents(world: Communicator, stamps: np.ndarray) -> np.ndarray:
@@ -114,19 +127,3 @@ def _ranks(values: Sequence[float], tolerance: float) -> np.ndarray:
     below = (array[None, :] * (1 + tolerance) < array[:, None]).sum(1)
     above = (array[None, :] > array[:, None] * (1 + tolerance)).sum(1)
     return (below + len(array) - above + 1) / 2
-
-
-def _once(world: Communicator, contenders: Mapping[str, Contender]) -> np.ndarray:
-    stamps = np.zeros((len(contenders), 2))
-    for turn, contender in enumerate(contenders.values()):
-        if contender.prepare is not None:
-            contender.prepare()
-        world.barrier()
-        stamps[turn, 0] = time.perf_counter()
-        contender.call()
-        stamps[turn, 1] = time.perf_counter()
-    return extents(world, stamps)
-
-
-def _nothing() -> None:
-    """Where nothing is to be prepared."""

@@ -13,8 +13,8 @@ out; Open MPI then writes a message that is too long behind the memory it was fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from mpi4py import MPI
@@ -27,19 +27,16 @@ from mpitrain.comm.collectives.alternating import Alternating
 from mpitrain.comm.collectives.barrier import barrier
 from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.deferred import Deferred
-from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.gather import gather
 from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
 from mpitrain.comm.collectives.scatter import scatter
-from mpitrain.comm.member import Member
 from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena, allocate
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
 from mpitrain.comm.process.topology import Topology, ranks_in
 from mpitrain.comm.runtime.split_phase import SplitPhase
-from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,20 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["ANY_SOURCE", "Communicator"]
 
 
-class Communicator(Dispatcher):
+class Communicator(PointToPoint):
     """A group of ranks. Made by `mpitrain.init()`, `split` and `subgroup`, never directly.
 
-    rank, size: this rank's number and the number of ranks. node, num_nodes: likewise for nodes.
-    local_rank, local_size: this rank's number among the communicator's ranks on its node, and theirs.
-    world_ranks: the number in the world of each rank.
+    Its messages are in mpitrain.comm.point_to_point, its numbers (rank, size, node and so on) in mpitrain.comm.member.
     """
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
         super().__init__(comm, topology, process, label)
-        self._message_record = process.watchdog.record(f"{label} (messages)")
-        self._point_to_point = PointToPoint(
-            Member(topology, label), self._owned.duplicate(comm), self._message_record, cuda_aware=process.cuda_aware
-        )
         self._deferred = Deferred(self)
 
     # -- collectives: each in the file of its name in mpitrain.comm.collectives
@@ -87,45 +78,13 @@ class Communicator(Dispatcher):
         """
         return self._deferred.reduce_scatter(self, out, x, op)
 
-    # -- messages
+    # -- small values, which are what JSON can hold: in mpitrain.comm.objects
 
-    def send(self, x: Any, dest: int, tag: int = 0) -> None:
-        """Send x to rank dest; may return before it is received."""
-        self._point_to_point.isend(x, dest, tag).wait()
-
-    def recv(self, x: Any, source: int, tag: int = 0) -> None:
-        """Receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
-        self._point_to_point.irecv(x, source, tag).wait()
-
-    def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
-        """Begin to send x, which must not change until the work is done."""
-        return self._point_to_point.isend(x, dest, tag)
-
-    def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
-        """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
-        return self._point_to_point.irecv(x, source, tag)
-
-    # -- small values, which are what JSON can hold
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """The root's value, on every rank. Collective."""
-        return objects.broadcast(self, value, root)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank. Collective."""
-        return objects.all_gather(self, value)
-
-    def gather_objects(self, value: Any, root: int = 0) -> list[Any]:
-        """Every rank's value, in order of rank, on the root; an empty list elsewhere. Collective."""
-        return objects.gather(self, value, root)
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: the first such rank's. Collective."""
-        objects.agree(self, error)
-
-    def on_root(self, function: Callable[[], Any], root: int = 0) -> Any:
-        """Call a function on one rank; every rank returns its value or raises its error. Collective."""
-        return objects.on_root(self, function, root)
+    broadcast_object = objects.broadcast_object
+    all_gather_object = objects.all_gather_object
+    gather_objects = objects.gather_objects
+    agree = objects.agree
+    on_root = objects.on_root
 
     # -- groups
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass
 
@@ -11,19 +12,23 @@ import numpy as np
 from mpi4py import MPI
 
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.process.topology import host_names, library_name
+from mpitrain.comm.process.topology import library_name
 
-_LEVELS = {
-    MPI.THREAD_SINGLE: "SINGLE",
-    MPI.THREAD_FUNNELED: "FUNNELED",
-    MPI.THREAD_SERIALIZED: "SERIALIZED",
-    MPI.THREAD_MULTIPLE: "MULTIPLE",
-}
+_LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """library: name and version. thread_level: MPI's word."""
+    """What is known of the MPI library of this process.
+
+    Attributes:
+        library: Its name and version.
+        library_path: The file that was loaded.
+        mpi4py: The version of mpi4py.
+        thread_level: MPI's word for which threads may call it.
+        cuda_aware: Whether it reads and writes device memory.
+        launcher: What started this process.
+    """
 
     library: str
     library_path: str
@@ -34,19 +39,14 @@ class MpiFacts:
 
 
 def mpi_facts(world: Communicator) -> MpiFacts:
-    return MpiFacts(
-        library_name(),
-        _library_path(),
-        mpi4py.__version__,
-        _LEVELS.get(MPI.Query_thread(), "unknown"),
-        world.process.cuda_aware,
-        _launcher(),
-    )
+    """What is known of the MPI library of this process."""
+    level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), mpi4py.__version__
+    return MpiFacts(library_name(), _library_path(), version, level, world.process.cuda_aware, _launcher())
 
 
 def hosts(world: Communicator) -> list[str]:
     """The host name of every rank. Collective."""
-    return host_names(MPI.COMM_WORLD)
+    return world.all_gather_object(socket.gethostname())
 
 
 def reads_neighbours(world: Communicator) -> bool:
@@ -62,21 +62,19 @@ def bandwidth(world: Communicator, other: int, seconds: float, nbytes: int = 4 <
     if world.rank == 0:
         deadline, rounds = time.perf_counter() + seconds, 0
         begin = time.perf_counter()
-        going = True
-        while going:
-            going = time.perf_counter() < deadline
-            reply[0] = going
+        reply[0] = True
+        while reply[0]:
+            reply[0] = time.perf_counter() < deadline
             world.send(data, other, tag=1)
             world.send(reply, other, tag=2)
             world.recv(reply, other, tag=3)
             rounds += 1
         rate = rounds * nbytes / (time.perf_counter() - begin)
     else:
-        going, rate = world.rank == other, 0.0
-        while going:
+        reply[0], rate = world.rank == other, 0.0
+        while reply[0]:
             world.recv(data, 0, tag=1)
             world.recv(reply, 0, tag=2)
-            going = bool(reply[0])
             world.send(reply, 0, tag=3)
     return float(world.broadcast_object(rate))
 

@@ -8,46 +8,24 @@ from mpitrain.comm.process.topology import Topology, library_name
 class Member:
     """A rank of a communicator.
 
-    label: the communicator's name in messages. rank, size: this rank's number and the number of ranks. node,
-    num_nodes: likewise for nodes. local_rank, local_size: this rank's number among the communicator's ranks on its
-    node, and theirs. world_ranks: the number in the world of each rank.
+    Attributes:
+        label: The communicator's name in messages.
+        rank: This rank's number.
+        size: The number of ranks.
+        nodes: The node number of each rank.
+        node: This rank's.
+        num_nodes: The number of nodes.
+        local_rank: This rank's number among the communicator's ranks on its node.
+        local_size: The number of these.
+        world_ranks: The number in the world of each rank.
     """
 
     def __init__(self, topology: Topology, label: str) -> None:
         self._topology, self.label = topology, label
-
-    @property
-    def rank(self) -> int:
-        return self._topology.rank
-
-    @property
-    def size(self) -> int:
-        return self._topology.size
-
-    @property
-    def node(self) -> int:
-        return self._topology.nodes[self.rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._topology.num_nodes
-
-    @property
-    def local_rank(self) -> int:
-        return self._topology.neighbours.index(self.rank)
-
-    @property
-    def local_size(self) -> int:
-        return len(self._topology.neighbours)
-
-    @property
-    def world_ranks(self) -> tuple[int, ...]:
-        return self._topology.world_ranks
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node number of each rank."""
-        return self._topology.nodes
+        self.rank, self.size, self.world_ranks = topology.rank, topology.size, topology.world_ranks
+        self.nodes, self.node, self.num_nodes = topology.nodes, topology.nodes[topology.rank], topology.num_nodes
+        neighbours = topology.neighbours
+        self.local_rank, self.local_size = neighbours.index(topology.rank), len(neighbours)
 
     @property
     def library(self) -> str:

@@ -23,8 +23,20 @@ def _encode(value: Any) -> np.ndarray:
     return data
 
 
-def broadcast(comm: Communicator, value: Any, root: int) -> Any:
-    """Every rank returns the root's value."""
+def _measured(comm: Communicator, value: Any) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's value as bytes, and the numbers of bytes of all ranks' values."""
+    data, lengths = _encode(value), np.empty(comm.size, dtype=np.int64)
+    comm.all_gather(lengths, np.array([data.size], dtype=np.int64))
+    return data, lengths
+
+
+def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
+    """The root's value, on every rank. Collective.
+
+    Args:
+        value: What JSON can hold; of the other ranks it does not matter.
+        root: The rank whose value all get.
+    """
     data = _encode(value) if comm.rank == root else np.empty(0, dtype=np.uint8)
     length = np.array([data.size], dtype=np.int64)
     comm.broadcast(length, root)
@@ -34,22 +46,27 @@ def broadcast(comm: Communicator, value: Any, root: int) -> Any:
     return json.loads(data.tobytes())
 
 
-def all_gather(comm: Communicator, value: Any) -> list[Any]:
-    """Every rank returns the list of all ranks' values."""
-    data = _encode(value)
-    lengths = np.empty(comm.size, dtype=np.int64)
-    comm.all_gather(lengths, np.array([data.size], dtype=np.int64))
+def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank's value, in order of rank. Collective.
+
+    Args:
+        value: What JSON can hold.
+    """
+    data, lengths = _measured(comm, value)
     everything = np.empty(int(lengths.sum()), dtype=np.uint8)
     comm.all_gather(everything, data, counts=[int(n) for n in lengths])
     ends = np.cumsum(lengths)
     return [json.loads(everything[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
 
-def gather(comm: Communicator, value: Any, root: int) -> list[Any]:
-    """The root returns the list of all ranks' values, the others an empty list."""
-    data = _encode(value)
-    lengths = np.empty(comm.size, dtype=np.int64)
-    comm.all_gather(lengths, np.array([data.size], dtype=np.int64))
+def gather_objects(comm: Communicator, value: Any, root: int = 0) -> list[Any]:
+    """Every rank's value, in order of rank, on the root; an empty list elsewhere. Collective.
+
+    Args:
+        value: What JSON can hold.
+        root: The rank that gets the values.
+    """
+    data, lengths = _measured(comm, value)
     width = int(lengths.max())
     padded = np.zeros(width, dtype=np.uint8)
     padded[: data.size] = data
@@ -64,6 +81,12 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
     """Raise on every rank if any rank has an error: the first such rank's, named. Collective.
 
     This is how ranks that can fail alone (files, memory) stay together.
+
+    Args:
+        error: This rank's; None where all went well here.
+
+    Raises:
+        MpitrainError: Of the kind of the first rank's error, or of this kind itself where that is not one of ours.
     """
     failed = np.array([comm.rank if error is not None else comm.size], dtype=np.int64)
     comm.all_reduce(failed, "min")
@@ -74,7 +97,7 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
     if comm.rank == first and error is not None:
         where = f"rank {first}: " if comm.size > 1 and not getattr(error, "agreed", False) else ""
         told = [type(error).__name__, where + (str(error) or type(error).__name__)]
-    kind, text = broadcast(comm, told, first)
+    kind, text = broadcast_object(comm, told, first)
     known = {k.__name__: k for k in _all_errors(MpitrainError)}
     if kind in known:
         raise known[kind](text, agreed=True) from error
@@ -82,7 +105,12 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
 
 
 def on_root(comm: Communicator, function: Callable[[], Any], root: int = 0) -> Any:
-    """Call the function on the root; every rank returns its (JSON) value or raises its error. Collective."""
+    """Call a function on one rank; every rank returns its value or raises its error. Collective.
+
+    Args:
+        function: What is called; its value is what JSON can hold.
+        root: The rank that calls it.
+    """
     value, error = None, None
     if comm.rank == root:
         try:
@@ -90,7 +118,7 @@ def on_root(comm: Communicator, function: Callable[[], Any], root: int = 0) -> A
         except Exception as caught:  # told to all ranks by agree()
             error = caught
     agree(comm, error)
-    return broadcast(comm, value, root)
+    return broadcast_object(comm, value, root)
 
 
 def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:

@@ -21,16 +21,17 @@ class PlainMPI:
         self._requests: list[MPI.Prequest] = []
 
     def all_reduce(self, x: torch.Tensor) -> Call:
-        """Sum in place. fp32: mpi4py is given the array itself and looks at it at each call."""
+        """Sum in place. For fp32 mpi4py is given the array itself, and looks at it at each call."""
         if x.dtype == torch.float16:
             return partial(self._comm.Allreduce, MPI.IN_PLACE, [x.numpy(), x.numel(), MPI.FLOAT16_T], MPI.SUM)
         return partial(self._comm.Allreduce, MPI.IN_PLACE, x.numpy(), MPI.SUM)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> Call:
+        """Sum x; out becomes this rank's block of the sum."""
         return partial(self._comm.Reduce_scatter_block, x.numpy(), out.numpy(), MPI.SUM)
 
     def all_gather(self, out: torch.Tensor) -> Call:
-        """In place: this rank's block lies in out."""
+        """Gather in place: this rank's block lies in out."""
         count = out.numel() // self._comm.size
         return partial(self._comm.Allgather, MPI.IN_PLACE, [out.numpy(), count, MPI_TYPES[out.dtype]])
 

@@ -8,54 +8,79 @@ of the sender's memory over whatever lies behind the receiver's.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.arguments import check_rank
-from mpitrain.comm.member import Member
+from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
 from mpitrain.comm.memory.device import synchronize
-from mpitrain.comm.runtime.watchdog import Record
+from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError, InputError
+
+if TYPE_CHECKING:
+    from mpitrain.comm.world import Process
 
 ANY_SOURCE = MPI.ANY_SOURCE
 _TAGS = 1 << 13  # more than there are messages under way between two ranks
 
 
-class PointToPoint:
-    """Sends and receives of one rank, on an MPI communicator of their own.
+class PointToPoint(Dispatcher):
+    """A communicator's messages, on an MPI communicator of their own: its tags must not meet those of programs."""
 
-    The caller's tags must not meet those of programs.
-    """
-
-    def __init__(self, member: Member, comm: MPI.Intracomm, record: Record, *, cuda_aware: bool) -> None:
-        """member: the rank. comm: a duplicate of its communicator, for messages alone. record: where waits are seen.
-
-        cuda_aware: whether MPI reads and writes device memory.
-        """
-        self._member, self._messages, self._record, self._cuda_aware = member, comm, record, cuda_aware
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+        super().__init__(comm, topology, process, label)
+        self._message_record = process.watchdog.record(f"{label} (messages)")
+        self._messages = self._owned.duplicate(comm)
         self._sent = 0  # messages
 
+    def send(self, x: Any, dest: int, tag: int = 0) -> None:
+        """Send x to rank dest; may return before it is received. See `isend`."""
+        self.isend(x, dest, tag).wait()
+
+    def recv(self, x: Any, source: int, tag: int = 0) -> None:
+        """Receive a message of exactly x's length from rank source into x. See `irecv`."""
+        self.irecv(x, source, tag).wait()
+
     def isend(self, x: Any, dest: int, tag: int = 0) -> Messages:
-        """Begin to send x, which must not change until the work is done."""
-        check_rank(self._member, dest)
+        """Begin to send x, which must not change until the work is done.
+
+        Args:
+            x: A contiguous tensor or array.
+            dest: The rank that receives it.
+            tag: A number that the receiver gives as well.
+
+        Raises:
+            InputError: x cannot be communicated, or there is no such rank or tag.
+        """
+        check_rank(self, dest)
         tensor = self._near(as_tensor(x, written=False))
         self._sent += 1
         data_tag = _data_tags()[self._sent % _TAGS]
         header = np.array([_nbytes(tensor), data_tag])
         requests = [self._messages.Isend(header, dest, _checked(tag))]
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in _specs(tensor)]
-        awaited = (self._member.world_ranks[dest],)
-        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], self._record, awaited)
+        awaited = (self.world_ranks[dest],)
+        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], self._message_record, awaited)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
-        """Begin to receive a message of exactly x's length from rank source (or ANY_SOURCE) into x."""
+        """Begin to receive a message of exactly x's length from rank source into x.
+
+        Args:
+            x: A contiguous tensor or array.
+            source: The rank that sends it, or ANY_SOURCE.
+            tag: The number that the sender gives.
+
+        Raises:
+            InputError: x cannot be communicated, or there is no such rank or tag.
+            CommunicationError: When it is waited for: the message has another length.
+        """
         if source != ANY_SOURCE:
-            check_rank(self._member, source)
+            check_rank(self, source)
         tensor = as_tensor(x)
         near = self._near(tensor, filled=False)
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
@@ -70,10 +95,9 @@ class PointToPoint:
                 rank = statuses[0].source
                 if nbytes != _nbytes(near):
                     self._discard(nbytes, rank, data_tag)
-                    own = self._member
                     raise CommunicationError(
-                        f"{own.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
-                        f"{own.rank} expects {_nbytes(near)}; send and receive tensors of one size and type"
+                        f"{self.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
+                        f"{self.rank} expects {_nbytes(near)}; send and receive tensors of one size and type"
                     )
                 if specs := _specs(near):
                     return [self._messages.Irecv(spec, rank, data_tag) for spec in specs]
@@ -82,9 +106,9 @@ class PointToPoint:
             return []
 
         requests = [self._messages.Irecv(header, source, _checked(tag))]
-        ranks = self._member.world_ranks
-        awaited = [r for r in ranks if r != ranks[self._member.rank]] if source == ANY_SOURCE else [ranks[source]]
-        return Messages(name, tensor, requests, proceed, self._record, awaited)
+        ranks = self.world_ranks
+        awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
+        return Messages(name, tensor, requests, proceed, self._message_record, awaited)
 
     def _discard(self, nbytes: int, source: int, tag: int) -> None:
         """Receive data that nobody can use: their sender may wait for that."""
@@ -96,7 +120,7 @@ class PointToPoint:
         if not tensor.is_cuda:
             return tensor
         synchronize(tensor)
-        if self._cuda_aware:
+        if self.process.cuda_aware:
             return tensor
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)
 

@@ -30,9 +30,17 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 class Process:
     """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
 
-    cores: what this rank has of its node's. spare_cores: of the ranks that have fewest, cores that no rank computes on;
-    negative: ranks that have none. proofs: of the programs used so far, in the debug mode.
-    failures: where the job is to go on without ranks that die (see `elastic`).
+    Attributes:
+        arenas: Where this process has arenas.
+        tuning: Which algorithms are fastest on this machine.
+        watchdog: What ends operations that do not complete.
+        faults: What ends the job where this rank fails.
+        cores: What this rank has of its node's.
+        spare_cores: Of the ranks that have fewest, cores that no rank computes on; negative for ranks that have none.
+        cuda_aware: Whether MPI reads and writes device memory.
+        debug: Whether the ranks compare what they are about to do.
+        proofs: Of the programs used so far, in the debug mode.
+        failures: Where the job is to go on without ranks that die (see `faults.ulfm`).
     """
 
     arenas: ArenaIndex
@@ -66,12 +74,16 @@ _world: Communicator | None = None
 def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug: bool | None = None) -> Communicator:
     """The communicator over all ranks. Collective the first time; later calls return the same one.
 
-    timeout: seconds before an unfinished operation ends the job (`set_timeout` changes it).
-    abort_on_error: an exception that nobody catches ends the whole job with one message, instead of leaving
-    the other ranks to wait. debug: compare what the ranks are about to do before each collective
-    (default: MPITRAIN_DEBUG).
-    Without mpirun or srun it is a world of one rank. Raises InputError when a launcher started several
-    processes that do not see each other.
+    Without mpirun or srun it is a world of one rank.
+
+    Args:
+        timeout: Seconds before an unfinished operation ends the job (`set_timeout` changes it).
+        abort_on_error: Whether an exception that nobody catches ends the whole job with one message, instead of leaving
+            the other ranks to wait.
+        debug: Whether to compare what the ranks are about to do before each collective (default: MPITRAIN_DEBUG).
+
+    Raises:
+        InputError: A launcher started several processes that do not see each other.
     """
     global _world
     if _world is not None:
@@ -126,7 +138,11 @@ def replace(world: Communicator) -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Change how long an operation may take before the job is ended."""
+    """Change how long an operation may take before the job is ended.
+
+    Args:
+        seconds: How long, from now on.
+    """
     if _world is not None:
         _world.process.watchdog.timeout = seconds
 

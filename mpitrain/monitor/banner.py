@@ -10,7 +10,16 @@ from mpitrain.monitor.text import aligned, counted, duration, short
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the start banner tells. batch: global, in samples. tokens: per sample; 0 where samples are not tokens."""
+    """What the start banner tells.
+
+    Attributes:
+        threads: Of each rank.
+        device: "CPU", or what each rank computes on.
+        mpi: The library and its version.
+        tokens: Per sample; 0 where samples are not tokens.
+        batch: The global one, in samples.
+        notes: Further labels and texts.
+    """
 
     version: str
     ranks: int
@@ -35,11 +44,18 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the closing lines tell. seconds and samples_done: of this start, not of the whole run.
+    """What the closing lines tell.
 
-    loss: of the last step; held_out_loss: None where nothing was held out; NaN where there was no step.
-    skipped: steps without an update. fruitless_since: the step since which nothing was learned; 0: it was.
-    commands: (what it does, command), to copy.
+    Attributes:
+        loss: Of the last step; NaN where there was none.
+        held_out_loss: None where nothing was held out; NaN where there was no step.
+        seconds: Of this start, not of the whole run.
+        samples_done: Likewise.
+        tokens: Per sample; 0 where samples are not tokens.
+        peak_memory_bytes: Of the rank that held most.
+        skipped: Steps without an update.
+        fruitless_since: The step since which nothing was learned; 0 where something was.
+        commands: What can be done next, and the command for it, to copy.
     """
 
     step: int
@@ -58,7 +74,7 @@ class Outcome:
 
 
 def banner(facts: RunFacts) -> str:
-    """Lines without a newline at the end."""
+    """What a run says first. The lines are without a newline at the end."""
     size = f" of {facts.tokens:,} tokens" if facts.tokens else ""
     held_out = f", {facts.held_out_samples:,} held out" if facts.held_out_samples else ""
     passes = (facts.steps * facts.batch) / facts.samples if facts.samples else 0.0
@@ -80,7 +96,7 @@ def banner(facts: RunFacts) -> str:
 
 
 def closing(outcome: Outcome) -> str:
-    """Lines without a newline at the end."""
+    """What a run says last. The lines are without a newline at the end."""
     steps = outcome.step - outcome.start_step
     done = "done" if outcome.step >= outcome.steps else "stopped"
     fruitless = ""

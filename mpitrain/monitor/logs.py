@@ -19,6 +19,7 @@ WARNINGS = "py.warnings"  # where logging.captureWarnings sends them
 
 
 def log_path(run_dir: str | Path, rank: int) -> Path:
+    """The log file of a rank."""
     return Path(run_dir) / "logs" / f"rank-{rank:05d}.log"
 
 
@@ -32,7 +33,15 @@ class _LogFile(logging.FileHandler):
 def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> logging.Logger:
     """The logger `mpitrain`, writing to this rank's file. `logging.getLogger("mpitrain")` is the same one.
 
-    Opened again, it leaves the earlier file. Raises InputError when the file cannot be opened.
+    Opened again, it leaves the earlier file.
+
+    Args:
+        run_dir: The run folder.
+        rank: This rank.
+        level: What is below it is not written.
+
+    Raises:
+        InputError: The file cannot be opened.
     """
     path = log_path(run_dir, rank)
     try:
@@ -61,7 +70,7 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
 
 
 def close_rank_log() -> None:
-    """Closes the file; without an open one, nothing."""
+    """Close the file; without an open one there is nothing to be done."""
     logger = logging.getLogger(NAME)
     for handler in [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]:
         logger.removeHandler(handler)

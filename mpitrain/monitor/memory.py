@@ -19,7 +19,11 @@ STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:
-    """The most this process has held: on a CUDA `device` what its tensors took there, else resident host memory."""
+    """The most this process has held, in bytes.
+
+    Args:
+        device: On a CUDA device, what its tensors took there counts, else resident host memory.
+    """
     if device is not None and device.type == "cuda":
         import torch
 
@@ -32,9 +36,10 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
 
 
 def memory_bytes(device: torch.device | None = None) -> int:
-    """What this process holds now: on a CUDA `device` its tensors, else resident host memory.
+    """What this process holds now, in bytes. Where the system does not tell (no /proc), the peak.
 
-    Where the system does not tell (no /proc), the peak.
+    Args:
+        device: On a CUDA device, what its tensors take there counts, else resident host memory.
     """
     if device is not None and device.type == "cuda":
         import torch

@@ -14,7 +14,6 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,21 @@ TENSORBOARD = "tensorboard"
 
 
 class MetricsWriter:
-    """Rank 0's writer.
-
-    resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to keep
-    the lines up to step k and go on after them. Raises InputError: run_dir is not writable, the disk is full,
-    tensorboard is asked for and not installed.
-    """
+    """Rank 0's writer of the run's metrics."""
 
     def __init__(self, run_dir: str | Path, resume_step: int | None = None, tensorboard: bool = False) -> None:
+        """Open the file.
+
+        Args:
+            run_dir: The run folder.
+            resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to
+                keep the
+                lines up to step k and go on after them.
+            tensorboard: Whether to write for TensorBoard, too.
+
+        Raises:
+            InputError: The folder is not writable, the disk is full, or tensorboard is asked for and not installed.
+        """
         self.path = Path(run_dir) / METRICS
         self._last_step = -1
         self._board = _open_board(Path(run_dir), resume_step) if tensorboard else None
@@ -61,27 +67,30 @@ class MetricsWriter:
         world_size: int,
         **extras: Any,
     ) -> None:
-        """Appends the line of one step (later than all before it).
+        """Append the line of one step, which is later than all before it.
 
-        samples, tokens: of this step. step_s: seconds it took. memory_bytes: peak per rank. extras: anything
-        else JSON can hold, such as held_out_loss (nats) or ids (the samples' numbers).
+        Args:
+            step: Its number.
+            loss: Its loss.
+            lr: Its learning rate.
+            grad_norm: The norm of its gradients, where it was taken.
+            samples: Those of this step.
+            tokens: Those of this step.
+            step_s: The seconds it took.
+            tokens_per_s: How many tokens a second that is.
+            memory_bytes: The peak per rank.
+            world_size: The number of ranks.
+            extras: Anything else that JSON can hold, such as held_out_loss (nats) or ids (the samples' numbers).
+
+        Raises:
+            InputError: The line cannot be written.
         """
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}: each step stands once")
         self._last_step = step
-        line = dict(
-            step=step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            samples=samples,
-            tokens=tokens,
-            step_s=step_s,
-            tokens_per_s=tokens_per_s,
-            memory_bytes=memory_bytes,
-            world_size=world_size,
-            **extras,
-        )
+        line: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        line |= {"samples": samples, "tokens": tokens, "step_s": step_s, "tokens_per_s": tokens_per_s}
+        line |= {"memory_bytes": memory_bytes, "world_size": world_size, **extras}
         data = (json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n").encode()
         try:
             if self._file.write(data) != len(data):
@@ -94,15 +103,20 @@ class MetricsWriter:
                     self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run folder or of its metrics.jsonl, in order. A torn last line is left out.
+    """The lines of a run, in order. A torn last line is left out.
 
-    Raises InputError: there is no such file, or a line inside it is damaged.
+    Args:
+        path: A run folder, or its metrics.jsonl.
+
+    Raises:
+        InputError: There is no such file, or a line inside it is damaged.
     """
     path = Path(path)
     path = path / METRICS if path.is_dir() else path
@@ -133,24 +147,16 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
-def _kept(path: Path, resume_step: int) -> Iterator[tuple[int, bytes]]:
-    """(step, line) of the whole lines up to resume_step, steps rising."""
-    last = -1
-    with open_plain(path) as file:
-        for line in file:
-            value = _parsed(line)
-            if value is not None and last < value["step"] <= resume_step:
-                last = value["step"]
-                yield last, line
-
-
 def _cut_after(path: Path, resume_step: int) -> int:
     """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
     temporary = path.with_name(path.name + ".tmp")
     last = -1
-    with open(temporary, "wb") as file:
-        for last, line in _kept(path, resume_step):  # noqa: B007
-            file.write(line)
+    with open_plain(path) as lines, open(temporary, "wb") as file:
+        for line in lines:
+            value = _parsed(line)
+            if value is not None and last < value["step"] <= resume_step:
+                last = value["step"]
+                file.write(line)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

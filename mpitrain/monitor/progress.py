@@ -16,7 +16,6 @@ import math
 import os
 import sys
 import time
-from types import TracebackType
 from typing import TextIO
 
 from mpitrain.monitor.terminal import terminal_behind, terminal_columns
@@ -27,22 +26,35 @@ NARROW = 60  # columns under which the bar leaves out what matters less
 
 
 class Progress:
-    """Rank 0's view of the run, closed by close() or as a context manager.
-
-    total_steps, start_step: of the whole run, and done before this start. every: steps between plain lines (the
-    first and the last step are always shown). stream: stderr unless given. unit: what the rate counts per second.
-    """
+    """Rank 0's view of the run, closed by `close` or as a context manager."""
 
     def __init__(
         self, total_steps: int, start_step: int, every: int, stream: TextIO | None = None, unit: str = "tokens"
     ) -> None:
+        """Open a bar, where there is a terminal for it.
+
+        Args:
+            total_steps: Those of the whole run.
+            start_step: Those done before this start.
+            every: Steps between plain lines; the first and the last step are always shown.
+            stream: Where to write; stderr unless given.
+            unit: What the rate counts per second.
+        """
         self._total, self._start, self._every, self._unit = total_steps, start_step, every, unit
         self._stream = sys.stderr if stream is None else stream
         self._pace = Pace(total_steps)
         self._bar = _open_bar(self._stream, total_steps, start_step)
 
     def update(self, step: int, loss: float, lr: float, rate: float, skipped: int = 0) -> None:
-        """After each step: its loss, learning rate, and tokens or samples per second. skipped: steps so far."""
+        """Show a step.
+
+        Args:
+            step: Its number.
+            loss: Its loss.
+            lr: Its learning rate.
+            rate: Tokens or samples per second.
+            skipped: Steps so far that made no update.
+        """
         left = self._pace.seconds_left(step, time.monotonic())
         if self._bar is not None:
             self._bar.show(step, loss, lr, rate, self._unit, left, skipped)
@@ -57,16 +69,14 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leaves the bar as it last was. Twice is fine."""
+        """Leave the bar as it last was. Twice is fine."""
         if self._bar is not None:
             self._bar.close()
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -78,7 +88,12 @@ class Pace:
         self._first: tuple[int, float] | None = None
 
     def seconds_left(self, step: int, now: float) -> float:
-        """now: seconds on any clock. NaN while it is not known."""
+        """Seconds until the last step; NaN while that is not known.
+
+        Args:
+            step: The step that is done.
+            now: Seconds on any clock.
+        """
         if self._first is None:
             self._first = (step, now)
         first_step, first_time = self._first
@@ -90,7 +105,7 @@ class Pace:
 
 
 def plain_line(step: int, total: int, loss: float, lr: float, rate: float, unit: str, left: float) -> str:
-    """One line for a log; the columns stay where they are from step to step. left: seconds."""
+    """One line for a log. The columns stay where they are from step to step; `left` is in seconds."""
     return (
         f"step {step:{len(str(total))}}/{total}  loss {_loss(loss):>8}  lr {lr:.2e}  "
         f"{short(rate):>6} {unit}/s  left {duration(left):>8}"

@@ -22,9 +22,13 @@ LABELLING = ("-l", "-prepend-rank", "--prepend-rank", "-xterm", "--xterm")
 
 
 def terminal_behind(descriptor: int) -> str | None:
-    """Path of the terminal on which bytes written to `descriptor` appear.
+    """Path of the terminal on which bytes written to a descriptor appear.
 
-    None: they go to a file, a pipe, another node, or through a launcher that marks each line.
+    Args:
+        descriptor: The descriptor.
+
+    Returns:
+        None where they go to a file, a pipe, another node, or through a launcher that marks each line.
     """
     launcher, parent = None, os.getppid()
     while os.path.basename(_command(parent)[0]) in LAUNCHERS:
@@ -35,27 +39,24 @@ def terminal_behind(descriptor: int) -> str | None:
         return None
     try:
         path = os.readlink(f"/proc/{launcher}/fd/{descriptor}")
-        device = os.open(path, os.O_RDONLY | os.O_NOCTTY)
+        with open(path, opener=_without_taking_it) as device:
+            return path if device.isatty() else None
     except OSError:  # such as pipe:[123], or not ours to see
         return None
-    try:
-        return path if os.isatty(device) else None
-    finally:
-        os.close(device)
+
+
+def _without_taking_it(path: str, flags: int) -> int:
+    """Open a terminal, which does not become that of this process by being opened."""
+    return os.open(path, flags | os.O_NOCTTY)
 
 
 def terminal_columns(path: str) -> int:
     """Width of the terminal at `path` now; 80 where it does not say."""
     try:
-        device = os.open(path, os.O_RDONLY | os.O_NOCTTY)
+        with open(path, opener=_without_taking_it) as device:
+            return os.get_terminal_size(device.fileno()).columns or 80
     except OSError:
         return 80
-    try:
-        return os.get_terminal_size(device).columns or 80
-    except OSError:
-        return 80
-    finally:
-        os.close(device)
 
 
 def _reaches_launcher(descriptor: int) -> bool:

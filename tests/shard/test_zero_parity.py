@@ -11,6 +11,8 @@ import torch
 from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, resnet, steps_of, tokens
 from torch import nn
 
+from mpitrain.comm.member import Member
+from mpitrain.comm.process.topology import Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.sharding import Options
@@ -167,8 +169,9 @@ def test_a_resnet_with_batch_statistics_of_all_ranks_trains_like_one_process(wor
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_shares_inside_nodes_and_replicas_between_them(world, expected, zero, monkeypatch):
-    topology = world._topology
-    monkeypatch.setattr(world, "_topology", type(topology)(topology.rank, (0, 0, 1, 1), topology.world_ranks))
+    topology = Topology(world.rank, (0, 0, 1, 1), world.world_ranks)
+    for name, value in vars(Member(topology, world.label)).items():
+        monkeypatch.setattr(world, name, value)
     engine = engine_of(gpt(), world, bucket_mb=0.004, zero=zero, shard_within="node", share_node=False)
     assert engine.sharding.shard.size == 2 and engine.sharding.replicas.size == 2
     losses = steps_of(engine, world, tokens, microbatches=3)

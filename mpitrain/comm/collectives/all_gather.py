@@ -21,36 +21,23 @@ from mpitrain.comm.algorithms.shared import shared_all_gather
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
-from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, segments_of
+from mpitrain.comm.collectives.setting import RING_SEGMENT, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at, tensor_at
-from mpitrain.comm.programs.program import Program, chunk_bounds
+from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
-
-
-def _ring(s: Setting) -> Program:
-    return ring_all_gather(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)
-
-
-def _halving(s: Setting) -> Program:
-    return doubling_all_gather(s.size, s.nodes)
-
-
-def _shared(s: Setting) -> Program:
-    return shared_all_gather(s.size)
-
 
 ALGORITHMS = Algorithms(
     "all_gather",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(_ring),
-        "halving": Algorithm(_halving),
-        "shared": Algorithm(_shared, one_node=True, reach=True),
+        "ring": Algorithm(lambda s: ring_all_gather(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
+        "halving": Algorithm(lambda s: doubling_all_gather(s.size, s.nodes)),
+        "shared": Algorithm(lambda s: shared_all_gather(s.size), one_node=True, reach=True),
     },
 )
 
@@ -82,8 +69,8 @@ def all_gather(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        whole, own = (out.data_ptr(), out.numel(), out.dtype), (x.data_ptr(), x.numel(), x.dtype)
-        ready = comm.ready["all_gather", whole, own, algorithm, counts]
+        own = x.data_ptr(), x.numel(), x.dtype
+        ready = comm.ready["all_gather", out.data_ptr(), out.numel(), out.dtype, own, algorithm, counts]
     except NOT_READY:
         pass
     else:
@@ -93,34 +80,13 @@ def all_gather(
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "all_gather", of, into, counts, "x out")
     in_place = of.data_ptr() == into.data_ptr() + sum(blocks[: comm.rank]) * of.element_size()
-    call = Invocation(
-        "all_gather",
-        lambda binder, into, of: bound(binder, into, of, blocks, algorithm),
-        (into, of),
-        (True, False),
-        key=_key(into, of, blocks, algorithm),
-        alike=(blocks, algorithm),
-        placed=(into if in_place else of) if ALGORITHMS.touch(algorithm) else None,
-    )
-    return comm.dispatch(call, async_op)
+    placed, alike = ALGORITHMS.placed(algorithm, into if in_place else of), (blocks, algorithm)
+    given = algorithm, if_unequal(blocks)
+    return comm.dispatch(OPERATION.on((into, of), (True, False), *given, alike=alike, placed=placed), async_op)
 
 
-def _key(out: Tensor, x: Tensor, blocks: Sequence[int], algorithm: str) -> tuple[object, ...]:
-    whole, own = (out.data_ptr(), out.numel(), out.dtype), (x.data_ptr(), x.numel(), x.dtype)
-    return "all_gather", whole, own, algorithm, if_unequal(blocks)
-
-
-def bound(
-    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int] | None = None, algorithm: str = "auto"
-) -> Compiled:
-    """The operation on a rank's memory. blocks: all equal, without any."""
-    blocks = blocks or [x.numel()] * binder.topology.size
-    said = partial(described, "all_gather", out.numel(), x.dtype, unequal(blocks))
-    bind = partial(_bind, binder, out, x, blocks, algorithm)
-    return binder.bound(_key(out, x, blocks, algorithm), bind, out, x, said=said, together=min(blocks) > 0)
-
-
-def _bind(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], algorithm: str) -> Compiled:
+def _bind(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None) -> Compiled:
+    blocks = counts or [x.numel()] * binder.topology.size
     rank, item, bounds = binder.topology.rank, x.element_size(), offsets(blocks)
     if bounds[-1] == 0:
         return NOTHING
@@ -153,9 +119,15 @@ def _bind(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], algorit
         find = binder.peers(read, arena)
         layout = replace(layout, peers=lambda r: find(r) - before(r))
     where = binder.place(read) + " in place" * (read is out and arena is not None)
-    said = described("all_gather", bounds[-1], x.dtype, where, unequal(blocks))
-    inner = binder.compile(program, layout, None, arena, said=said)
+    inner = binder.compile(program, layout, None, arena, said=_said(binder, out, x, name, counts, where))
     return Compiled([*place, inner], [inner])
+
+
+def _said(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None, where: str = "") -> str:
+    return described("all_gather", out.numel(), x.dtype, where, unequal(counts))
+
+
+OPERATION = Operation("all_gather", 2, _bind, _said, lambda out, x, algorithm, counts: not counts or min(counts) > 0)
 
 
 def _by_library(binder: Binder, out: Tensor, blocks: Sequence[int], own: Any) -> Call:

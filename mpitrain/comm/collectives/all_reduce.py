@@ -22,15 +22,9 @@ from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation, Operation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
-from mpitrain.comm.collectives.setting import (
-    RING_SEGMENT,
-    STAGED_PIECE,
-    Setting,
-    cache_chunks,
-    segments_of,
-)
+from mpitrain.comm.collectives.setting import RING_SEGMENT, STAGED_PIECE, Setting, cache_chunks, segments_of
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.memory.board import described
@@ -43,14 +37,6 @@ from mpitrain.comm.runtime.work import Work
 from mpitrain.errors import InputError
 
 _DIRECT_NODES = 8  # up to which every node sends to every other in two_level; more go round a ring, in long messages
-
-
-def _ring(s: Setting) -> Program:
-    return ring_all_reduce(s.size, segments_of(s.nbytes // s.size, RING_SEGMENT), s.nodes)
-
-
-def _tree(s: Setting) -> Program:
-    return tree_all_reduce(s.size, segments_of(s.nbytes, RING_SEGMENT), s.nodes)
 
 
 def _halving(s: Setting) -> Program:
@@ -75,8 +61,10 @@ ALGORITHMS = Algorithms(
     "all_reduce",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(_ring),
-        "tree": Algorithm(_tree, reproduces=always),
+        "ring": Algorithm(lambda s: ring_all_reduce(s.size, segments_of(s.nbytes // s.size, RING_SEGMENT), s.nodes)),
+        "tree": Algorithm(
+            lambda s: tree_all_reduce(s.size, segments_of(s.nbytes, RING_SEGMENT), s.nodes), reproduces=always
+        ),
         "halving": Algorithm(_halving, reproduces=lambda s: s.power_of_two),
         "shared": Algorithm(
             _shared, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
@@ -123,20 +111,8 @@ def all_reduce(
     tensor = as_tensor(x)
     if compression is not None:
         return _compressed(comm, tensor, op, algorithm, async_op, compression, reproducible)
-    call = Invocation(
-        "all_reduce",
-        lambda binder, x: bound(binder, x, op, algorithm, reproducible),
-        (tensor,),
-        (True,),
-        key=_key(tensor, op, algorithm, reproducible),
-        alike=(op, algorithm, reproducible),
-        placed=tensor if ALGORITHMS.touch(algorithm) else None,
-    )
-    return comm.dispatch(call, async_op)
-
-
-def _key(x: Tensor, op: str, algorithm: str, reproducible: bool) -> tuple[object, ...]:
-    return "all_reduce", x.data_ptr(), x.numel(), x.dtype, op, algorithm, reproducible
+    placed = ALGORITHMS.placed(algorithm, tensor)
+    return comm.dispatch(OPERATION.on((tensor,), (True,), op, algorithm, reproducible, placed=placed), async_op)
 
 
 def _compressed(
@@ -154,18 +130,11 @@ def _compressed(
         raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
 
     def bind(binder: Binder, x: Tensor) -> Call:
-        channel = Channel(comm.size, partial(comm.carry_out, binder), bound, all_gather.bound)
+        channel = Channel(comm.size, partial(comm.carry_out, binder), OPERATION.bound, all_gather.OPERATION.bound)
         return partial(compression.all_reduce, channel, x, op, algorithm)
 
     alike = op, algorithm, str(compression)
     return comm.dispatch(Invocation("all_reduce", bind, (x,), (True,), alike=alike, staged=False), async_op)
-
-
-def bound(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool = False) -> Compiled:
-    """The operation on a rank's memory."""
-    said = partial(described, "all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible)
-    key = _key(x, op, algorithm, reproducible)
-    return binder.bound(key, lambda: _bind(binder, x, op, algorithm, reproducible), x, said=said)
 
 
 def program_of(name: str, setting: Setting) -> Program:
@@ -193,13 +162,15 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
         return NOTHING
     setting = binder.setting(x, reproducible=reproducible)
     if said is None:
-        said = described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, binder.place(x))
+        said = _said(binder, x, op, algorithm, reproducible, binder.place(x))
     name = binder.choose(ALGORITHMS, algorithm, setting)
     chosen, neighbours = _serving(name, setting), None
     if chosen.program is None:
         if x.dtype in HALVES:
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))
-        return Compiled([*_by_library(binder, x, reduction), *scaling(x, reduction)])
+        call, pieces = binder.comm.Allreduce, library.typed_pieces(x)
+        calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
+        return Compiled([*calls, *scaling(x, reduction)])
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:
@@ -214,9 +185,8 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     return binder.compile(program, binder.in_place(program, x, neighbours), reduction, binder.arena_of(x), said=said)
 
 
-def _by_library(binder: Binder, x: Tensor, reduction: Reduction) -> list[Call]:
-    comm, address, item = binder.comm, x.data_ptr(), x.element_size()
-    return [
-        partial(comm.Allreduce, MPI.IN_PLACE, library.typed(address + lo * item, n, x.dtype), reduction.mpi_op)
-        for lo, n in library.pieces(x.numel())
-    ]
+def _said(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, place: str = "") -> str:
+    return described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, place)
+
+
+OPERATION = Operation("all_reduce", 1, _bind, _said, always)

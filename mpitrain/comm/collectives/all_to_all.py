@@ -18,8 +18,8 @@ from mpitrain.comm.algorithms.direct import direct_all_to_all
 from mpitrain.comm.collectives import all_reduce, library
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation, Operation
+from mpitrain.comm.collectives.registry import Algorithm, always
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
 from mpitrain.comm.runtime.executor import Compiled, Layout
@@ -27,10 +27,7 @@ from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
 from mpitrain.errors import InputError
 
-ALGORITHMS = Algorithms(
-    "all_to_all",
-    {"mpi": LIBRARY, "direct": Algorithm(lambda s: direct_all_to_all(s.size, s.nodes))},
-)
+_DIRECT = Algorithm(lambda s: direct_all_to_all(s.size, s.nodes))
 
 
 def all_to_all(
@@ -72,45 +69,33 @@ def all_to_all(
         raise InputError(f"all_to_all: x is {of.dtype}, out is {into.dtype}; make them the same")
     if even and into.numel() != of.numel():
         raise InputError(f"all_to_all: x has {of.numel()} elements, out {into.numel()}; make them equal or give counts")
-    call = Invocation(
-        "all_to_all",
-        (lambda binder, of, into: bound(binder, into, of))
-        if even
-        else (lambda binder, of, into: _uneven(binder, into, of, received, sent)),
-        (of, into),
-        (False, True),
-        key=_key(into, of) if even else None,
-        alike=even,
-        uneven=not even,
-    )
+    if even:
+        return comm.dispatch(OPERATION.on((of, into), (False, True), alike=True), async_op)
+    bind = partial(_uneven, received=received, sent=sent)
+    call = Invocation("all_to_all", bind, (of, into), (False, True), alike=False, uneven=True)
     return comm.dispatch(call, async_op)
 
 
-def _key(out: Tensor, x: Tensor) -> tuple[object, ...]:
-    return "all_to_all", x.data_ptr(), x.numel(), x.dtype, (out.data_ptr(), out.numel(), out.dtype)
-
-
-def bound(binder: Binder, out: Tensor, x: Tensor) -> Compiled:
-    """The operation on a rank's memory, in equal blocks."""
-    said = partial(described, "all_to_all", x.numel(), x.dtype)
-    return binder.bound(_key(out, x), lambda: _bind(binder, out, x), x, out, said=said)
-
-
-def _bind(binder: Binder, out: Tensor, x: Tensor) -> Compiled:
+def _bind(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     comm, item, size = binder.comm, x.element_size(), binder.topology.size
     count = x.numel() // size
     if x.numel() * item > LARGEST_COUNT:
-        return _directly(binder, out, x, [count] * size, [count] * size)
+        return _directly(binder, x, out, [count] * size, [count] * size)
     send, receive = (library.even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
     return Compiled([partial(comm.Alltoall, send, receive)])
 
 
-def _uneven(binder: Binder, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Call:
+OPERATION = Operation(
+    "all_to_all", 2, _bind, lambda binder, x, out: described("all_to_all", x.numel(), x.dtype), always
+)
+
+
+def _uneven(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> Call:
     """The ranks' sizes may differ, but they must choose alike, at each call anew."""
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
-    all_reduce.bound(binder, largest, "max", "mpi")()
+    all_reduce.OPERATION.bound(binder, largest, "max", "mpi", False)()
     if int(largest) * item > LARGEST_COUNT:
-        compiled = _directly(binder, out, x, received, sent)
+        compiled = _directly(binder, x, out, received, sent)
     else:
         send = library.uneven_blocks(x.data_ptr(), sent, item)
         receive = library.uneven_blocks(out.data_ptr(), received, item)
@@ -118,7 +103,7 @@ def _uneven(binder: Binder, out: Tensor, x: Tensor, received: Sequence[int], sen
     return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
 
 
-def _directly(binder: Binder, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Compiled:
+def _directly(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> Compiled:
     source, into = x.data_ptr(), out.data_ptr()
     layout = Layout(x.dtype, offsets(sent), source, source, inbox=into, inbox_bounds=offsets(received))
-    return binder.compile(binder.program(ALGORITHMS["direct"], binder.setting(x)), layout)
+    return binder.compile(binder.program(_DIRECT, binder.setting(x)), layout)

@@ -45,13 +45,13 @@ def block_sizes(
     return blocks
 
 
-def unequal(counts: Sequence[int]) -> str:
+def unequal(counts: Sequence[int] | None) -> str:
     """Block sizes in words, where the number of all elements does not tell them."""
-    return f"in blocks of {list(counts)}" if min(counts) != max(counts) else ""
+    return f"in blocks of {list(counts)}" if counts and min(counts) != max(counts) else ""
 
 
 def if_unequal(counts: Sequence[int]) -> tuple[int, ...] | None:
-    """Block sizes for a key; None where all are equal, whose size the tensors tell."""
+    """Block sizes; None where all are equal, whose size the tensors tell."""
     return tuple(counts) if min(counts) != max(counts) else None
 
 

@@ -17,27 +17,21 @@ from mpitrain.comm.algorithms.tree import tree_broadcast
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
-from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, segments_of
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, never
+from mpitrain.comm.collectives.setting import RING_SEGMENT, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at
-from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
 
-
-def _tree(s: Setting) -> Program:
-    return tree_broadcast(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)
-
-
-def _shared(s: Setting) -> Program:
-    return shared_broadcast(s.size, s.root)
-
-
 ALGORITHMS = Algorithms(
     "broadcast",
-    {"mpi": LIBRARY, "shared": Algorithm(_shared, one_node=True, reach=True), "tree": Algorithm(_tree)},
+    {
+        "mpi": LIBRARY,
+        "shared": Algorithm(lambda s: shared_broadcast(s.size, s.root), one_node=True, reach=True),
+        "tree": Algorithm(lambda s: tree_broadcast(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)),
+    },
 )
 
 
@@ -64,27 +58,8 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
             return None
     tensor = as_tensor(x, written=comm.rank != root)
     check_rank(comm, root)
-    call = Invocation(
-        "broadcast",
-        lambda binder, x: bound(binder, x, root, algorithm),
-        (tensor,),
-        (comm.rank != root,),
-        key=_key(tensor, root, algorithm),
-        alike=(root, algorithm),
-        placed=tensor if ALGORITHMS.touch(algorithm) else None,
-    )
-    return comm.dispatch(call, async_op)
-
-
-def _key(x: Tensor, root: int, algorithm: str) -> tuple[object, ...]:
-    return "broadcast", x.data_ptr(), x.numel(), x.dtype, root, algorithm
-
-
-def bound(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:
-    """The operation on a rank's memory."""
-    said = partial(described, f"broadcast from rank {root}", x.numel(), x.dtype)
-    key = _key(x, root, algorithm)
-    return binder.bound(key, lambda: _bind(binder, x, root, algorithm), x, said=said, together=False)
+    placed = ALGORITHMS.placed(algorithm, tensor)
+    return comm.dispatch(OPERATION.on((tensor,), (comm.rank != root,), root, algorithm, placed=placed), async_op)
 
 
 def _bind(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:
@@ -98,5 +73,12 @@ def _bind(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:
         return Compiled([partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in pieces])
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
-    said = described(f"broadcast from rank {root}", x.numel(), x.dtype, binder.place(x))
+    said = _said(binder, x, root, name, binder.place(x))
     return binder.compile(program, binder.in_place(program, x, neighbours), None, arena, said=said)
+
+
+def _said(binder: Binder, x: Tensor, root: int, algorithm: str, place: str = "") -> str:
+    return described(f"broadcast from rank {root}", x.numel(), x.dtype, place)
+
+
+OPERATION = Operation("broadcast", 1, _bind, _said, never)

@@ -33,7 +33,10 @@ Ready = Callable[[torch.Tensor | None], None]
 class BoundCache:
     """The bound programs of one `Binder`, used from its thread.
 
-    ready: for the keys of some of them, functions that perform the whole operation; given its tensor.
+    Attributes:
+        ready: For the keys of some of them, functions that perform the whole operation, given its tensor.
+        bound: The programs by their keys.
+        plans: What they were bound from, by lengths and types.
     """
 
     def __init__(self, arenas: ArenaIndex) -> None:
@@ -66,6 +69,7 @@ class BoundCache:
             dropped.free()
 
     def drop_all(self) -> None:
+        """Forget everything."""
         bound, self.bound = self.bound, OrderedDict()
         self.ready.clear()
         self._ends.clear()

@@ -28,7 +28,7 @@ class Deferred:
         if not self._events:
             label = self._record.label
             self._events = {event: Event(comm.duplicate_of_node(), label) for event in reduce_scatter.DEFERRED_EVENTS}
-        phases = reduce_scatter.deferred(comm.binder, out, x, blocks, op, self._events).parts
+        phases = reduce_scatter.deferred(comm.binder, x, out, op, self._events).parts
         return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record)
 
     def free(self, *, together: bool) -> None:

@@ -5,7 +5,7 @@ Most of what an operation's first call does is not done again when a loop repeat
     first     arguments checked -> (ranks compared) -> bound to memory -> performed
     again     found in `ready` by the addresses, sizes and types of its tensors -> performed
 
-Each file beside this one describes one operation as an `Invocation` and looks in `ready` first.
+Each file beside this one describes one `Operation`, makes an `Invocation` of each call, and looks in `ready` first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mpitrain.comm.memory.device import synchronize, through_host
 from mpitrain.comm.process.owned import OwnedCommunicators
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
+from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.repeating import repeated
 from mpitrain.comm.runtime.watchdog import Record
@@ -44,12 +45,16 @@ Bind = Callable[..., Call]
 class Invocation:
     """One call of an operation, whose arguments have been checked.
 
-    bind(binder, *tensors): makes what performs it on a rank's memory.
-    tensors: the first has the operation's size. written: which of them it changes.
-    key: under which `bind` has the binder keep what it makes; None where nothing is kept.
-    alike: what must be the same on all ranks besides the type, and, unless uneven, the size.
-    staged: whether tensors on a device are to be staged; else bind takes them as they are.
-    placed: the tensor that neighbours find in an arena by its offset.
+    Attributes:
+        name: The operation's name in messages.
+        bind: Makes what performs it on a rank's memory, of a binder and the tensors.
+        tensors: What it works on; the first has the operation's size.
+        written: Which of them it changes.
+        key: Under which `bind` has the binder keep what it makes; None where nothing is kept.
+        alike: What must be the same on all ranks besides the type, and, unless uneven, the size.
+        uneven: Whether the sizes of ranks may differ.
+        staged: Whether tensors on a device are to be staged; else bind takes them as they are.
+        placed: The tensor that neighbours find in an arena by its offset.
     """
 
     name: str
@@ -63,11 +68,64 @@ class Invocation:
     placed: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Operation:
+    """What is alike in all calls of an operation.
+
+    It is given one tensor or two, of which the first has its size, and then what else must be the same on all ranks.
+
+    Attributes:
+        name: Its name in messages.
+        tensors: How many of what it is given are tensors.
+        bind: Makes what performs it on a rank's memory, of a binder and what is given.
+        said: Tells in words what must be the same on the ranks of a node, of a binder and what is given.
+        together: Whether its ranks wait for each other where there are any elements, of what is given.
+    """
+
+    name: str
+    tensors: int
+    bind: Callable[..., Compiled]
+    said: Callable[..., str]
+    together: Callable[..., bool]
+
+    def key(self, *given: Any) -> tuple[Hashable, ...]:
+        """Under which what performs it is kept; the operation's function looks for the same in `ready`."""
+        first, rest = given[0], given[self.tensors :]
+        others = (None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in given[1 : self.tensors])
+        return (self.name, first.data_ptr(), first.numel(), first.dtype, *others, *rest)
+
+    def bound(self, binder: Binder, *given: Any) -> Compiled:
+        """The operation on a rank's memory, as it was bound before or is now."""
+        bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
+        together = self.together(*given)
+        return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
+
+    def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
+        """One call of it.
+
+        Args:
+            tensors: The tensors that it is given, in their order.
+            written: Which of them it changes.
+            arguments: What else it is given.
+            more: Further fields of the invocation.
+        """
+        return Invocation(
+            self.name,
+            lambda binder, *tensors: self.bound(binder, *tensors, *arguments),
+            tensors,
+            written,
+            **{"key": self.key(*tensors, *arguments), "alike": arguments, **more},
+        )
+
+
 class Dispatcher(Member):
     """What all operations of a communicator go through.
 
-    ready: what performs an operation that was performed before, by its key; for CPU tensors, and not when debugging.
-    binder: binds operations for the calling thread.
+    Attributes:
+        process: What all communicators of the process share.
+        ready: What performs an operation that was performed before, by its key. It is for CPU tensors, and not when
+            debugging.
+        binder: Binds operations for the calling thread.
     """
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
@@ -130,12 +188,7 @@ class Dispatcher(Member):
         return None
 
     def compare(
-        self,
-        name: str,
-        tensors: Tensors,
-        alike: object,
-        uneven: bool = False,
-        placed: torch.Tensor | None = None,
+        self, name: str, tensors: Tensors, alike: object, uneven: bool = False, placed: torch.Tensor | None = None
     ) -> None:
         """That there is a communicator; when debugging also that all ranks are about to do the same."""
         if self._freed:

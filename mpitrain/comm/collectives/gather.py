@@ -16,17 +16,14 @@ from mpitrain.comm.algorithms.direct import direct_gather
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
+from mpitrain.comm.collectives.registry import Algorithm, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
 
-ALGORITHMS = Algorithms(
-    "gather",
-    {"mpi": LIBRARY, "direct": Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))},
-)
+_DIRECT = Algorithm(lambda s: direct_gather(s.size, s.root, s.nodes))
 
 
 def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
@@ -56,29 +53,10 @@ def gather(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False
     into = as_tensor(out) if comm.rank == root else None
     if into is not None:
         block_sizes(comm, "gather", of, into, None, "x out")
-    call = Invocation(
-        "gather",
-        lambda binder, of, into: bound(binder, into, of, root),
-        (of, into),
-        (False, True),
-        key=_key(into, of, root),
-        alike=root,
-    )
-    return comm.dispatch(call, async_op)
+    return comm.dispatch(OPERATION.on((of, into), (False, True), root, alike=root), async_op)
 
 
-def _key(out: Tensor | None, x: Tensor, root: int) -> tuple[object, ...]:
-    whole = None if out is None else (out.data_ptr(), out.numel(), out.dtype)
-    return "gather", x.data_ptr(), x.numel(), x.dtype, whole, root
-
-
-def bound(binder: Binder, out: Tensor | None, x: Tensor, root: int) -> Compiled:
-    """The operation on a rank's memory."""
-    said = partial(described, f"gather to rank {root}", x.numel() * binder.topology.size, x.dtype)
-    return binder.bound(_key(out, x, root), lambda: _bind(binder, out, x, root), x, out, said=said, together=False)
-
-
-def _bind(binder: Binder, out: Tensor | None, x: Tensor, root: int) -> Compiled:
+def _bind(binder: Binder, x: Tensor, out: Tensor | None, root: int) -> Compiled:
     comm, numel, item = binder.comm, x.numel(), x.element_size()
     into = out.data_ptr() if out is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
@@ -86,4 +64,11 @@ def _bind(binder: Binder, out: Tensor | None, x: Tensor, root: int) -> Compiled:
         return Compiled([partial(comm.Gather, bytes_at(x.data_ptr(), numel * item), everything, root)])
     cells = [r * numel if out is not None else 0 for r in range(comm.size + 1)]
     layout = Layout(x.dtype, [0, numel], x.data_ptr(), x.data_ptr(), inbox=into, inbox_bounds=cells)
-    return binder.compile(binder.program(ALGORITHMS["direct"], binder.setting(x, root=root)), layout)
+    return binder.compile(binder.program(_DIRECT, binder.setting(x, root=root)), layout)
+
+
+def _said(binder: Binder, x: Tensor, out: Tensor | None, root: int) -> str:
+    return described(f"gather to rank {root}", x.numel() * binder.topology.size, x.dtype)
+
+
+OPERATION = Operation("gather", 2, _bind, _said, never)

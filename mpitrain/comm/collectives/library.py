@@ -20,6 +20,11 @@ def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
     return [memory_at(address, numel * dtype.itemsize), numel, MPI_TYPES[dtype]]
 
 
+def typed_pieces(x: torch.Tensor) -> list[list[Any]]:
+    """x for the library to compute with, in as many calls as it takes."""
+    return [typed(x.data_ptr() + lo * x.element_size(), n, x.dtype) for lo, n in pieces(x.numel())]
+
+
 def even_blocks(address: int, count: int, blocks: int, item: int) -> list[Any]:
     """Bytes in consecutive blocks of `count` elements each."""
     return [memory_at(address, count * item * blocks), count * item, MPI.BYTE]

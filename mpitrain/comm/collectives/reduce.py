@@ -20,8 +20,8 @@ from mpitrain.comm.algorithms.tree import tree_reduce
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
+from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, never
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, as_tensor
@@ -32,17 +32,17 @@ from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
 
 
-def _tree(s: Setting) -> Program:
-    return tree_reduce(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)
-
-
 def _shared(s: Setting) -> Program:
     return shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size))
 
 
 ALGORITHMS = Algorithms(
     "reduce",
-    {"mpi": LIBRARY, "shared": Algorithm(_shared, one_node=True, reach=True), "tree": Algorithm(_tree)},
+    {
+        "mpi": LIBRARY,
+        "shared": Algorithm(_shared, one_node=True, reach=True),
+        "tree": Algorithm(lambda s: tree_reduce(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)),
+    },
 )
 
 
@@ -63,7 +63,7 @@ def reduce(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, root, op, algorithm]
+        ready = comm.ready["reduce", x.data_ptr(), x.numel(), x.dtype, op, root, algorithm]
     except NOT_READY:
         pass
     else:
@@ -72,30 +72,11 @@ def reduce(
             return None
     tensor = as_tensor(x, written=comm.rank == root)
     check_rank(comm, root)
-    call = Invocation(
-        "reduce",
-        lambda binder, x: bound(binder, x, root, op, algorithm),
-        (tensor,),
-        (comm.rank == root,),
-        key=_key(tensor, root, op, algorithm),
-        alike=(op, root, algorithm),
-        placed=tensor if ALGORITHMS.touch(algorithm) else None,
-    )
-    return comm.dispatch(call, async_op)
+    placed = ALGORITHMS.placed(algorithm, tensor)
+    return comm.dispatch(OPERATION.on((tensor,), (comm.rank == root,), op, root, algorithm, placed=placed), async_op)
 
 
-def _key(x: Tensor, root: int, op: str, algorithm: str) -> tuple[object, ...]:
-    return "reduce", x.data_ptr(), x.numel(), x.dtype, root, op, algorithm
-
-
-def bound(binder: Binder, x: Tensor, root: int, op: str, algorithm: str) -> Compiled:
-    """The operation on a rank's memory."""
-    said = partial(described, f"reduce to rank {root}", x.numel(), x.dtype, op)
-    key = _key(x, root, op, algorithm)
-    return binder.bound(key, lambda: _bind(binder, x, root, op, algorithm), x, said=said, together=False)
-
-
-def _bind(binder: Binder, x: Tensor, root: int, op: str, algorithm: str) -> Compiled:
+def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Compiled:
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
     if binder.topology.size == 1 or x.numel() == 0:
         return NOTHING
@@ -103,13 +84,13 @@ def _bind(binder: Binder, x: Tensor, root: int, op: str, algorithm: str) -> Comp
     name = binder.choose(ALGORITHMS, algorithm, setting)
     chosen = ALGORITHMS[name]
     if x.dtype in HALVES and not chosen.reach:
-        return binder.widened(x, lambda wide: _bind(binder, wide, root, op, name), back=at_root)
+        return binder.widened(x, lambda wide: _bind(binder, wide, op, root, name), back=at_root)
     if chosen.program is None:
         return Compiled([*_by_library(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())])
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, ALGORITHMS, name)
-        said = described(f"reduce to rank {root}", x.numel(), x.dtype, op, binder.place(x))
+        said = _said(binder, x, op, root, name, binder.place(x))
         return binder.compile(program, binder.in_place(program, x, neighbours), reduction, arena, said=said)
     layout = binder.in_place(program, x)
     if at_root:
@@ -118,10 +99,16 @@ def _bind(binder: Binder, x: Tensor, root: int, op: str, algorithm: str) -> Comp
     return binder.compile(program, replace(layout, target=sums.data_ptr()), reduction, keeps=[sums])
 
 
+def _said(binder: Binder, x: Tensor, op: str, root: int, algorithm: str, place: str = "") -> str:
+    return described(f"reduce to rank {root}", x.numel(), x.dtype, op, place)
+
+
+OPERATION = Operation("reduce", 1, _bind, _said, never)
+
+
 def _by_library(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:
     comm, calls = binder.comm, list[Call]()
-    for lo, n in library.pieces(x.numel()):
-        buffer = library.typed(x.data_ptr() + lo * x.element_size(), n, x.dtype)
+    for buffer in library.typed_pieces(x):
         send, receive = (MPI.IN_PLACE, buffer) if comm.rank == root else (buffer, None)
         calls.append(partial(comm.Reduce, send, receive, reduction.mpi_op, root))
     return calls

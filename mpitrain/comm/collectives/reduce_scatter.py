@@ -22,7 +22,7 @@ from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scat
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.arena import Arena
@@ -35,37 +35,21 @@ from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
 
-
-def _ring(s: Setting) -> Program:
-    return ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)
-
-
-def _halving(s: Setting) -> Program:
-    return halving_reduce_scatter(s.size, s.nodes)
-
-
-def _pairwise(s: Setting) -> Program:
-    return pairwise_reduce_scatter(s.size, s.nodes)
-
-
-def _shared(s: Setting) -> Program:
-    return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
-
-
-def _deferred(s: Setting) -> Program:
-    return deferred_reduce_scatter(s.size, cache_chunks(s.block))
-
-
 DEFERRED_EVENTS = COMPLETE, READ
-_DEFERRED = Algorithm(_deferred, one_node=True, reach=True)
+_DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
 ALGORITHMS = Algorithms(
     "reduce_scatter",
     {
         "mpi": LIBRARY,
-        "ring": Algorithm(_ring),
-        "halving": Algorithm(_halving),
-        "pairwise": Algorithm(_pairwise, reproduces=always),
-        "shared": Algorithm(_shared, one_node=True, reach=True, reproduces=always),
+        "ring": Algorithm(lambda s: ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
+        "halving": Algorithm(lambda s: halving_reduce_scatter(s.size, s.nodes)),
+        "pairwise": Algorithm(lambda s: pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
+        "shared": Algorithm(
+            lambda s: shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible),
+            one_node=True,
+            reach=True,
+            reproduces=always,
+        ),
     },
 )
 
@@ -101,8 +85,9 @@ def reduce_scatter(
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
     try:
-        whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
-        ready = comm.ready["reduce_scatter", whole, own, op, algorithm, reproducible, counts]
+        own = out.data_ptr(), out.numel(), out.dtype
+        key = "reduce_scatter", x.data_ptr(), x.numel(), x.dtype, own, op, counts, algorithm, reproducible
+        ready = comm.ready[key]
     except NOT_READY:
         pass
     else:
@@ -111,33 +96,9 @@ def reduce_scatter(
             return None
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "reduce_scatter", into, of, counts, "out x")
-    call = Invocation(
-        "reduce_scatter",
-        lambda binder, of, into: bound(binder, into, of, blocks, op, algorithm, reproducible),
-        (of, into),
-        (False, True),
-        key=_key(into, of, blocks, op, algorithm, reproducible),
-        alike=(op, blocks, algorithm, reproducible),
-        placed=of if ALGORITHMS.touch(algorithm) else None,
-    )
-    return comm.dispatch(call, async_op)
-
-
-def _key(
-    out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
-) -> tuple[object, ...]:
-    whole, own = (x.data_ptr(), x.numel(), x.dtype), (out.data_ptr(), out.numel(), out.dtype)
-    return "reduce_scatter", whole, own, op, algorithm, reproducible, if_unequal(blocks)
-
-
-def bound(
-    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, algorithm: str, reproducible: bool
-) -> Compiled:
-    """The operation on a rank's memory."""
-    key = _key(out, x, blocks, op, algorithm, reproducible)
-    said = partial(described, "reduce_scatter", x.numel(), x.dtype, op, unequal(blocks))
-    bind = partial(_bind, binder, out, x, blocks, op, algorithm, reproducible)
-    return binder.bound(key, bind, x, out, said=said, together=min(blocks) > 0)
+    given, placed = (op, if_unequal(blocks), algorithm, reproducible), ALGORITHMS.placed(algorithm, of)
+    alike = op, blocks, algorithm, reproducible
+    return comm.dispatch(OPERATION.on((of, into), (False, True), *given, alike=alike, placed=placed), async_op)
 
 
 def can_defer(binder: Binder, x: Tensor) -> bool:
@@ -146,35 +107,30 @@ def can_defer(binder: Binder, x: Tensor) -> bool:
     return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and binder.arena_of(x) is not None
 
 
-def deferred(
-    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, events: Mapping[str, Event]
-) -> Compiled:
-    """The operation in phases, which are its parts, on an x that all ranks share."""
+def deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
+    """The operation in phases, which are its parts, on an x that all ranks share, in blocks of out's length."""
     key = "deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op
-    return binder.bound(key, lambda: _bind_deferred(binder, out, x, blocks, op, events), out, x)
+    return binder.bound(key, lambda: _bind_deferred(binder, x, out, op, events), out, x)
 
 
-def _bind_deferred(
-    binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], op: str, events: Mapping[str, Event]
-) -> Compiled:
-    reduction = Reduction.of(op, x.dtype, binder.topology.size)
-    program = binder.program(_DEFERRED, binder.setting(x, block=max(blocks) * x.element_size()))
-    arena = binder.arena_of(x)
-    layout = _layout(binder, program, out, x, blocks, arena, None)
-    layout = replace(layout, events=events, said=(_in_words(binder, x, blocks, op), ""))
+def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
+    reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
+    program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
+    layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, arena, None)
+    layout = replace(layout, events=events, said=(_in_words(binder, x, None, op), ""))
     return Compiled((), binder.compile_phases(program, layout, reduction, arena))
 
 
-def _in_words(binder: Binder, x: Tensor, blocks: Sequence[int], op: str) -> str:
+def _in_words(binder: Binder, x: Tensor, counts: Sequence[int] | None, op: str) -> str:
     """The arguments that must be the same on the ranks that touch each other's memory."""
-    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(blocks))
+    return described("reduce_scatter", x.numel(), x.dtype, op, binder.place(x), unequal(counts))
 
 
 def _layout(
     binder: Binder,
     program: Program,
-    out: Tensor,
     x: Tensor,
+    out: Tensor,
     blocks: Sequence[int],
     arena: Arena | None,
     neighbours: Neighbours | None,
@@ -195,10 +151,10 @@ def _layout(
 
 def _bind(
     binder: Binder,
-    out: Tensor,
     x: Tensor,
-    blocks: Sequence[int],
+    out: Tensor,
     op: str,
+    counts: Sequence[int] | None,
     algorithm: str,
     reproducible: bool,
 ) -> Compiled:
@@ -207,6 +163,7 @@ def _bind(
         return NOTHING
     if binder.topology.size == 1:
         return Compiled([copying(out, x)])
+    blocks = counts or [out.numel()] * binder.topology.size
     setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
     name = _chosen(binder, x, algorithm, setting)
     chosen = ALGORITHMS[name]
@@ -215,18 +172,27 @@ def _bind(
     program = binder.program(chosen, setting) if chosen.program is not None else None
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
-        inner = _bind(binder, sums, wide, blocks, op, name, False)
+        inner = _bind(binder, wide, sums, op, counts, name, False)
         return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
     if program is None:
         return _by_library(binder, out, x, blocks, reduction)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
-    layout = _layout(binder, program, out, x, blocks, arena, neighbours)
+    layout = _layout(binder, program, x, out, blocks, arena, neighbours)
     if not program.sends_partial_sums:
-        return binder.compile(program, layout, reduction, arena, said=_in_words(binder, x, blocks, op))
+        return binder.compile(program, layout, reduction, arena, said=_in_words(binder, x, counts, op))
     whole = torch.empty(x.numel(), dtype=x.dtype)
     inner = binder.compile(program, replace(layout, target=whole.data_ptr()), reduction)
     first = offsets(blocks)[binder.topology.rank]
     return Compiled([inner, copying(out, whole[first : first + out.numel()])], [inner, whole])
+
+
+OPERATION = Operation(
+    "reduce_scatter",
+    2,
+    _bind,
+    lambda binder, x, out, op, counts, *_: described("reduce_scatter", x.numel(), x.dtype, op, unequal(counts)),
+    lambda x, out, op, counts, *_: not counts or min(counts) > 0,
+)
 
 
 def _chosen(binder: Binder, x: Tensor, algorithm: str, setting: Setting) -> str:

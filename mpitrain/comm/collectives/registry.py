@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.programs.program import Program
 from mpitrain.errors import InputError
 
 
-def never(setting: Setting) -> bool:
+def never(*_: object) -> bool:
+    """False, whatever it is asked of."""
     return False
 
 
-def always(setting: Setting) -> bool:
+def always(*_: object) -> bool:
+    """True, whatever it is asked of."""
     return True
 
 
@@ -31,12 +35,14 @@ def always(setting: Setting) -> bool:
 class Algorithm:
     """How one algorithm makes its program, and what it needs.
 
-    program: makes the program for a setting; None stands for the MPI library's own call.
-    one_node: it needs all ranks on one node.
-    reach: ranks touch each other's vectors, which must lie in an arena or where the system lets neighbours reach them.
-    stages: where they cannot, shared staging memory stands in for the vectors; only `reach` asks for it.
-    reproduces: for which settings it reduces in the order of the fixed tree over the ranks (`tree_order`).
-    instead: the algorithms to name where it cannot be used.
+    Attributes:
+        program: Makes the program for a setting; None stands for the MPI library's own call.
+        one_node: Whether it needs all ranks on one node.
+        reach: Whether ranks touch each other's vectors, which must then lie in an arena or where the system lets
+            neighbours reach them.
+        stages: Whether, where they cannot, shared staging memory stands in for the vectors; only `reach` asks for it.
+        reproduces: For which settings it reduces in the order of the fixed tree over the ranks (`tree_order`).
+        instead: The algorithms to name where it cannot be used.
     """
 
     program: Callable[[Setting], Program] | None
@@ -73,11 +79,12 @@ class Algorithms:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of all of them."""
         return tuple(self._by_name)
 
-    def touch(self, name: str) -> bool:
-        """Whether ranks may touch each other's vectors, so that it matters where these lie in an arena."""
-        return name == "auto" or (name in self._by_name and self._by_name[name].reach)
+    def placed(self, name: str, x: Tensor) -> Tensor | None:
+        """x, where ranks may touch each other's vectors, so that it matters where these lie in an arena; else None."""
+        return x if name == "auto" or (name in self._by_name and self._by_name[name].reach) else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name

@@ -16,17 +16,14 @@ from mpitrain.comm.algorithms.direct import direct_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
+from mpitrain.comm.collectives.registry import Algorithm, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
 
-ALGORITHMS = Algorithms(
-    "scatter",
-    {"mpi": LIBRARY, "direct": Algorithm(lambda s: direct_scatter(s.size, s.root, s.nodes))},
-)
+_DIRECT = Algorithm(lambda s: direct_scatter(s.size, s.root, s.nodes))
 
 
 def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = False) -> Work | None:
@@ -56,26 +53,7 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
     of = as_tensor(x, written=False) if comm.rank == root else None
     if of is not None:
         block_sizes(comm, "scatter", into, of, None, "out x")
-    call = Invocation(
-        "scatter",
-        lambda binder, into, of: bound(binder, into, of, root),
-        (into, of),
-        (True, False),
-        key=_key(into, of, root),
-        alike=root,
-    )
-    return comm.dispatch(call, async_op)
-
-
-def _key(out: Tensor, x: Tensor | None, root: int) -> tuple[object, ...]:
-    whole = None if x is None else (x.data_ptr(), x.numel(), x.dtype)
-    return "scatter", out.data_ptr(), out.numel(), out.dtype, whole, root
-
-
-def bound(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> Compiled:
-    """The operation on a rank's memory."""
-    said = partial(described, f"scatter from rank {root}", out.numel() * binder.topology.size, out.dtype)
-    return binder.bound(_key(out, x, root), lambda: _bind(binder, out, x, root), out, x, said=said, together=False)
+    return comm.dispatch(OPERATION.on((into, of), (True, False), root, alike=root), async_op)
 
 
 def _bind(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> Compiled:
@@ -86,4 +64,11 @@ def _bind(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> Compiled:
         return Compiled([partial(comm.Scatter, everything, bytes_at(out.data_ptr(), numel * item), root)])
     blocks = [r * numel for r in range(comm.size + 1)]
     layout = Layout(out.dtype, blocks, source, source, inbox=out.data_ptr(), inbox_bounds=[0, numel])
-    return binder.compile(binder.program(ALGORITHMS["direct"], binder.setting(out, root=root)), layout)
+    return binder.compile(binder.program(_DIRECT, binder.setting(out, root=root)), layout)
+
+
+def _said(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> str:
+    return described(f"scatter from rank {root}", out.numel() * binder.topology.size, out.dtype)
+
+
+OPERATION = Operation("scatter", 2, _bind, _said, never)

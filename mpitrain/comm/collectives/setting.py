@@ -12,12 +12,19 @@ MOST_SEGMENTS = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """The same on all ranks; algorithms make their programs from it.
+    """What algorithms make their programs from; the same on all ranks.
 
-    nbytes, numel: of the whole vector. memory: where every rank's vector lies: "arena" (shared by its node),
-    "reachable" (the system lets neighbours read and write it), or "private". oversubscribed: some node has more ranks
-    than cores. reproducible: sums are to be taken in the order of the fixed tree over the ranks. root: of an operation
-    that has one. block: bytes of the longest of the blocks, one a rank, where the vector consists of such.
+    Attributes:
+        nbytes: Bytes of the whole vector.
+        numel: Elements of the whole vector.
+        nodes: The node of each rank.
+        memory: Where every rank's vector lies: "arena" (shared by its node), "reachable" (the system lets neighbours
+            read
+            and write it), or "private".
+        oversubscribed: Whether some node has more ranks than cores.
+        reproducible: Whether sums are to be taken in the order of the fixed tree over the ranks.
+        root: That of an operation that has one.
+        block: Bytes of the longest of the blocks, one a rank, where the vector consists of such.
     """
 
     nbytes: int
@@ -31,14 +38,17 @@ class Setting:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.nodes)
 
     @property
     def one_node(self) -> bool:
+        """Whether all ranks are on one node."""
         return len(set(self.nodes)) == 1
 
     @property
     def power_of_two(self) -> bool:
+        """Whether the number of ranks is one."""
         return self.size & (self.size - 1) == 0
 
     @property

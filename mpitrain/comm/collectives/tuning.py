@@ -58,7 +58,12 @@ _DEFAULTS: dict[str, dict[str, tuple[Rule, ...]]] = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rules by operation and place; `measured` overrides the defaults, keyed "operation place/ranks"."""
+    """Rules by operation and place.
+
+    Attributes:
+        measured: Rules that override the defaults, by "operation place/ranks".
+        origin: Where these come from.
+    """
 
     measured: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
     origin: str = "built-in"
@@ -79,9 +84,11 @@ class Tuning:
         return self.measured.get(key(operation, place, ranks)) or otherwise
 
     def is_measured(self, operation: str, place: str, ranks: int) -> bool:
+        """Whether there are rules of this machine's own."""
         return key(operation, place, ranks) in self.measured
 
     def to_json(self) -> str:
+        """The table as text, from which `from_json` makes it again."""
         return json.dumps({"origin": self.origin, "measured": {k: list(v) for k, v in self.measured.items()}})
 
     @staticmethod

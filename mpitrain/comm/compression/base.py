@@ -71,13 +71,7 @@ class Compression(ABC):
 
     @abstractmethod
     def _reduce(
-        self,
-        comm: Collectives,
-        x: torch.Tensor,
-        op: str,
-        algorithm: str,
-        key: Hashable | None,
-        shapes: Shapes | None,
+        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
     ) -> None:
         """`all_reduce` of at least one element on at least two ranks."""
 

@@ -31,4 +31,7 @@ class Channel:
         self._carry_out(bind, (x,), (True,))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._carry_out(self._all_gather, (out, x), (True, False))
+        def bind(binder: Any, out: torch.Tensor, x: torch.Tensor) -> Call:
+            return self._all_gather(binder, out, x, "auto", None)
+
+        self._carry_out(bind, (out, x), (True, False))

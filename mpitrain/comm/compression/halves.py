@@ -22,13 +22,7 @@ class _Rounded(Compression):
         return f"{type(self).__name__}()"
 
     def _reduce(
-        self,
-        comm: Collectives,
-        x: torch.Tensor,
-        op: str,
-        algorithm: str,
-        key: Hashable | None,
-        shapes: Shapes | None,
+        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
     ) -> None:
         if x.dtype == self.wire:
             comm.all_reduce(x, op, algorithm, reproducible=True)

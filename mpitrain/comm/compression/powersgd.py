@@ -177,13 +177,7 @@ class PowerSGD(Remembering):
         )
 
     def _reduce(
-        self,
-        comm: Collectives,
-        x: torch.Tensor,
-        op: str,
-        algorithm: str,
-        key: Hashable | None,
-        shapes: Shapes | None,
+        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
     ) -> None:
         memory = self._memory(x, key, shapes)
         assert isinstance(memory, _Factors)

@@ -51,13 +51,7 @@ class TopK(Remembering):
         return Memory(name, x.numel(), x.dtype, shapes, {"error": error})
 
     def _reduce(
-        self,
-        comm: Collectives,
-        x: torch.Tensor,
-        op: str,
-        algorithm: str,
-        key: Hashable | None,
-        shapes: Shapes | None,
+        self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None
     ) -> None:
         numel, k, places = x.numel(), self.kept(x.numel()), _index_type(x.numel(), x.dtype)
         total = self._wide(x)

@@ -36,21 +36,12 @@ from mpitrain.comm.process import connections, fault_tolerance, launcher
 from mpitrain.comm.process.abort import Faults, say
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.watchdog import Watchdog
-from mpitrain.errors import CommunicationError, InputError
+from mpitrain.errors import CommunicationError
 
 _NOTICE = 2.0  # seconds in which a death that made an operation fail becomes known
 _MOMENT = 0.3  # likewise for one that made an operation give nonsense
 _SILENCE = 30.0  # seconds at most in which a host acknowledges what it is sent, else it is lost; see `begin`
 _RECOVERING = 1.5  # likewise while the ranks that are left come together
-_COLLECTIVES = "OMPI_MCA_coll"  # which of its components for collectives are used, or after ^ not used
-
-
-def require() -> None:
-    """Raise InputError where ranks that die would take the job with them."""
-    if missing := fault_tolerance.missing():
-        raise InputError(f"elastic.mode shrink needs {missing}; or use elastic.mode off, and checkpoints", agreed=True)
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise InputError("elastic.mode shrink needs an MPI with THREAD_MULTIPLE; use another MPI", agreed=True)
 
 
 class UlfmFailures:
@@ -64,10 +55,14 @@ class UlfmFailures:
         silence: float,
         connected: connections.Connections,
     ) -> None:
-        """nodes: of the processes of MPI_COMM_WORLD. neighbours: process there, on this node -> (pid, pidfd).
+        """Note who is to be watched.
 
-        mpirun: its pid, 0 where it is not on this node. silence: seconds after which a host that does not answer is
-        lost. connected: MPI's connections.
+        Args:
+            nodes: The node of each process of MPI_COMM_WORLD.
+            neighbours: The number of a process there, on this node, and its pid and pidfd.
+            mpirun: Its pid; 0 where it is not on this node.
+            silence: Seconds after which a host that does not answer is lost.
+            connected: MPI's connections.
         """
         self.processes: tuple[int, ...] = ()  # of each rank of the world, its number in MPI_COMM_WORLD
         self.host_lost = False  # whether a node was lost with all of its ranks
@@ -100,7 +95,8 @@ class UlfmFailures:
     def forget(self, comm: MPI.Intracomm) -> bool:
         """Have a communicator not given up any more: it is about to be freed. The one watched is not to be.
 
-        Returns whether it may be freed: what belonged to a world that was given up is left as it is.
+        Returns:
+            Whether it may be freed: what belonged to a world that was given up is left as it is.
         """
         with self._lock:
             if self._given_up or comm == self._comms[0] or comm not in self._comms:
@@ -126,10 +122,9 @@ class UlfmFailures:
     def noticed(self) -> bool:
         """Whether a rank is known to have died, or some rank gave the world up."""
         with self._lock:
-            watched = self._comms[0]
-            if self._given_up or watched.Is_revoked():
+            if self._given_up or self._comms[0].Is_revoked():
                 return True
-            failed = watched.Get_failed()
+            failed = self._comms[0].Get_failed()
             count = failed.size
             failed.Free()
         return bool(count)
@@ -137,7 +132,8 @@ class UlfmFailures:
     def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
         """Kill the silent ranks of the world that run on this node.
 
-        Returns whether the others run on nodes where a rank that answers will do so.
+        Returns:
+            Whether the others run on nodes where a rank that answers will do so.
         """
         self.witness.silent.update(self.processes[rank] for rank in silent)
         self.kill([self.processes[rank] for rank in silent])
@@ -157,7 +153,8 @@ class UlfmFailures:
     def free_mpirun(self, rank: int | None = None) -> None:
         """Have mpirun end where it would wait for the ranks of a lost host for ever. This process ends next.
 
-        rank: its number in the world, if all end together; else mpirun ends only if no other rank of its node is left.
+        Args:
+            rank: Its number in the world, if all end together; else mpirun ends only if it is the last of its node.
         """
         if not self.host_lost or not self._mpirun:
             return
@@ -179,9 +176,12 @@ class UlfmFailures:
 
 @dataclass(frozen=True)
 class Loss:
-    """What became of a world. lost, left: numbers of ranks in MPI_COMM_WORLD.
+    """What became of a world.
 
-    partitioned: those of the lost that may be alive, cut off together with their nodes.
+    Attributes:
+        lost: Numbers in MPI_COMM_WORLD of the ranks that it lost.
+        left: Those of the ranks that are left.
+        partitioned: Those of the lost that may be alive, cut off together with their nodes.
     """
 
     lost: tuple[int, ...]
@@ -200,11 +200,11 @@ def begin(world: Communicator) -> Communicator:
     """A world of the same ranks, some of which may die: then `shrink` it. Collective.
 
     Across nodes a host that acknowledges nothing for half of comm.timeout, at most 30 s, is lost with its ranks.
-    Raises InputError where the MPI does not allow that.
+
+    Raises:
+        InputError: The MPI does not allow that.
     """
-    require()
-    if world.num_nodes > 1:
-        _require_across_nodes()
+    fault_tolerance.require(across_nodes=world.num_nodes > 1)
     told = np.empty((world.size, 2), dtype=np.int64)
     world.all_gather(told.reshape(-1), np.array([os.getpid(), launcher.find()]))
     pids, mpiruns = told[:, 0].tolist(), told[:, 1].tolist()
@@ -219,7 +219,7 @@ def begin(world: Communicator) -> Communicator:
     failures = UlfmFailures(world.nodes, neighbours, mpirun, silence, connections.find(world))
     comm = MPI.Intracomm(world._comm.Dup())
     failures.begin(comm, range(world.size))
-    made = _make(comm, Topology(world.rank, world.nodes, world.world_ranks), world, failures)
+    made = _make(comm, world._topology, world, failures)
     _replace(world, made)
     return made
 
@@ -244,7 +244,13 @@ def noticed(world: Communicator) -> bool:
 
 
 def seconds_since(world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
-    """See `Witness`. lost: numbers in MPI_COMM_WORLD. Collective."""
+    """How long ago ranks failed, as `Witness.seconds_since` tells. Collective.
+
+    Args:
+        world: A world that `begin` or `shrink` has made.
+        lost: Their numbers in MPI_COMM_WORLD.
+        otherwise: What counts where nobody saw it.
+    """
     return _failures_of(world).witness.seconds_since(world, lost, otherwise)
 
 
@@ -253,8 +259,11 @@ def shrink(
 ) -> tuple[Communicator, Loss]:
     """The world of the ranks that are left, and who is not. Collective over those; call it when `ranks_died`.
 
-    order: puts the ranks that are left, given by their nodes, into the order that they shall have; the same on all.
     Ranks that die meanwhile are left out as well. Nothing that was made from the old world is of use afterwards.
+
+    Args:
+        world: The world that ranks have died of.
+        order: Puts the ranks that are left, given by their nodes, into the order that they shall have; the same on all.
     """
     failures = _failures_of(world)
     before = failures.processes
@@ -294,8 +303,10 @@ def leave(world: Communicator, code: int) -> None:
 def partners(nodes: Sequence[int]) -> list[int]:
     """For each rank the one that keeps a copy for it: another one, on another node as far as there are ranks for it.
 
-    nodes: of each rank. Ranks are put in order of their nodes, and each is given the one as many places on as the
-    largest node has ranks.
+    Ranks are put in order of their nodes, and each is given the one as many places on as the largest node has ranks.
+
+    Args:
+        nodes: The node of each rank.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     step = max(nodes.count(node) for node in nodes) % len(nodes) or 1
@@ -303,17 +314,6 @@ def partners(nodes: Sequence[int]) -> list[int]:
     for place, rank in enumerate(order):
         found[rank] = order[(place + step) % len(nodes)]
     return found
-
-
-def _require_across_nodes() -> None:
-    """Raise InputError where Open MPI's coll/han is in use: it waits in communicators that nobody can revoke."""
-    chosen = os.environ.get(_COLLECTIVES, "")
-    if not chosen or ("han" in chosen.lstrip("^").split(",")) != chosen.startswith("^"):
-        raise InputError(
-            "elastic.mode shrink across nodes must do without Open MPI's coll/han: start the job with "
-            "mpirun --with-ft ulfm --mca coll ^han",
-            agreed=True,
-        )
 
 
 def _warn_of(mpirun: int) -> None:
@@ -345,12 +345,11 @@ def _try_to_make(
 ) -> Communicator | None:
     """A world of the ranks of `comm`; None when a rank died meanwhile. ranks: their numbers in the world before, in
     the order that they get."""
-    numbers: dict[int, int] = {}
-    nodes = tuple(numbers.setdefault(world.nodes[rank], len(numbers)) for rank in ranks)
     try:
         if list(ranks) != sorted(ranks):
             comm = failures.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))
-        return _make(comm, Topology(comm.rank, nodes, tuple(range(comm.size))), world, failures)
+        topology = replace(world._topology.of(ranks, comm.rank), world_ranks=tuple(range(comm.size)))
+        return _make(comm, topology, world, failures)
     except MPI.Exception:
         failures.give_up()  # others may be waiting for this rank
         return None

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """A thread that sleeps until one of some processes ends. pidfds: process, by any number -> descriptor of it.
+    """A thread that sleeps until one of some processes ends.
 
-    silent: processes that were ended because they had been at fault for some time.
+    Attributes:
+        silent: Processes that were ended because they had been at fault for some time.
     """
 
     def __init__(self, pidfds: Mapping[int, int]) -> None:
+        """Begin to watch.
+
+        Args:
+            pidfds: A descriptor of each process, by whatever number the process has here.
+        """
         self._watched = {os.dup(fd): process for process, fd in pidfds.items()}
         self._ended: dict[int, float] = {}  # time.monotonic()
         self.silent: set[int] = set()
@@ -40,8 +46,11 @@ class Witness:
     def seconds_since(self, world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
         """How long ago the first of the lost processes failed, and whether that is the most it can be. Collective.
 
-        lost: as far as this rank knows. otherwise: seconds since it last knew all of them to be well, which counts
-        where nobody saw one of them fail: its whole host was lost, or it had stopped before it was ended.
+        Args:
+            world: The world of the ranks that are left.
+            lost: The processes, as far as this rank knows.
+            otherwise: Seconds since it last knew all of them to be well, which counts where nobody saw one of them
+                fail: its whole host was lost, or it had stopped before it was ended.
         """
         now = time.monotonic()
         mine = [[process, now - self._ended.get(process, now + 1)] for process in lost]  # negative: not seen

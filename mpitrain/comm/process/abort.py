@@ -26,17 +26,22 @@ _GATHER = 0.3  # seconds in which ranks that fail together find each other
 
 
 class Faults:
-    """Ends the job. `comm`: a duplicate of the world for it alone.
+    """What ends the job where this rank fails.
 
-    end: ends this process and with it all ranks; None: MPI's Abort. leave: ends this process where all ranks do.
+    Attributes:
+        before_leaving: Called with the exit code before this rank leaves together with all others.
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        end: Callable[[int], None] | None = None,
-        leave: Callable[[int], None] | None = None,
+        self, comm: MPI.Intracomm, end: Callable[[int], None] | None = None, leave: Callable[[int], None] | None = None
     ) -> None:
+        """Prepare for it; `install` has it catch what nobody else does.
+
+        Args:
+            comm: A duplicate of the world for this alone.
+            end: Ends this process and with it all ranks; without it MPI's Abort does.
+            leave: Ends this process where all ranks do.
+        """
         self._comm = comm
         self._end, self._leave = end, leave or finalize
         self._token = np.zeros(1, dtype=np.uint8)
@@ -49,6 +54,7 @@ class Faults:
         note_exit_status()
 
     def uninstall(self) -> None:
+        """Let the interpreter deal with exceptions as it did before."""
         sys.excepthook = self._previous
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -67,7 +73,9 @@ class Faults:
     def describe(self, error: BaseException, *, alone: bool = False) -> str:
         """What stderr gets: one line for an error of ours, with the traceback for any other.
 
-        alone: no rank need be named.
+        Args:
+            error: What went wrong.
+            alone: Whether no rank need be named.
         """
         where = "" if alone else f"rank {self._comm.rank}: "
         if isinstance(error, MpitrainError):
@@ -78,7 +86,12 @@ class Faults:
         return f"mpitrain: {where}{type(error).__name__}: {error}\n{trace}"
 
     def end_job(self, text: str, code: int = EXIT_FAILED) -> None:
-        """Print the text, unless another rank speaks for the same end, and abort every rank."""
+        """Print the text, unless another rank speaks for the same end, and abort every rank.
+
+        Args:
+            text: What stderr gets.
+            code: The job's exit code.
+        """
         try:
             first = self._is_first()
         except MPI.Exception:  # ranks died before this one failed
@@ -111,6 +124,7 @@ class Faults:
 
 
 def exit_code(error: BaseException) -> int:
+    """The exit code of a job that ends with this error."""
     if isinstance(error, MpitrainError):
         return error.exit_code
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED

@@ -44,9 +44,13 @@ _OF_ONE_HOST = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overl
 
 @dataclass(frozen=True)
 class Leftover:
-    """A segment or session folder. files: what it consists of; nbytes: what they occupy.
+    """A segment or session folder.
 
-    unseen: why it cannot be told from here whether it is in use; empty if it can.
+    Attributes:
+        path: Where it is.
+        files: What it consists of.
+        nbytes: What these occupy.
+        unseen: Why it cannot be told from here whether it is in use; empty if it can.
     """
 
     path: Path
@@ -63,15 +67,23 @@ class Held:
     inodes: frozenset[tuple[int, int]]  # device, inode
 
     def holds(self, path: Path) -> bool:
-        try:
-            status = path.lstat()
-        except OSError:
-            return False
-        return str(path) in self.paths or (status.st_dev, status.st_ino) in self.inodes
+        """Whether one of them has this file open or mapped."""
+        status = _status(path)
+        return status is not None and (str(path) in self.paths or (status.st_dev, status.st_ino) in self.inodes)
 
 
 def clean(arguments: Sequence[str]) -> int:
-    """The command. Raises InputError for arguments it does not have."""
+    """The command.
+
+    Args:
+        arguments: --clean, and --dry-run where nothing is to be removed.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: It has no such argument.
+    """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
         raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --clean [--dry-run]")
@@ -142,13 +154,9 @@ def _file_system(folder: Path) -> str:
 def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) -> Iterator[Path]:
     """This user's entries of a folder that have such a name and are of that kind."""
     for path in sorted(_entries(folder)):
-        if pattern.fullmatch(path.name):
-            try:
-                status = path.lstat()
-            except OSError:  # a job ended meanwhile
-                continue
-            if status.st_uid == os.getuid() and kind(status.st_mode):
-                yield path
+        status = _status(path) if pattern.fullmatch(path.name) else None
+        if status is not None and status.st_uid == os.getuid() and kind(status.st_mode):
+            yield path
 
 
 def unused(found: Sequence[Leftover]) -> list[Leftover]:
@@ -240,11 +248,17 @@ def _tree(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in (*folders, *files))
 
 
-def _occupied(path: Path) -> int:
+def _status(path: Path) -> os.stat_result | None:
+    """See lstat(2); None for what a job that ended meanwhile has taken with it."""
     try:
-        return path.lstat().st_blocks * 512
+        return path.lstat()
     except OSError:
-        return 0
+        return None
+
+
+def _occupied(path: Path) -> int:
+    status = _status(path)
+    return 0 if status is None else status.st_blocks * 512
 
 
 def _remove(leftover: Leftover) -> str:

@@ -73,16 +73,24 @@ def find(world: Communicator) -> Connections:
 
 
 class Connections:
-    """near: ports of this process at which MPI listens. far: addresses and ports at which it does on other ranks."""
+    """MPI's connections from this process to others."""
 
     def __init__(self, near: frozenset[int], far: frozenset[End]) -> None:
+        """Note by what they are known.
+
+        Args:
+            near: Ports of this process at which MPI listens.
+            far: Addresses and ports at which it does on other ranks.
+        """
         self._near, self._far = near, far
         self._limited = 0.0  # time.monotonic() of the last time
 
     def limit(self, seconds: float, *, now: bool = False) -> None:
-        """Give up those that are silent for so long. To be called again and again: connections are made on demand.
+        """Give up those that are silent for too long. To be called again and again: connections are made on demand.
 
-        now: look for new ones at once.
+        Args:
+            seconds: How long they may be silent.
+            now: Whether to look for new ones at once.
         """
         if not now and time.monotonic() - self._limited < _AGAIN:
             return

@@ -24,7 +24,12 @@ _OVERRIDE = "MPITRAIN_SPARE_CORES"
 
 @dataclass(frozen=True)
 class Share:
-    """cores: that a rank may run on. ranks: that have those between them, this one included."""
+    """What a rank has of its node's cores.
+
+    Attributes:
+        cores: How many it may run on.
+        ranks: How many ranks have those between them, this one included.
+    """
 
     cores: int
     ranks: int
@@ -36,12 +41,16 @@ class Share:
 
     @property
     def spare(self) -> int:
-        """Cores beyond one a rank, for communication threads; negative: ranks that have none."""
+        """Cores beyond one a rank, for communication threads. It is negative where ranks have none."""
         return self.cores - self.ranks
 
 
 def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
-    """Ranks of a node that have cores between them, and these. allowed: the cores that each may run on."""
+    """Ranks of a node that have cores between them, and these.
+
+    Args:
+        allowed: The cores that each of the node's ranks may run on.
+    """
     left = list(range(len(allowed)))
     while left:
         ranks, cores = [left.pop(0)], set[int]()
@@ -54,7 +63,12 @@ def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set
 
 
 def share_of(rank: int, allowed: Sequence[Collection[int]]) -> Share:
-    """What one of the ranks of a node has. allowed: the cores that each of them may run on."""
+    """What one of the ranks of a node has.
+
+    Args:
+        rank: Its number among them.
+        allowed: The cores that each of them may run on.
+    """
     ranks, cores = next((ranks, cores) for ranks, cores in sharing(allowed) if rank in ranks)
     return Share(len(cores), len(ranks))
 
@@ -74,9 +88,10 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
 
 
 def spare_cores(comm: MPI.Intracomm, share: Share) -> int:
-    """`Share.spare` of the rank that has least; MPITRAIN_SPARE_CORES overrides it on ranks that have that. Collective.
+    """`Share.spare` of the rank that has least. Collective.
 
-    Never more than 0 where MPI lets one thread alone call it.
+    MPITRAIN_SPARE_CORES overrides it on ranks that have that. It is never more than 0 where MPI lets one thread alone
+    call it.
     """
     spare = np.array([int(os.environ.get(_OVERRIDE) or share.spare)])
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:

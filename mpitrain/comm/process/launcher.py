@@ -15,7 +15,7 @@ from pathlib import Path
 _DAEMON = "prted"  # what starts ranks on other machines for it
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
 _ORDERLY = 2  # seconds after SIGTERM in which it ends its daemons; it does not end itself without that of the lost host
-_KEEPALIVE = b"oob_tcp_keepalive_time"  # its setting: seconds before it asks whether a silent host is there; 0: never
+_KEEPALIVE = "oob_tcp_keepalive_time"  # its setting: seconds before it asks whether a silent host is there; 0: never
 
 
 def find() -> int:
@@ -25,23 +25,22 @@ def find() -> int:
     while process > 1 and process != wanted:
         if command_of(process) == _DAEMON:
             return 0
-        process = parent_of(process)
+        _, process = state_and_parent_of(process)
     return process if process == wanted else 0
 
 
 def notices_silent_hosts(process: int) -> bool:
-    """Whether mpirun looks for hosts that are silent, and then ends the job: unless it is told not to."""
-    try:
-        told = Path(f"/proc/{process}/cmdline").read_bytes() + Path(f"/proc/{process}/environ").read_bytes()
-    except OSError:
-        return True
-    return re.search(_KEEPALIVE + rb"[\0=]0\0", told) is None
+    """Whether mpirun looks for hosts that are silent, and then ends the job, as it does unless it is told not to."""
+    told = of_process(process, "cmdline") + of_process(process, "environ")
+    return re.search(_KEEPALIVE + r"[\0=]0\0", told) is None
 
 
 def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     """End mpirun in a few seconds, from outside this process, which is about to end.
 
-    unless: processes of which one that is still there then prevents that.
+    Args:
+        process: Mpirun's number.
+        unless: Processes of which one that is still there then prevents that.
     """
     name = command_of(process)
     living = "".join(f"kill -0 {other} 2>/dev/null && exit; " for other in unless)
@@ -53,15 +52,20 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
     )  # fmt: skip
 
 
-def command_of(process: int) -> str:
+def of_process(process: int, name: str) -> str:
+    """What a file of proc(5) tells of a process; empty where that is gone, or not ours to see."""
     try:
-        return Path(f"/proc/{process}/comm").read_text().strip()
+        return Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
 
 
-def parent_of(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+def command_of(process: int) -> str:
+    """The name of the program that a process runs; empty where it is gone."""
+    return of_process(process, "comm").strip()
+
+
+def state_and_parent_of(process: int) -> tuple[str, int]:
+    """The kernel's letter for the state of a process, Z where it is gone, and its parent, then 0."""
+    fields = of_process(process, "stat").rpartition(")")[2].split()
+    return (fields[0], int(fields[1])) if fields else ("Z", 0)

@@ -55,7 +55,14 @@ def note_exit_status() -> None:
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank that has left. code: the exit code it asked for. done: the last operation of each communicator."""
+    """A rank that has left.
+
+    Attributes:
+        rank: Its number in the world.
+        code: The exit code it asked for.
+        done: The number of its last operation on each communicator, by the names of their records.
+        noticed: When this rank learned of it, as `time.monotonic` tells.
+    """
 
     rank: int
     code: int
@@ -76,7 +83,13 @@ class Departure:
         return self.rank in record.members and self.done.get(record.key, record.sequence) < record.sequence
 
     def text(self, record: Record, rank: int, line: str) -> str:
-        """rank: the one that waits. line: where in its program."""
+        """What is said where the job ends because of this.
+
+        Args:
+            record: The operation that waits in vain.
+            rank: The rank that waits.
+            line: Where in its program it does.
+        """
         code = f" with exit code {self.code}" if self.code else ""
         return (
             f"mpitrain: rank {self.rank} left: its interpreter ended{code} while rank {rank} waits for it at {line}, "
@@ -85,9 +98,15 @@ class Departure:
 
 
 class Departures:
-    """Who has left. `comm`: the watchdog's. records: gives those of this rank's operations."""
+    """Who has left, as far as this rank knows."""
 
     def __init__(self, comm: MPI.Intracomm, records: Callable[[], list[Record]]) -> None:
+        """Begin with nobody.
+
+        Args:
+            comm: The watchdog's communicator.
+            records: Gives the records of this rank's operations.
+        """
         self._comm, self._records = comm, records
         self._known: dict[int, Departure] = {}
         self._own: list[dict[str, Any]] = []  # what this rank has to tell, itself leaving
@@ -95,7 +114,11 @@ class Departures:
         self._suspect: tuple[Record, float] | None = None
 
     def wait_for_all(self, code: int | None = None) -> None:
-        """Return when every rank has come here, at its end. code: its exit code, where it is known."""
+        """Return when every rank has come here, at its end.
+
+        Args:
+            code: This rank's exit code, where it is known.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         everybody = self._comm.Ibarrier()

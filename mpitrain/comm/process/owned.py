@@ -29,6 +29,7 @@ class OwnedCommunicators:
         return comm
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Make a duplicate of a communicator, and note that. Collective."""
         return self.keep(comm.Dup())
 
     def free(self) -> None:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.comm.process.launcher import command_of, parent_of
+from mpitrain.comm.process.launcher import command_of, of_process, state_and_parent_of
 from mpitrain.early import LEAST, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
@@ -76,7 +76,11 @@ def _initialize(level: int) -> None:
 
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """Inside, all ranks are to come together, in at most so many seconds; else this process ends, and says why."""
+    """Inside, all ranks are to come together; if they do not, this process ends, and says why.
+
+    Args:
+        seconds: How long they have.
+    """
     if _number(os.environ, _SIZES) < 2:
         yield
         return
@@ -91,7 +95,11 @@ def watched(seconds: float) -> Iterator[None]:
 
 
 def limit(timeout: float) -> float:
-    """Seconds that ranks have to come. timeout: seconds that an operation may take."""
+    """Seconds that ranks have to come to the start of MPI.
+
+    Args:
+        timeout: Seconds that an operation may take.
+    """
     try:
         return float(os.environ[START_TIMEOUT])
     except (KeyError, ValueError):
@@ -126,7 +134,14 @@ def _watch(complete: threading.Event, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class StartingRank:
-    """A rank on this host. state: of its process, the kernel's letter. waits: whether it is at the start and runs."""
+    """A rank on this host.
+
+    Attributes:
+        rank: Its number.
+        process: That of its process.
+        state: The state of its process, by the kernel's letter.
+        arrived: Whether it has come to the start of MPI.
+    """
 
     rank: int
     process: int
@@ -135,9 +150,11 @@ class StartingRank:
 
     @property
     def waits(self) -> bool:
+        """Whether it is at the start, and runs."""
         return self.arrived and self.state not in "TtZ"
 
     def text(self) -> str:
+        """What it does instead of coming, in words."""
         doing = _STATES.get(self.state, "has not come so far")
         command = command_of(self.process) or "gone"
         return f"rank {self.rank} ({command}, process {self.process} on {os.uname().nodename}) {doing}"
@@ -151,7 +168,7 @@ def neighbours(process: int) -> list[StartingRank]:
         rank = _number(_environment(entry), RANK_NAMES)
         if rank < 0 or _daemon(entry) != daemon:
             continue
-        place = StartingRank(rank, entry, _state(entry), _arrived(entry))
+        place = StartingRank(rank, entry, state_and_parent_of(entry)[0], _arrived(entry))
         known = found.get(rank)  # a rank may be a shell, its python, and what that started
         if known is None or place.arrived or (not known.arrived and known.state not in "Tt"):
             found[rank] = place
@@ -161,7 +178,7 @@ def neighbours(process: int) -> list[StartingRank]:
 def _daemon(process: int) -> int:
     """What started the rank on this host: the first process above it that has no rank."""
     while process > 1 and _number(_environment(process), RANK_NAMES) >= 0:
-        process = parent_of(process)
+        _, process = state_and_parent_of(process)
     return process
 
 
@@ -172,19 +189,8 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 def _environment(process: int) -> dict[str, str]:
     """What the process was started with; empty where that is not to be seen."""
-    try:
-        entries = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
+    entries = of_process(process, "environ").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
-def _state(process: int) -> str:
-    """See proc(5)."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
 
 
 def _arrived(process: int) -> bool:

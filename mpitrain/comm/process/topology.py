@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,10 @@ SHARED_MEMORY = "/dev/shm"  # of a node
 class Topology:
     """Places of the ranks of one communicator.
 
-    nodes: the node number of each rank, in order of first appearance; world_ranks: each rank's number in the world.
+    Attributes:
+        rank: This rank's number.
+        nodes: The node number of each rank, in order of first appearance.
+        world_ranks: Each rank's number in the world.
     """
 
     rank: int
@@ -27,6 +29,7 @@ class Topology:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.nodes)
 
     @property
@@ -36,13 +39,17 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
+        """The number of nodes."""
         return len(set(self.nodes))
 
     def of(self, ranks: Sequence[int], rank: int) -> Topology:
-        """The topology of a group of this communicator's ranks; rank: this rank's number in the group."""
-        numbers: dict[int, int] = {}
-        nodes = tuple(numbers.setdefault(self.nodes[r], len(numbers)) for r in ranks)
-        return Topology(rank, nodes, tuple(self.world_ranks[r] for r in ranks))
+        """The topology of a group of this communicator's ranks.
+
+        Args:
+            ranks: Their numbers here.
+            rank: This rank's number in the group.
+        """
+        return Topology(rank, _numbered(self.nodes[r] for r in ranks), tuple(self.world_ranks[r] for r in ranks))
 
 
 def discover(comm: MPI.Comm) -> Topology:
@@ -53,9 +60,13 @@ def discover(comm: MPI.Comm) -> Topology:
     node.Free()
     firsts = np.empty(comm.size, dtype=np.int64)
     comm.Allgather(first, firsts)
-    numbers: dict[int, int] = {}
-    nodes = tuple(numbers.setdefault(int(f), len(numbers)) for f in firsts)
-    return Topology(comm.rank, nodes, tuple(range(comm.size)))
+    return Topology(comm.rank, _numbered(firsts.tolist()), tuple(range(comm.size)))
+
+
+def _numbered(values: Iterable[Hashable]) -> tuple[int, ...]:
+    """Each value's number, in order of first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
@@ -67,29 +78,22 @@ def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
     return ranks
 
 
-def host_names(comm: MPI.Comm) -> list[str]:
-    """The host name of every rank; collective."""
-    mine = np.zeros(64, dtype=np.uint8)
-    name = socket.gethostname().encode()[:64]
-    mine[: len(name)] = np.frombuffer(name, dtype=np.uint8)
-    everyone = np.empty((comm.size, 64), dtype=np.uint8)
-    comm.Allgather(mine, everyone)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone]
-
-
 def library_name() -> str:
     """The MPI library and its version, in a few words."""
     line = MPI.Get_library_version().splitlines()[0].replace("\0", "").replace("\t", " ")
     return " ".join(line.split(", package")[0].replace("Version:", "").split())
 
 
-def machine_key(library: str) -> str:
-    """A short name of this kind of machine and MPI, for tuning tables kept in a shared home."""
-    model = ""
+def processor_name() -> str:
+    """The processor's model; empty where the system does not tell."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
-        pass
-    text = f"{model}|{os.cpu_count()}|{library.splitlines()[0]}"
+        return ""
+
+
+def machine_key(library: str) -> str:
+    """A short name of this kind of machine and MPI, for tuning tables kept in a shared home."""
+    text = f"{processor_name()}|{os.cpu_count()}|{library.splitlines()[0]}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
