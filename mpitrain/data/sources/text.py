@@ -39,7 +39,12 @@ class _Range:
 
 
 def text_source(files: Sequence[Path], tokenizer: Path | None) -> Source:
-    """A stream of bytes (uint8, vocabulary 256), or of token numbers (uint16 or uint32)."""
+    """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
+
+    Args:
+        files: The text files, in order.
+        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
+    """
     encoder = _load(tokenizer) if tokenizer else None
     vocabulary = max(encoder.get_vocab().values()) + 1 if encoder else 256
     dtype = "uint8" if not encoder else "uint16" if vocabulary <= 1 << 16 else "uint32"
