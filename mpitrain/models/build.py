@@ -65,13 +65,7 @@ def _resnet(section: ModelSection, description: DataDescription) -> Task:
     channels = 1 if len(shape) == 2 else shape[-1] if last else shape[0]
     outputs, criterion = _target(description)
     model = ResNet(
-        section.layers,
-        section.width,
-        channels,
-        outputs,
-        criterion,
-        small=max(sides) <= SMALL_IMAGE,
-        channels_last=last,
+        section.layers, section.width, channels, outputs, criterion, small=max(sides) <= SMALL_IMAGE, channels_last=last
     )
     return Task(model, model.loss)
 

@@ -131,11 +131,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self._projections(x)
         mixed = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=self.weights_dropout if self.training else 0.0,
-            is_causal=True,
+            q, k, v, dropout_p=self.weights_dropout if self.training else 0.0, is_causal=True
         )
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 

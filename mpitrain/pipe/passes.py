@@ -14,16 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpitrain.pipe.schedule import (
-    BackwardWeight,
-    Compute,
-    Forward,
-    PipelineProgram,
-    Receive,
-    Schedule,
-    Send,
-    Step,
-)
+from mpitrain.pipe.schedule import BackwardWeight, Compute, Forward, PipelineProgram, Receive, Schedule, Send, Step
 from mpitrain.pipe.simulate import Costs, simulate
 
 
@@ -56,12 +47,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The forward steps of a schedule alone, for an evaluation."""
     steps = tuple(tuple(s for s in steps if isinstance(s, Forward)) for steps in schedule.steps)
     return Schedule(
-        f"{schedule.name} forward",
-        schedule.ranks,
-        schedule.microbatches,
-        schedule.rank_of,
-        steps,
-        schedule.slices,
+        f"{schedule.name} forward", schedule.ranks, schedule.microbatches, schedule.rank_of, steps, schedule.slices
     )
 
 

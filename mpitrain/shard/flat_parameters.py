@@ -150,11 +150,7 @@ def _copy(tensor: torch.Tensor, on_host: bool) -> nn.Parameter:
 
 
 def _stretches(
-    group: FlatGroup,
-    lo: int,
-    hi: int,
-    settings_of: Mapping[nn.Parameter, int],
-    counted: Callable[[nn.Parameter], bool],
+    group: FlatGroup, lo: int, hi: int, settings_of: Mapping[nn.Parameter, int], counted: Callable[[nn.Parameter], bool]
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
     """[lo, hi) divided where the settings change: (first, last, settings, counted, contents) of each stretch."""
     found: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
