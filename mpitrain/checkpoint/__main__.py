@@ -11,24 +11,14 @@ from pathlib import Path
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckpointError, InputError, MpitrainError
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of
 from mpitrain.storage import locks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    act: Callable[[argparse.Namespace], int] = arguments.act
-    try:
-        return act(arguments)
-    except MpitrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return exit_code_of(lambda: arguments.act(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,11 +107,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     root = listed[0].parent
     if listed == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint; give its run folder")
+
+    def fruitful(step: int) -> bool:
+        return is_fruitful(root / folders.folder_name(step))
+
     with _occupied(*folders.locked_with(root)):
-
-        def fruitful(step: int) -> bool:
-            return is_fruitful(root / folders.folder_name(step))
-
         verified: list[int] = []
         unusable: set[int] = set()
         steps = folders.finished_steps(root)

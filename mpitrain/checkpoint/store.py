@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,13 +156,8 @@ class Store:
 
     def newest_fruitful(self) -> Path | None:
         """The folder of the newest one in the run folder that was made while training learned something."""
-
-        def find() -> str:
-            steps = folders.finished_steps(self.root)
-            return next((str(self.folder(step)) for step in steps if is_fruitful(self.folder(step))), "")
-
-        found = self.comm.on_root(find)
-        return Path(found) if found else None
+        step = self.comm.on_root(lambda: folders.newest_fruitful(self.root))
+        return None if step is None else self.folder(step)
 
     def at(self, path: Path) -> list[Path]:
         """The checkpoint folders a path means: itself, or those of a run folder, newest first.
@@ -278,9 +272,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif isinstance(error, MpitrainError) and error.agreed:  # all ranks are here: let a good save end well
@@ -348,28 +340,24 @@ class Store:
         return manifest
 
     def _read(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: bool) -> Manifest:
-        manifest: Manifest | None = None
-        blocks: list[Block] = []
-
-        def look() -> None:
-            nonlocal manifest
+        def look() -> Manifest:
             manifest = read_manifest(folder)
             if self.comm.rank == 0:
                 require_files(folder, manifest.files.items())
+            return manifest
 
-        def prepare() -> None:
-            nonlocal blocks
-            assert manifest is not None
+        def prepare(manifest: Manifest) -> list[Block]:
             blocks = plan(folder, manifest, parts_for(manifest))
             if not local:
                 require_files(folder, [(name, manifest.files[name]) for name in sorted(files_of(blocks))])
+            return blocks
 
         if local and self._local is not None:
-            manifest = self._local.manifest(self.comm, folder)
+            manifest: Manifest | None = self._local.manifest(self.comm, folder)
         else:  # first of all, since how much memory is taken for the plan depends on how large the files say they are
-            attempt(self.comm, look, folder)
-        attempt(self.comm, prepare, folder)
+            manifest = attempt(self.comm, look, folder)
         assert manifest is not None
+        blocks = attempt(self.comm, partial(prepare, manifest), folder) or []
         if self._node is None:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
             assert self._node is not None
