@@ -20,65 +20,23 @@ from mpitrain.errors import InputError
 from mpitrain.storage.disk import read_plain
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping"}
 _MANAGED = "managed_gradient_accumulation"  # step() counts microbatches, as ours does
-_KNOWN |= {
-    _MANAGED,
-    "activation_checkpointing",
-    "communication_data_type",
-    "data_types",
-    "zero_allow_untested_optimizer",
-}
+_KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping", _MANAGED}
+_KNOWN |= {"activation_checkpointing", "communication_data_type", "data_types", "zero_allow_untested_optimizer"}
 _TUNING = {"steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor"}
 _TUNING |= {"dataloader_drop_last", "disable_allgather", "memory_breakdown", "zero_force_ds_cpu_optimizer", "aio"}
 # what a configuration may have as long as it is switched off
-_UNSUPPORTED = {
-    "amp",
-    "autotuning",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "compile",
-    "compression_training",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "flops_profiler",
-    "hybrid_engine",
-    "nebula",
-    "progressive_layer_drop",
-    "quantize_training",
-    "seq_parallel_communication_data_type",
-    "sparse_attention",
-    "sparse_gradients",
-    "tensor_parallel",
-    "tensorboard",
-    "torch_autocast",
-    "use_data_before_expert_parallelism",
-    "wandb",
-    "zenflow",
-}
-_ZERO_TUNING = {
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "contiguous_gradients",
-    "load_from_fp32_weights",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "overlap_comm",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "sub_group_size",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-}
+_UNSUPPORTED = {"amp", "autotuning", "checkpoint", "comet", "comms_logger", "compile", "compression_training"}
+_UNSUPPORTED |= {"csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler"}
+_UNSUPPORTED |= {"hybrid_engine", "nebula", "progressive_layer_drop", "quantize_training", "sparse_attention"}
+_UNSUPPORTED |= {"seq_parallel_communication_data_type", "sparse_gradients", "tensor_parallel", "tensorboard"}
+_UNSUPPORTED |= {"torch_autocast", "use_data_before_expert_parallelism", "wandb", "zenflow"}
+_ZERO_TUNING = {"allgather_partitions", "allgather_bucket_size", "contiguous_gradients", "load_from_fp32_weights"}
+_ZERO_TUNING |= {"log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "reduce_scatter"}
+_ZERO_TUNING |= {"round_robin_gradients", "sub_group_size", "stage3_gather_16bit_weights_on_model_save"}
+_ZERO_TUNING |= {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"}
+_ZERO_TUNING |= {"stage3_param_persistence_threshold", "stage3_model_persistence_threshold"}
+_ZERO_TUNING.add("stage3_prefetch_bucket_size")
 _ONE_IS_OFF = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # the values that ask for nothing
 _DTYPES: dict[str, Precision] = {"fp32": "fp32", "fp16": "fp16", "bfp16": "bf16", "bf16": "bf16"}
 _SCHEDULES: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

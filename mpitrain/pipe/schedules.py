@@ -25,11 +25,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeAlias
 
+from mpitrain.choices import PipelineSchedule
 from mpitrain.config.named import find
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
-Kind: TypeAlias = "type[Forward] | type[Backward] | type[BackwardInput] | type[BackwardWeight]"
+Kind: TypeAlias = "type[Compute]"
 Entry: TypeAlias = "tuple[Kind, int]"  # a kind of step and its stage
 Maker: TypeAlias = "Callable[[int, int, int], Schedule]"
 
@@ -152,7 +153,7 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     return replace(schedule, microbatches=schedule.microbatches * slices, steps=steps, slices=slices)
 
 
-SCHEDULES: dict[str, Maker] = {
+SCHEDULES: dict[PipelineSchedule, Maker] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,

@@ -16,7 +16,7 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.layout import split
-from mpitrain.pipe.wire import look
+from mpitrain.pipe.wire import as_tuple, look
 
 _SEQUENCE = 1  # the dimension of it everywhere: [samples, sequence, ...]
 
@@ -113,7 +113,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
         alike = all(
             torch.allclose(a, b, rtol=1e-3, atol=1e-5)
             for part, (lo, hi) in zip(parts, pairwise(bounds), strict=True)
-            for a, b in zip(_tensors(part), _tensors(_part(whole, lo, hi)), strict=True)
+            for a, b in zip(as_tuple(part), as_tuple(_part(whole, lo, hi)), strict=True)
         )
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _refused(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
@@ -135,8 +135,3 @@ def _part(value: Any, lo: int, hi: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[:, lo:hi]
     return tuple(_part(v, lo, hi) for v in value)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensor, or those of a tuple."""
-    return [value] if isinstance(value, torch.Tensor) else list(value)

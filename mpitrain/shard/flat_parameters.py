@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +20,8 @@ from mpitrain.errors import InputError
 from mpitrain.shard.flat import FlatGroup
 
 # optimizers whose update of an element depends on that element alone, so that it can be done share by share
-ELEMENTWISE = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+_NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 
 
 @dataclass
@@ -80,16 +71,9 @@ def replicated_flat_parameters(
         for parameter in settings["params"]:
             if not parameter.requires_grad:
                 continue
-            copied = parameter.element_size() < 4 or (on_host and parameter.is_cuda)
+            contents, count = ((parameter, 0, parameter.numel(), 0),), counted(parameter)
             flat_parameters.append(
-                FlatParameter(
-                    _copy(parameter, on_host) if copied else parameter,
-                    parameter.detach() if copied else None,
-                    lambda p=parameter: gradient(p),  # type: ignore[misc]
-                    ((parameter, 0, parameter.numel(), 0),),
-                    number,
-                    counted(parameter),
-                )
+                _made(parameter, partial(gradient, parameter), contents, number, count, on_host=on_host)
             )
     return flat_parameters
 
@@ -128,25 +112,24 @@ def sharded_flat_parameters(
             ):
                 if number < 0:  # the optimizer does not have these parameters
                     continue
-                stored = own(g, lo, hi)
-                copied = group.dtype.itemsize < 4 or (on_host and stored.is_cuda)
-                flat_parameters.append(
-                    FlatParameter(
-                        _copy(stored, on_host) if copied else nn.Parameter(stored),
-                        stored if copied else None,
-                        lambda view=gradient(g, lo, hi): view,  # type: ignore[misc]
-                        contents,
-                        number,
-                        count,
-                    )
-                )
+                view = gradient(g, lo, hi)
+                flat_parameters.append(_made(own(g, lo, hi), _giving(view), contents, number, count, on_host=on_host))
     return flat_parameters
 
 
-def _copy(tensor: torch.Tensor, on_host: bool) -> nn.Parameter:
-    """An fp32 copy for the optimizer."""
-    values = tensor.detach().float()
-    return nn.Parameter(values.cpu() if on_host else values)
+def _giving(view: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: view
+
+
+def _made(
+    stored: torch.Tensor, gradient: Callable[[], torch.Tensor | None], *rest: Any, on_host: bool
+) -> FlatParameter:
+    """A flat parameter of a parameter or of a stretch of flat memory, where need be with a copy for the optimizer."""
+    if stored.element_size() < 4 or (on_host and stored.is_cuda):
+        values = stored.detach().float()
+        return FlatParameter(nn.Parameter(values.cpu() if on_host else values), stored.detach(), gradient, *rest)
+    value = stored if isinstance(stored, nn.Parameter) else nn.Parameter(stored)
+    return FlatParameter(value, None, gradient, *rest)
 
 
 def _stretches(

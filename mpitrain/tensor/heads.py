@@ -11,19 +11,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from mpitrain.choices import one_of
 from mpitrain.errors import InputError
 from mpitrain.tensor.features import Features
 
-_COUNTS = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "heads",
-    "num_attention_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-    "num_key_value_heads",
-)
+_COUNTS = ["num_heads", "n_heads", "n_head", "heads", "num_attention_heads"]
+_COUNTS += ["num_kv_heads", "n_kv_heads", "num_key_value_heads"]
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
 _FUSED = re.compile(r"qkv|c_attn", re.IGNORECASE)  # by custom [3, heads, head_dim]
 _UNKNOWN_ORDER = re.compile(r"query_key_value|in_proj|^kv|to_kv", re.IGNORECASE)
@@ -147,13 +140,7 @@ def _unshareable(name: str, heads: int, ranks: int) -> InputError:
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
     return InputError(
-        f"{name}: {heads} heads cannot be shared evenly by {ranks} tensor ranks; use {_listed(fitting)} ranks, or "
+        f"{name}: {heads} heads cannot be shared evenly by {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
         f"{near} heads",
         agreed=True,
     )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """Numbers as they are listed in a sentence."""
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last

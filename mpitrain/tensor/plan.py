@@ -24,11 +24,10 @@ or on the whole ("whole").
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
@@ -211,8 +210,9 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
     for name, module in model.named_modules():
         style = styles.get(module)
         if isinstance(module, nn.modules.dropout._DropoutNd) and not (style and style.replicated):
-            module.register_forward_pre_hook(_entering(axis))
-            module.register_forward_hook(_leaving(axis), always_call=True)  # recomputation stops by raising
+            module.register_forward_pre_hook(lambda m, args: axis.rng.enter(m, args[0].device) if m.training else None)
+            # called in any case, because recomputation stops by raising
+            module.register_forward_hook(lambda m, args, out: axis.rng.leave(m), always_call=True)
         if style is not None or isinstance(module, parallel):
             continue
         own = list(module.parameters(recurse=False))
@@ -224,22 +224,3 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
             )
         for parameter in own:
             sum_gradient(parameter, axis)
-
-
-def _entering(axis: Axis) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    """A forward pre-hook that makes the generator go to the rank's own stream."""
-
-    def enter(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if module.training:
-            axis.rng.enter(module, args[0].device)
-
-    return enter
-
-
-def _leaving(axis: Axis) -> Callable[[nn.Module, Any, Any], None]:
-    """A forward hook that makes the generator go back to the replicated stream."""
-
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        axis.rng.leave(module)
-
-    return leave

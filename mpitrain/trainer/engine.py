@@ -21,7 +21,8 @@ from mpitrain.checkpoint import Manifest, Part
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.shard.axes import Axes, Microbatch, Stages
+from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.shard.axes import Axes, Microbatch
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
@@ -185,7 +186,7 @@ class Engine:
             self.sharding.reducer.finish()
         return losses
 
-    def _through_pipeline(self, pipeline: Stages, microbatches: Sequence[Microbatch], samples: int) -> float:
+    def _through_pipeline(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], samples: int) -> float:
         """Gradients of one step through the pipeline; returns the step's loss on this rank's share of the batch."""
         self.sharding.reducer.enabled = False
         weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
