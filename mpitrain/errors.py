@@ -40,6 +40,11 @@ class InputError(MpitrainError):
     exit_code = EXIT_BAD_INPUT
 
 
+def refusal(message: str) -> InputError:
+    """The InputError that every rank raises at the same point (see `MpitrainError`)."""
+    return InputError(message, agreed=True)
+
+
 class CommunicationError(MpitrainError):
     """A collective was misused or did not complete: names the operation and what the ranks passed."""
 

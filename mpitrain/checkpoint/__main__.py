@@ -29,28 +29,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, act: Callable[[argparse.Namespace], int], text: str, **paths: str
+    ) -> argparse.ArgumentParser:
+        """Declare a command. paths: its arguments that are paths, and what the help calls them."""
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(act=act)
+        for path, shown in paths.items():
+            made.add_argument(path, type=Path, metavar=shown)
         return made
 
-    command("ls", _ls, "list the checkpoints of a run").add_argument("path", type=Path, metavar="PATH")
-    show = command("show", _show, "what a checkpoint holds")
-    show.add_argument("path", type=Path, metavar="PATH")
+    command("ls", _ls, "list the checkpoints of a run", path="PATH")
+    show = command("show", _show, "what a checkpoint holds", path="PATH")
     show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
     verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
     verify.add_argument("path", type=Path, metavar="PATH", help="of a run folder: all its checkpoints")
-    diff = command("diff", _diff, "compare two checkpoints; exit code 1 if they are not bitwise the same")
-    diff.add_argument("a", type=Path, metavar="PATH")
-    diff.add_argument("b", type=Path, metavar="PATH")
-    export = command("export", _export, "write the model's weights into a .safetensors or .pt (torch.load) file")
-    export.add_argument("path", type=Path, metavar="PATH")
-    export.add_argument("out", type=Path, metavar="FILE")
-    take = command("import", _import, "make a checkpoint of step 0 from a .safetensors or torch.save file of weights")
-    take.add_argument("file", type=Path, metavar="FILE")
+    same = "compare two checkpoints; exit code 1 if they are not bitwise the same"
+    command("diff", _diff, same, a="PATH", b="PATH")
+    out = "write the model's weights into a .safetensors or .pt (torch.load) file"
+    command("export", _export, out, path="PATH", out="FILE")
+    of_weights = "make a checkpoint of step 0 from a .safetensors or torch.save file of weights"
+    take = command("import", _import, of_weights, file="FILE")
     take.add_argument("run", type=Path, metavar="RUN", help="a new run folder; train with --run.dir RUN")
-    prune = command("prune", _prune, "remove all but the newest checkpoints, never the last one that verifies")
-    prune.add_argument("path", type=Path, metavar="RUN")
+    but_newest = "remove all but the newest checkpoints, never the last one that verifies"
+    prune = command("prune", _prune, but_newest, path="RUN")
     prune.add_argument("--keep", type=int, required=True, metavar="N")
     return parser
 

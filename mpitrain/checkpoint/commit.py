@@ -26,7 +26,7 @@ from mpitrain.checkpoint.manifest import (
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
-from mpitrain.errors import CheckpointError, InputError
+from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.layout import Piece
 from mpitrain.storage.commit import begin_folder
 from mpitrain.storage.disk import write_durably
@@ -95,13 +95,16 @@ class FileLayout:
 
     Attributes:
         number: The number of this rank's file.
+        file: The name of this rank's file.
+        owner: Whether this rank makes its file.
         group: The ranks that share this file; None where each has its own.
     """
 
     def __init__(self, comm: Communicator, nodes: Sequence[int], files: str) -> None:
-        self._prefix = files
         self.number = comm.rank if files == "rank" else nodes[comm.rank]
+        self.file = f"{files}-{self.number:05d}.h5"
         self.group = comm.split(nodes[comm.rank], comm.rank, "checkpoint node") if files == "node" else None
+        self.owner = self.group is None or self.group.rank == 0
         self._places: list[PlannedPiece] = []
         self._structure: Structure | None = None
         self._shown: tuple[object, bytes] | None = None
@@ -110,16 +113,6 @@ class FileLayout:
         """Release what the ranks of a node share. Collective."""
         if self.group is not None:
             self.group.free()
-
-    @property
-    def file(self) -> str:
-        """The name of this rank's file."""
-        return f"{self._prefix}-{self.number:05d}.h5"
-
-    @property
-    def owner(self) -> bool:
-        """Whether this rank makes its file."""
-        return self.group is None or self.group.rank == 0
 
     def begin(self, path: Path, parts: Sequence[Part]) -> tuple[Sequence[int], int, int]:
         """Make this rank's file. Collective over the ranks that share it.
@@ -227,17 +220,17 @@ def _begin(comm: Communicator, target: Target) -> Path:
         temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
         _attempt_save(comm, target, partial(begin_folder, temporary) if target.leader else None)
         return temporary
-    name = refusal = ""
+    name = why = ""
     if target.leader:
         try:
             name = folders.begin(target.final).name
         except OSError as error:
-            refusal = str(folders.unwritable(target.final, error))
+            why = str(folders.unwritable(target.final, error))
         except InputError as error:
-            refusal = str(error)
-    name, refusal = comm.broadcast_object([name, refusal])
-    if refusal:
-        raise InputError(refusal, agreed=True)
+            why = str(error)
+    name, why = comm.broadcast_object([name, why])
+    if why:
+        raise refusal(why)
     return target.final.parent / name
 
 

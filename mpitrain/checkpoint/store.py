@@ -25,7 +25,7 @@ from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_
 from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.replicas import Replicas
 from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot
-from mpitrain.errors import CheckpointError, InputError, MpitrainError
+from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
 from mpitrain.storage import locks
 from mpitrain.storage.disk import reason
 
@@ -57,10 +57,9 @@ class Store:
         self._files = files
         self._nodes = tuple(nodes) if nodes is not None else comm.nodes
         if redundancy != "none" and not local:
-            raise InputError(
+            raise refusal(
                 f"checkpoint.redundancy {redundancy} protects checkpoints in checkpoint.local, which is not set; give "
-                "a folder on each node's own disk",
-                agreed=True,
+                "a folder on each node's own disk"
             )
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
         self._saving: Communicator | None = None  # of the thread that writes, made by the first save
@@ -313,10 +312,9 @@ class Store:
 
         level = mpi_facts(self.comm).thread_level
         if level != "MULTIPLE":
-            raise InputError(
+            raise refusal(
                 f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
-                "set checkpoint.background = false",
-                agreed=True,
+                "set checkpoint.background = false"
             )
 
     # -- loading

@@ -14,7 +14,7 @@ import torch
 
 from mpitrain.choices import RESNET_LAYERS, Model, one_of
 from mpitrain.config.training import ModelSection
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error
 from mpitrain.models.task import Task
@@ -34,10 +34,9 @@ def build_model(section: ModelSection, description: Description) -> Task:
     if section.factory:
         return build_from_factory(section.factory, description, section.options)
     if section.options:
-        raise InputError(
+        raise refusal(
             f"model.options {sorted(section.options)} are for model.factory, and model.{section.name} takes none; "
-            "remove them",
-            agreed=True,
+            "remove them"
         )
     return MODELS[section.name](section, description)
 
@@ -49,10 +48,9 @@ def _gpt(section: ModelSection, description: Description) -> Task:
         raise _misfit(section, description, "tokens")
     if section.width % (2 * section.heads):
         fitting = math.ceil(section.width / (2 * section.heads)) * 2 * section.heads
-        raise InputError(
+        raise refusal(
             f"model.width {section.width} does not give each of model.heads {section.heads} an even number of "
-            f"features; set model.width to {fitting}",
-            agreed=True,
+            f"features; set model.width to {fitting}"
         )
     model = GPT(description.vocabulary, section.layers, section.width, section.heads, section.dropout)
     return Task(model, model.loss)
@@ -107,6 +105,4 @@ def _misfit(section: ModelSection, description: Description, takes: str) -> Inpu
         data, fitting = f"images of shape {shape}", f"resnet (with model.layers {one_of(RESNET_LAYERS)}) or mlp"
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"
-    return InputError(
-        f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}", agreed=True
-    )
+    return refusal(f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}")

@@ -30,10 +30,6 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
         made = function(description, **options)
     except (Exception, SystemExit) as error:
         raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
-    return _checked(path, made)
-
-
-def _checked(path: str, made: Any) -> Task:
     module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, getattr(made, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(

@@ -164,7 +164,7 @@ class Executor:
         if slices == 1:
             return None
         key = number, microbatch // slices
-        past = self._past.setdefault(key, Past())
+        past = self._past.setdefault(key, {})
         if microbatch % slices == slices - 1:
             del self._past[key]  # nobody asks again: what backward needs is in each slice's `Kept`
         return past

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup
 
 # optimizers whose update of an element depends on that element alone, so that it can be done share by share
@@ -159,17 +159,16 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGrou
     """Raise InputError when the optimizer trains parameters that are in none of the groups."""
     strangers = set(_settings_of(optimizer)) - {p for group in groups for p in group.parameters}
     if any(p.requires_grad for p in strangers):
-        raise InputError("the optimizer has parameters that are not the model's; give it those alone", agreed=True)
+        raise refusal("the optimizer has parameters that are not the model's; give it those alone")
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError for an optimizer that is not known to update each element by itself."""
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
-        raise InputError(
+        raise refusal(
             f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
-            "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`",
-            agreed=True,
+            "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`"
         )
 
 
@@ -180,9 +179,8 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
         InputError: It has made steps already, so that it has states of those parameters.
     """
     if optimizer.state:
-        raise InputError(
-            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after",
-            agreed=True,
+        raise refusal(
+            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after"
         )
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [s.value for s in flat_parameters if s.settings == number]

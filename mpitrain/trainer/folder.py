@@ -14,7 +14,6 @@ import time
 import traceback
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -69,9 +68,7 @@ class RunFolder:
         self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.release()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)

@@ -59,7 +59,7 @@ def images_source(files: Sequence[tuple[Path, Path]], size: tuple[int, int] | No
             f"source {files[0][1]} has only the class {classes[0]}; put the images of each class into their own folder"
         )
     number = {label: i for i, label in enumerate(classes)}
-    height, width = size or _size_of(images[0].path)
+    height, width = size or _opened(images[0].path).shape[:2]
     step = max(1, GATHER_BYTES // (3 * height * width))
 
     def rows(chosen: Sequence[_Image]) -> Iterator[Columns]:
@@ -86,11 +86,6 @@ def _labelled(files: Sequence[tuple[Path, Path]]) -> list[_Image]:
         below = parts[1:] if has_splits else parts
         images.append(_Image(path, below[0] if below else root.resolve().name, has_splits and parts[0] != "train"))
     return images
-
-
-def _size_of(path: Path) -> tuple[int, int]:
-    height, width = _opened(path).shape[:2]
-    return height, width
 
 
 def _pixels(path: Path, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:

@@ -165,7 +165,7 @@ def _label_kind(tables: Sequence[_Table], at: int) -> tuple[dict[str, int], tupl
             if cell in found:
                 continue
             all_numbers = all_numbers and _is_number(cell)
-            any_fraction = any_fraction or not _is_whole(cell)
+            any_fraction = any_fraction or not cell.lstrip("+-").isdecimal()
             if len(found) <= MOST_CLASSES:  # one more than allowed shows that there are too many
                 found[cell] = None
     if all_numbers and any_fraction:
@@ -177,10 +177,6 @@ def _label_kind(tables: Sequence[_Table], at: int) -> tuple[dict[str, int], tupl
         )
     names = sorted(found, key=int) if all_numbers else sorted(found)
     return {name: i for i, name in enumerate(names)}, tuple(names)
-
-
-def _is_whole(cell: str) -> bool:
-    return cell.lstrip("+-").isdecimal()
 
 
 def _not_a_number(table: _Table, line: int, cells: list[str], at: int) -> InputError:
