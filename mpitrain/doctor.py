@@ -70,13 +70,10 @@ def software(world: Communicator) -> list[Line]:
         (OK, "fault tolerance", f"ULFM is off: elastic.mode needs {missing}" if missing else "ULFM is on"),
     ]
     different = [rank for rank, values in enumerate(seen) if values != seen[0]]
+    finding = f"{world.size} ranks have the same versions"
     if different:
-        lines.append(
-            (BAD, "same everywhere", f"ranks {different[:8]} have other versions than rank 0: {seen[different[0]]}")
-        )
-    else:
-        lines.append((OK, "same everywhere", f"{world.size} ranks have the same versions"))
-    return lines
+        finding = f"ranks {different[:8]} have other versions than rank 0: {seen[different[0]]}"
+    return [*lines, (BAD if different else OK, "same everywhere", finding)]
 
 
 def placement(world: Communicator) -> list[Line]:

@@ -66,7 +66,7 @@ class Image(io.RawIOBase):
             done += length
 
     def content(self) -> Iterator[tuple[int, bytes]]:
-        """What was written: (offset, bytes), in order, neighbouring pages together."""
+        """What was written: (offset, bytes) in ascending order, neighbouring pages together."""
         run: list[bytearray] = []
         first = last = -2
         for number in [*sorted(self._pages), None]:
@@ -82,7 +82,7 @@ class Image(io.RawIOBase):
 
 
 def image_bytes(image: Image) -> bytes:
-    """The whole file."""
+    """The bytes of the whole file."""
     data = bytearray(image.size)
     for offset, piece in image.content():
         data[offset : offset + len(piece)] = piece
@@ -95,7 +95,7 @@ def hdf5_image(image: Image) -> h5py.File:
 
 
 def link(file: h5py.File, name: str, dataset: h5py.h5d.DatasetID) -> None:
-    """Give a data set its name, making the groups in it."""
+    """Give a data set its name, and make the groups in that."""
     how = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     how.set_create_intermediate_group(True)
     how.set_char_encoding(h5py.h5t.CSET_UTF8)

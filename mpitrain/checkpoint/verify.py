@@ -46,7 +46,7 @@ def damages(folder: Path) -> Iterator[str]:
 
 
 def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Whether every byte of a tensor in a file is what was saved; the HDF5 structure around them is not looked at."""
+    """Whether every byte of the tensors in a file is what was saved; the structure around them is not looked at."""
     scratch = memoryview(bytearray(HASHED))
     try:
         with opened(folder / name) as descriptor:

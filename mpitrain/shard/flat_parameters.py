@@ -71,10 +71,8 @@ def replicated_flat_parameters(
         for parameter in settings["params"]:
             if not parameter.requires_grad:
                 continue
-            contents, count = ((parameter, 0, parameter.numel(), 0),), counted(parameter)
-            flat_parameters.append(
-                _made(parameter, partial(gradient, parameter), contents, number, count, on_host=on_host)
-            )
+            of, whole = partial(gradient, parameter), ((parameter, 0, parameter.numel(), 0),)
+            flat_parameters.append(_made(parameter, of, whole, number, counted(parameter), on_host=on_host))
     return flat_parameters
 
 
@@ -107,9 +105,8 @@ def sharded_flat_parameters(
     flat_parameters = []
     for g, group in enumerate(groups):
         for b in range(group.layout.buckets):
-            for lo, hi, number, count, contents in _stretches(
-                group, *group.layout.share(b, share), settings_of, counted
-            ):
+            first, last = group.layout.share(b, share)
+            for lo, hi, number, count, contents in _stretches(group, first, last, settings_of, counted):
                 if number < 0:  # the optimizer does not have these parameters
                     continue
                 view = gradient(g, lo, hi)

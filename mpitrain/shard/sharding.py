@@ -121,9 +121,8 @@ class Sharding:
         refuse_strangers(optimizer, self.groups)
         gradients = self._place_gradients()
         whose = None if staged else module  # split backward passes take weight gradients out of autograd's
-        self.reducer = Reducer(
-            gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states and not staged
-        )
+        forget = not self.stage.states and not staged
+        self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)

@@ -86,9 +86,8 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
     if unused:
         raise _refusal(unused, origin)
     batch = train.batch if "batch" in train.model_fields_set else None
-    micro, steps = accumulation(
-        batch, train.microbatch or None, None, ranks=ranks, names=("train.batch", "train.microbatch", "")
-    )
+    names = ("train.batch", "train.microbatch", "")
+    micro, steps = accumulation(batch, train.microbatch or None, None, ranks=ranks, names=names)
     return Settings(
         microbatch=micro,
         accumulate=steps,
