@@ -96,12 +96,10 @@ def placement(world: Communicator) -> list[Line]:
                 crowded.append(f"node {node}: {wanted} threads on {counted(len(available), 'core')}")
     bound, threads = _range(binding), {values[2] for values in everyone}
     lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}; threads a rank: {_range(threads)}"))
+    finding = "no node has more threads than cores"
     if crowded:
-        text = "; ".join(crowded[:4])
-        lines.append((WARN, "threads", f"{text}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"))
-    else:
-        lines.append((OK, "threads", "no node has more threads than cores"))
-    return lines
+        finding = f"{'; '.join(crowded[:4])}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"
+    return [*lines, (WARN if crowded else OK, "threads", finding)]
 
 
 def memory(world: Communicator) -> list[Line]:
@@ -116,13 +114,11 @@ def memory(world: Communicator) -> list[Line]:
     free = min(values[0][1] for values in everyone)
     total = min(values[0][0] for values in everyone)
     text = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node"
-    if free < 256 * MIB:
-        mend = "arenas will be private and slower; mount -o remount,size=50% /dev/shm, containers: --shm-size"
-        lines: list[Line] = [(WARN, SHARED_MEMORY, f"{text}: {mend}")]
-    else:
-        lines = [(OK, SHARED_MEMORY, text)]
-    lines.append((OK, "memory", f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"))
-    return lines
+    low = free < 256 * MIB
+    if low:
+        text += ": arenas will be private and slower; mount -o remount,size=50% /dev/shm, containers: --shm-size"
+    of_node = f"{min(values[1] for values in everyone) // MIB:,} MiB on the smallest node"
+    return [(WARN if low else OK, SHARED_MEMORY, text), (OK, "memory", of_node)]
 
 
 def reach(world: Communicator) -> list[Line]:
