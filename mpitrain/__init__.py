@@ -13,36 +13,20 @@ if TYPE_CHECKING:
     from mpitrain.trainer.initialize import initialize
     from mpitrain.trainer.trainer import Trainer
 
-_HOMES = {
-    "ANY_SOURCE": "mpitrain.comm",
-    "Arena": "mpitrain.comm",
+_HOMES = {  # of the names that do not come from mpitrain.comm
     "Callback": "mpitrain.trainer.callback",
-    "Communicator": "mpitrain.comm",
     "DistributedDataParallel": "mpitrain.shard.ddp",
     "Trainer": "mpitrain.trainer.trainer",
-    "Work": "mpitrain.comm",
-    "compression": "mpitrain.comm",
-    "init": "mpitrain.comm",
     "initialize": "mpitrain.trainer.initialize",
 }
-__all__ = [
-    "ANY_SOURCE",
-    "Arena",
-    "Callback",
-    "Communicator",
-    "DistributedDataParallel",
-    "Trainer",
-    "Work",
-    "compression",
-    "init",
-    "initialize",
-]
+__all__ = ["ANY_SOURCE", "Arena", "Callback", "Communicator", "DistributedDataParallel", "Trainer", "Work"]
+__all__ += ["compression", "init", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES.get(name, "mpitrain.comm")), name)
 
 
 def __dir__() -> list[str]:

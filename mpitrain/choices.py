@@ -12,7 +12,7 @@ from typing import Literal
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # trainer.precision
-Decay = Literal["constant", "linear", "cosine"]  # of the learning rate after its warm-up: trainer.learning_rate
+Decay = Literal["constant", "linear", "cosine"]  # of the learning rate after its warm-up: config.learning_rate
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedules
 AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression

@@ -6,6 +6,8 @@ that are not in this file, because those are bugs (ours or the model's).
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ class InputError(MpitrainError):
     exit_code = EXIT_BAD_INPUT
 
 
+def refusal(message: str) -> InputError:
+    """The InputError that every rank raises at the same point (see `MpitrainError`)."""
+    return InputError(message, agreed=True)
+
+
 class CommunicationError(MpitrainError):
     """A collective was misused or did not complete: names the operation and what the ranks passed."""
 
@@ -48,6 +55,21 @@ class CheckpointError(MpitrainError):
 
 class NothingLearned(MpitrainError):
     """Training came to its end, and its last steps taught nothing."""
+
+
+def exit_code_of(act: Callable[[], int]) -> int:
+    """Do what a command that needs no ranks does; returns its exit code, and says in one line why it failed."""
+    try:
+        return act()
+    except MpitrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def first_problem(error: ValidationError) -> str:

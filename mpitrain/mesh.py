@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,17 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
         InputError: The product is not the number of ranks; names shapes that would fit.
     """
     if pipeline < 1 or tensor < 1 or (data != "auto" and int(data) < 1):
-        raise InputError(
-            f"parallel.data {data}, parallel.pipeline {pipeline}, parallel.tensor {tensor}: each must be at least 1",
-            agreed=True,
+        raise refusal(
+            f"parallel.data {data}, parallel.pipeline {pipeline}, parallel.tensor {tensor}: each must be at least 1"
         )
     each = pipeline * tensor
     if data == "auto" and ranks % each == 0:
         return ranks // each, pipeline, tensor
     if data != "auto" and int(data) * each == ranks:
         return int(data), pipeline, tensor
-    raise InputError(
+    raise refusal(
         f"parallel.data {data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} does not make {ranks} ranks; "
-        f"{_what_fits(ranks, pipeline, tensor)}",
-        agreed=True,
+        f"{_what_fits(ranks, pipeline, tensor)}"
     )
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
+from statistics import median_high
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError
@@ -104,7 +105,10 @@ def summary(folder: Path) -> str:
         ("skipped", _skipped(lines)),
         ("held-out loss", " -> ".join(f"{_number(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
         ("speed", _speed(lines)),
-        ("step time", f"median {_median(lines, 'step_s') * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}"),
+        (
+            "step time",
+            f"median {median_high(_all(lines, 'step_s')) * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}",
+        ),
         ("memory", _memory(lines)),
         ("recovered", _recovered(lines)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
@@ -147,11 +151,6 @@ def _memory(lines: list[dict[str, Any]]) -> str:
 
 def _all(lines: list[dict[str, Any]], key: str) -> list[float]:
     return [m[key] for m in lines]
-
-
-def _median(lines: list[dict[str, Any]], key: str) -> float:
-    values = sorted(_all(lines, key))
-    return values[len(values) // 2]
 
 
 def _number(value: float | None) -> str:

@@ -11,11 +11,11 @@ import torch
 from mpitrain import choices
 from mpitrain.comm import compression
 from mpitrain.comm.collectives import all_reduce
+from mpitrain.config.learning_rate import DECAYS, LearningRate
 from mpitrain.errors import InputError
 from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
 from mpitrain.pipe.schedules import SCHEDULES
-from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.precision import DTYPES
 
 
@@ -28,6 +28,7 @@ def test_every_model_every_depth_every_schedule_and_every_precision_is_implement
 
 def test_every_decay_of_the_learning_rate_is_a_curve_of_its_own():
     kinds = get_args(choices.Decay)
+    assert list(DECAYS) == list(kinds)
     curves = {tuple(LearningRate(kind, 1.0, steps=9).rate(step) for step in range(9)) for kind in kinds}
     assert len(curves) == len(kinds)
 

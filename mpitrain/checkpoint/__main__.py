@@ -11,24 +11,14 @@ from pathlib import Path
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckpointError, InputError, MpitrainError
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of
 from mpitrain.storage import locks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    act: Callable[[argparse.Namespace], int] = arguments.act
-    try:
-        return act(arguments)
-    except MpitrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return exit_code_of(lambda: arguments.act(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,28 +29,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, act: Callable[[argparse.Namespace], int], text: str, **paths: str
+    ) -> argparse.ArgumentParser:
+        """Declare a command. paths: its arguments that are paths, and what the help calls them."""
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(act=act)
+        for path, shown in paths.items():
+            made.add_argument(path, type=Path, metavar=shown)
         return made
 
-    command("ls", _ls, "list the checkpoints of a run").add_argument("path", type=Path, metavar="PATH")
-    show = command("show", _show, "what a checkpoint holds")
-    show.add_argument("path", type=Path, metavar="PATH")
+    command("ls", _ls, "list the checkpoints of a run", path="PATH")
+    show = command("show", _show, "what a checkpoint holds", path="PATH")
     show.add_argument("--tensors", default="*", metavar="PATTERN", help="only these names, as 'model/*weight' [*]")
     verify = command("verify", _verify, "hash everything again; exit code 1 and the damaged places if any")
     verify.add_argument("path", type=Path, metavar="PATH", help="of a run folder: all its checkpoints")
-    diff = command("diff", _diff, "compare two checkpoints; exit code 1 if they are not bitwise the same")
-    diff.add_argument("a", type=Path, metavar="PATH")
-    diff.add_argument("b", type=Path, metavar="PATH")
-    export = command("export", _export, "write the model's weights into a .safetensors or .pt (torch.load) file")
-    export.add_argument("path", type=Path, metavar="PATH")
-    export.add_argument("out", type=Path, metavar="FILE")
-    take = command("import", _import, "make a checkpoint of step 0 from a .safetensors or torch.save file of weights")
-    take.add_argument("file", type=Path, metavar="FILE")
+    same = "compare two checkpoints; exit code 1 if they are not bitwise the same"
+    command("diff", _diff, same, a="PATH", b="PATH")
+    out = "write the model's weights into a .safetensors or .pt (torch.load) file"
+    command("export", _export, out, path="PATH", out="FILE")
+    of_weights = "make a checkpoint of step 0 from a .safetensors or torch.save file of weights"
+    take = command("import", _import, of_weights, file="FILE")
     take.add_argument("run", type=Path, metavar="RUN", help="a new run folder; train with --run.dir RUN")
-    prune = command("prune", _prune, "remove all but the newest checkpoints, never the last one that verifies")
-    prune.add_argument("path", type=Path, metavar="RUN")
+    but_newest = "remove all but the newest checkpoints, never the last one that verifies"
+    prune = command("prune", _prune, but_newest, path="RUN")
     prune.add_argument("--keep", type=int, required=True, metavar="N")
     return parser
 
@@ -117,11 +109,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     root = listed[0].parent
     if listed == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint; give its run folder")
+
+    def fruitful(step: int) -> bool:
+        return is_fruitful(root / folders.folder_name(step))
+
     with _occupied(*folders.locked_with(root)):
-
-        def fruitful(step: int) -> bool:
-            return is_fruitful(root / folders.folder_name(step))
-
         verified: list[int] = []
         unusable: set[int] = set()
         steps = folders.finished_steps(root)

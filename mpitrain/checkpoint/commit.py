@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,15 +19,17 @@ from mpitrain.checkpoint.manifest import (
     ParitySet,
     TensorSpec,
     decode_extent,
+    decode_piece,
     encode_extent,
+    encode_piece,
     write_manifest,
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
-from mpitrain.errors import CheckpointError, InputError
-from mpitrain.layout import Box, Piece
+from mpitrain.errors import CheckpointError, InputError, refusal
+from mpitrain.layout import Piece
 from mpitrain.storage.commit import begin_folder
-from mpitrain.storage.extents import write_at
+from mpitrain.storage.disk import write_durably
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -39,10 +40,13 @@ Protect = Callable[[Path, dict[str, int], dict[str, int]], Sequence[ParitySet]]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes: the final folder on this rank's file system.
+    """Where a checkpoint goes.
 
-    leader: this rank makes the folder, writes the manifest and renames. alone: it is the only one that does, and
-    the folder holds all files; else there is one leader per node, with the files of its node.
+    Attributes:
+        final: The final folder, on this rank's file system.
+        leader: Whether this rank makes the folder, writes the manifest and renames the folder.
+        alone: Whether there is one leader, and the folder holds all files; else there is one leader on each node, with
+            the files of its node.
     """
 
     final: Path
@@ -51,10 +55,18 @@ class Target:
 
 
 def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None = None) -> T | None:
-    """Do something that may fail on this rank alone; raises on all ranks what it raised on any.
+    """Do something that may fail on this rank alone. Collective.
 
-    act: None for ranks with nothing to do. folder: of the checkpoint, for errors of reading; OSErrors mean a failed
-    save without it.
+    Args:
+        comm: The ranks.
+        act: What this rank does; None where it has nothing to do.
+        folder: The checkpoint that is read, which an OSError is then said to be of; None where one is written.
+
+    Returns:
+        What `act` returned on this rank.
+
+    Raises:
+        Exception: On all ranks what `act` raised on any.
     """
     value: T | None = None
     error: Exception | None = None
@@ -72,13 +84,27 @@ def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None
 
 
 class FileLayout:
-    """Whose file is whose, and what is the same from save to save: the files' structures, the view."""
+    """Whose file is whose, and what is the same from save to save: the files' structures, and the view.
+
+    Making one is collective.
+
+    Args:
+        comm: The ranks that save together.
+        nodes: The node of each rank.
+        files: Whose file it is: "rank" or "node".
+
+    Attributes:
+        number: The number of this rank's file.
+        file: The name of this rank's file.
+        owner: Whether this rank makes its file.
+        group: The ranks that share this file; None where each has its own.
+    """
 
     def __init__(self, comm: Communicator, nodes: Sequence[int], files: str) -> None:
-        """files: "rank" or "node". Collective."""
-        self._prefix = files
         self.number = comm.rank if files == "rank" else nodes[comm.rank]
+        self.file = f"{files}-{self.number:05d}.h5"
         self.group = comm.split(nodes[comm.rank], comm.rank, "checkpoint node") if files == "node" else None
+        self.owner = self.group is None or self.group.rank == 0
         self._places: list[PlannedPiece] = []
         self._structure: Structure | None = None
         self._shown: tuple[object, bytes] | None = None
@@ -88,27 +114,25 @@ class FileLayout:
         if self.group is not None:
             self.group.free()
 
-    @property
-    def file(self) -> str:
-        """The name of this rank's file."""
-        return f"{self._prefix}-{self.number:05d}.h5"
-
-    @property
-    def owner(self) -> bool:
-        """Whether this rank makes its file."""
-        return self.group is None or self.group.rank == 0
-
     def begin(self, path: Path, parts: Sequence[Part]) -> tuple[Sequence[int], int, int]:
-        """Make this rank's file; returns (offsets of the parts, size and rest of the file)."""
+        """Make this rank's file. Collective over the ranks that share it.
+
+        Args:
+            path: The file.
+            parts: What this rank will write into it.
+
+        Returns:
+            The offsets of the parts; the bytes of the file; and its CRC-32 outside of all parts.
+        """
         places = [PlannedPiece(part.spec, part.piece) for part in parts]
         if self.group is None:
             structure = self._made(places)
             begin_file(path, structure)
             return structure.offsets, structure.size, structure.rest
-        told = self.group.gather_objects([_encode_place(place) for place in places])
+        told = self.group.gather_objects([[p.spec.shape, p.spec.dtype, *encode_piece(p.piece)] for p in places])
 
         def make() -> list[Any]:
-            structure = self._made([_decode_place(values) for of in told for values in of])
+            structure = self._made([_planned(*values) for of in told for values in of])
             begin_file(path, structure)
             return [structure.offsets, structure.size, structure.rest]
 
@@ -123,7 +147,7 @@ class FileLayout:
         return self._structure
 
     def view(self, tensors: dict[str, TensorSpec], extents: Sequence[Extent], tied: dict[str, str]) -> bytes:
-        """The bytes of model.h5. Raises CheckpointError when the ranks together lack elements of a tensor."""
+        """The bytes of model.h5. Raises CheckpointError where the ranks together lack elements of a tensor."""
         key = ([(e.piece, e.file) for e in extents], tensors, tied)
         if self._shown is None or self._shown[0] != key:
             pieces: dict[str, list[Piece]] = {}
@@ -149,10 +173,22 @@ def write_checkpoint(
     protect: Protect | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write, agree, commit. Raises on every rank, and leaves no trace, when it fails on any.
+    """Write a checkpoint. Collective; where it fails on any rank it raises on all, and leaves no trace.
 
-    protect(folder, owner of each file, its size): makes copies or parities of the files written. Collective.
-    after: called by the leaders when the checkpoint is there.
+    Args:
+        comm: The ranks that save together.
+        layout: Whose file is whose.
+        target: Where the checkpoint goes.
+        step: The step that it is saved at.
+        parts: What this rank writes.
+        values: What the manifest holds beside the tensors; rank 0's count.
+        protect: Makes copies or parities of the files that were written, given the folder, and the owner and the size
+            of each file. Collective.
+        after: Called by the leaders when the checkpoint is there.
+
+    Raises:
+        InputError: The folder cannot be written.
+        CheckpointError: The ranks together lack elements of a tensor.
     """
     temporary = _begin(comm, target)
     try:
@@ -167,7 +203,8 @@ def write_checkpoint(
             parity = _attempt_save(comm, target, partial(protect, temporary, owners, sizes)) or ()
 
         def commit() -> None:
-            _commit(layout, target, temporary, step, everyone, values, parity)
+            manifest, view = _contents(layout, target, step, everyone, values, parity)
+            finish_folder(temporary, target.final, manifest, view)
             after()
 
         _attempt_save(comm, target, commit if target.leader else None)
@@ -183,17 +220,17 @@ def _begin(comm: Communicator, target: Target) -> Path:
         temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
         _attempt_save(comm, target, partial(begin_folder, temporary) if target.leader else None)
         return temporary
-    name = refusal = ""
+    name = why = ""
     if target.leader:
         try:
             name = folders.begin(target.final).name
         except OSError as error:
-            refusal = str(folders.unwritable(target.final, error))
+            why = str(folders.unwritable(target.final, error))
         except InputError as error:
-            refusal = str(error)
-    name, refusal = comm.broadcast_object([name, refusal])
-    if refusal:
-        raise InputError(refusal, agreed=True)
+            why = str(error)
+    name, why = comm.broadcast_object([name, why])
+    if why:
+        raise refusal(why)
     return target.final.parent / name
 
 
@@ -216,41 +253,43 @@ def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> li
     return [layout.file if layout.owner else "", size, rest, tensors, [encode_extent(e) for e in extents]]
 
 
-def _commit(
+def _contents(
     layout: FileLayout,
     target: Target,
-    temporary: Path,
     step: int,
     everyone: Sequence[Any],
     values: dict[str, Any],
     parity: Sequence[ParitySet],
-) -> None:
+) -> tuple[Manifest, bytes | None]:
+    """The manifest of what all ranks have written, and the view, where the folder gets one."""
     tensors = {name: TensorSpec(name, tuple(shape), dtype) for *_, of, _ in everyone for name, shape, dtype in of}
     extents = tuple(decode_extent(e) for *_, of in everyone for e in of)
-    views: dict[str, tuple[int, int]] = {}
-    if target.alone:
-        data = layout.view(tensors, extents, values.get("tied", {}))
-        _write_file(temporary / VIEW, data)
-        views[VIEW] = (len(data), zlib.crc32(data))
+    view = layout.view(tensors, extents, values.get("tied", {})) if target.alone else None
     files = {name: size for name, size, *_ in everyone if name}
     rest = {name: of for name, _, of, *_ in everyone if name}
-    write_manifest(temporary, Manifest(step, tensors, files, extents, values, rest, views, tuple(parity)))
-    folders.publish(temporary, target.final, trusted=not target.alone)
+    return Manifest(step, tensors, files, extents, values, rest, parity=tuple(parity)), view
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        write_at(file.fileno(), memoryview(data), 0)
-        os.fsync(file.fileno())
+def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes | None) -> None:
+    """Make a checkpoint of a folder that has the files with the tensors.
+
+    Args:
+        temporary: The folder.
+        final: The name it gets.
+        manifest: What it holds; the view is added to it.
+        view: The bytes of model.h5; None in a folder that has only some of the files, where whatever has the final
+            name already is ours.
+
+    Raises:
+        InputError: Something that is not ours has the final name.
+        OSError: The disk is full, or fails.
+    """
+    if view is not None:
+        write_durably(temporary / VIEW, view)
+        manifest = replace(manifest, views={VIEW: (len(view), zlib.crc32(view))})
+    write_manifest(temporary, manifest)
+    folders.publish(temporary, final, trusted=view is None)
 
 
-def _encode_place(place: PlannedPiece) -> list[Any]:
-    box, spec = place.piece.box, place.spec
-    of_box = [box.outer, box.dim, box.inner, box.start, box.stop, place.piece.lo, place.piece.hi]
-    return [spec.name, list(spec.shape), spec.dtype, of_box]
-
-
-def _decode_place(values: Sequence[Any]) -> PlannedPiece:
-    name, shape, dtype, (outer, dim, inner, start, stop, lo, hi) = values
-    piece = Piece(name, Box(outer, dim, inner, start, stop), lo, hi)
-    return PlannedPiece(TensorSpec(name, tuple(shape), dtype), piece)
+def _planned(shape: Sequence[int], dtype: str, name: str, numbers: Sequence[int]) -> PlannedPiece:
+    return PlannedPiece(TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers))

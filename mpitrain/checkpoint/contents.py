@@ -30,7 +30,7 @@ from mpitrain.storage.room import readable
 
 
 def found(path: Path) -> list[Path]:
-    """The checkpoint folders a path means, newest first. Raises InputError when there are none."""
+    """The checkpoint folders that a path means, newest first. Raises InputError where there are none."""
     if not path.exists():
         raise InputError(f"{path} does not exist; give a checkpoint folder or a run folder")
     if listed := folders.find(path):
@@ -39,13 +39,13 @@ def found(path: Path) -> list[Path]:
 
 
 def only(path: Path) -> Path:
-    """The checkpoint a path means: itself, or the newest whole one of a run folder."""
+    """The checkpoint that a path means: itself, or the newest whole one of a run folder."""
     listed = found(path)
     return next((folder for folder in listed if state(folder) == "whole"), listed[0])
 
 
 def state(folder: Path) -> str:
-    """ "whole", or what is wrong at first sight: the manifest and the files' sizes; no content is read."""
+    """ "whole", or what is wrong with the manifest or the sizes of the files. No content is read."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -54,7 +54,16 @@ def state(folder: Path) -> str:
 
 
 def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
-    """A whole tensor, its bytes checked; the files must have their sizes. Raises CheckpointError."""
+    """Read a whole tensor.
+
+    Args:
+        folder: The checkpoint, whose files must have their sizes.
+        manifest: What it holds.
+        name: The name of the tensor.
+
+    Raises:
+        CheckpointError: The tensor does not fit into memory, or its bytes are damaged or cannot be read.
+    """
     spec = manifest.tensors[name]
     try:
         data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
@@ -69,14 +78,14 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
 
 
 def whole(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files all have their sizes. Raises CheckpointError."""
+    """The manifest of a checkpoint. Raises CheckpointError unless all its files have their sizes."""
     manifest = read_manifest(folder)
     require_files(folder, manifest.files.items())
     return manifest
 
 
 def listing(path: Path) -> Iterator[str]:
-    """A line for each checkpoint."""
+    """What `ls` prints of a run folder: a line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
     for folder in found(path):
         manifest: Manifest | None = None
@@ -94,7 +103,12 @@ def listing(path: Path) -> Iterator[str]:
 
 
 def description(folder: Path, pattern: str = "*") -> Iterator[str]:
-    """What a manifest says. pattern: of the tensors' names (* and ?)."""
+    """What `show` prints of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        pattern: Which tensors are listed: those whose names match, where * and ? stand for any letters.
+    """
     manifest = read_manifest(folder)
     numel = sum(spec.numel for name, spec in manifest.tensors.items() if name.startswith(MODEL))
     yield f"{folder}"
@@ -120,7 +134,7 @@ def description(folder: Path, pattern: str = "*") -> Iterator[str]:
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
-    """A line for each tensor that is not bitwise the same in both."""
+    """What `diff` prints of two checkpoints: a line for each tensor that is not bitwise the same in both."""
     first, second = whole(a), whole(b)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
         if name not in second.tensors or name not in first.tensors:
@@ -150,4 +164,5 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def counted(number: int, what: str) -> str:
+    """So many of something, as 1 tensor or 8 tensors."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

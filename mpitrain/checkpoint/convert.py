@@ -11,7 +11,6 @@ import json
 import os
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -23,12 +22,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from mpitrain.checkpoint import folders
+from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, readable, whole
 from mpitrain.checkpoint.files import Part, PlannedPiece, begin_file, bytes_of, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, write_manifest
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec
 from mpitrain.checkpoint.payload import Shape, Size
-from mpitrain.checkpoint.view import VIEW, make_view
+from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError, first_problem
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import open_plain, sync
@@ -55,9 +55,18 @@ _REPEATED = 16  # times the bytes of a file that tensors may take which share so
 
 
 def export(folder: Path, out: Path) -> int:
-    """Write the model's parameters and buffers into a new .safetensors or .pt file; returns how many.
+    """Write the model's parameters and buffers into a file. Tied parameters appear under all their names.
 
-    Tied parameters appear under all their names. Raises InputError, CheckpointError.
+    Args:
+        folder: The checkpoint.
+        out: A new file, whose ending says what it is: .safetensors, or .pt for one that torch.load reads.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        InputError: The file is there already, cannot be written, or is of no known kind.
+        CheckpointError: The checkpoint is not whole.
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
@@ -105,9 +114,17 @@ def _write_safetensors(path: Path, folder: Path, manifest: Manifest, sources: Ma
 
 
 def import_weights(file: Path, root: Path) -> Path:
-    """Make a checkpoint of step 0 of a file's tensors, without optimizer state; returns its folder.
+    """Make a checkpoint of step 0 of a file's tensors, without states of an optimizer.
 
-    root: the checkpoint folder of a run. Raises InputError for what is no such file, or a folder with checkpoints.
+    Args:
+        file: A .safetensors file, or one that torch.save made.
+        root: The checkpoint folder of a run.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        InputError: The file is none of these, or the folder has checkpoints already.
     """
     if folders.finished_steps(root):
         raise InputError(f"{root} has checkpoints already; give a new run folder")
@@ -176,19 +193,8 @@ def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> 
         extents = tuple(write_parts(path, parts, structure.offsets))
         tensors = {part.spec.name: part.spec for part in parts}
         view = image_bytes(make_view(tensors, extents, values["tied"]))
-        (temporary / VIEW).write_bytes(view)
-        sync(temporary / VIEW)
-        manifest = Manifest(
-            0,
-            tensors,
-            {path.name: structure.size},
-            extents,
-            values,
-            {path.name: structure.rest},
-            {VIEW: (len(view), zlib.crc32(view))},
-        )
-        write_manifest(temporary, manifest)
-        folders.publish(temporary, final)
+        size, rest = {path.name: structure.size}, {path.name: structure.rest}
+        finish_folder(temporary, final, Manifest(0, tensors, size, extents, values, rest), view)
         folders.point_to(final)
     except BaseException:
         folders.remove(temporary)

@@ -41,9 +41,14 @@ class FileTransfer:
 
 
 def exchange(comm: Communicator, rounds: Iterable[Sequence[FileTransfer]]) -> None:
-    """Send and receive the messages of each round, then those of the next. The same rounds on all ranks.
+    """Send and receive the messages of each round, then those of the next. Collective.
 
-    Raises, after the last round, the first OSError or CheckpointError of this rank's get and put.
+    Args:
+        comm: The ranks.
+        rounds: The messages of each round, the same on all ranks.
+
+    Raises:
+        OSError, CheckpointError: After the last round, what this rank's `get` or `put` raised first.
     """
     failure: Exception | None = None
     limit = comm.process.watchdog.timeout
@@ -82,11 +87,13 @@ def _attempt(act: Callable[[memoryview], None], data: torch.Tensor, failure: Exc
 
 
 def quiet_min(comm: Communicator, number: int) -> int:
-    """The smallest of all ranks' numbers, when every rank has come here.
+    """The smallest of all ranks' numbers, when every rank has come here. Collective.
 
-    MPI's own reductions spin while they wait, which would take a core from the training. Dissemination (Hensgen,
-    Finkel and Manber, 1988): in round k every rank tells the one 2^k places on. Raises CommunicationError after the
-    job's time limit.
+    MPI's own reductions spin while they wait, which would take a core from the training. So this is dissemination
+    (Hensgen, Finkel and Manber, 1988): in round k every rank tells the one 2^k places on.
+
+    Raises:
+        CommunicationError: A rank has not come within the job's time limit.
     """
     distance, mine = 1, torch.tensor([number])
     while distance < comm.size:

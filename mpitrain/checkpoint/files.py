@@ -22,6 +22,7 @@ from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
 from mpitrain.layout import Piece
 from mpitrain.storage.crc import crc32
+from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import ExtentHasher, write_at
 from mpitrain.storage.hdf5 import contiguous
 
@@ -32,7 +33,13 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor: the piece, and its elements in a flat contiguous tensor."""
+    """What a rank holds of a tensor.
+
+    Attributes:
+        spec: The tensor.
+        piece: The piece of it.
+        data: The elements of the piece, in a flat contiguous tensor.
+    """
 
     spec: TensorSpec
     piece: Piece
@@ -41,21 +48,31 @@ class Part:
 
 @dataclass(frozen=True)
 class PlannedPiece:
-    """A piece in a file yet to be written."""
+    """A piece in a file that is yet to be written.
+
+    Attributes:
+        spec: The tensor.
+        piece: The piece of it.
+    """
 
     spec: TensorSpec
     piece: Piece
 
     @property
     def nbytes(self) -> int:
+        """How many bytes it takes."""
         return self.piece.numel * self.spec.itemsize
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A file without its data. content: HDF5's own bytes, (offset, bytes). offsets: of each piece, in bytes.
+    """A file without its data.
 
-    rest: CRC-32 of all bytes of the file that are no piece's.
+    Attributes:
+        size: How many bytes the file has.
+        content: The bytes that are HDF5's own: (offset, bytes) of each stretch.
+        offsets: Where each piece begins, in bytes.
+        rest: The CRC-32 of all bytes of the file that are no piece's.
     """
 
     size: int
@@ -65,9 +82,14 @@ class Structure:
 
 
 def dataset_names(names: Sequence[str]) -> list[str]:
-    """The HDF5 names of pieces of these tensors in one file: the tensor's, with #1, #2, ... for further pieces.
+    """The HDF5 names of pieces in one file.
 
-    #0 where a tensor's name is also the beginning of another's path; a higher number where a tensor is called that.
+    Args:
+        names: Of each piece the name of its tensor.
+
+    Returns:
+        Of each piece the tensor's name, with #1, #2, ... appended for further pieces of it. The first one gets #0 where
+        the name is also the beginning of another's path; a number is passed over where a tensor is called that.
     """
     tensors = set(names)
     groups = {name[:at] for name in tensors for at in range(1, len(name)) if name[at] == "/"}
@@ -85,7 +107,7 @@ def dataset_names(names: Sequence[str]) -> list[str]:
 
 
 def make_structure(places: Sequence[PlannedPiece]) -> Structure:
-    """The file that holds these pieces, a data set for each, one after the other."""
+    """Lay out the file that holds these pieces, a data set for each, one after the other."""
     how, scalar = contiguous(), h5py.h5s.create(h5py.h5s.SCALAR)
     pair, number = h5py.h5s.create_simple((2,)), h5py.h5t.STD_I64LE
     offsets = []
@@ -142,15 +164,25 @@ def begin_file(path: Path, structure: Structure) -> None:
 
 
 def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> list[Extent]:
-    """Write these parts at their offsets in a file that has its structure, durable. Raises OSError.
+    """Write parts into a file that has its structure; they are on the disk afterwards.
 
     Another thread hashes while this one writes, and the disk begins before all is in the page cache.
+
+    Args:
+        path: The file.
+        parts: What is written.
+        offsets: Where each part begins, in bytes.
+
+    Returns:
+        What the manifest lists of each part.
+
+    Raises:
+        OSError: The disk is full, or fails.
     """
     raws = [bytes_of(part.data) for part in parts]
     with ThreadPoolExecutor(1, "mpitrain-hash") as pool:
         hashing = pool.submit(lambda: [block_hashes(raw) for raw in raws])
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_WRONLY) as descriptor:
             begun = min(offsets, default=0)
             for raw, offset in zip(raws, offsets, strict=True):
                 for lo in range(0, len(raw), _WRITTEN):
@@ -160,8 +192,6 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
                         _start_writeback(descriptor, begun, end - begun)
                         begun = end
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         hashes = hashing.result()
     return [Extent(part.piece, path.name, offset, of) for part, offset, of in zip(parts, offsets, hashes, strict=True)]
 

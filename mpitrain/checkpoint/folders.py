@@ -20,7 +20,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from mpitrain.checkpoint.manifest import FORMAT, MANIFEST
+from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
 from mpitrain.errors import InputError
 from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
 from mpitrain.storage.disk import free_name, reason, sync
@@ -44,23 +44,30 @@ _HEAD = f'"format": "{FORMAT.rpartition(" ")[0]}'.encode()
 
 
 def folder_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def temporary_name(name: str) -> str:
+    """A name for what is to be called `name` when it is whole."""
     return f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
 
 
 def finished_steps(root: Path) -> list[int]:
-    """Steps whose folders have their final name, newest first. Whether they are whole is another question."""
+    """The steps whose folders have their final name, newest first. Whether they are whole is another question."""
     if not root.is_dir():
         return []
     found = [_NAME.fullmatch(path.name) for path in root.iterdir()]
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
+def newest_fruitful(root: Path) -> int | None:
+    """The step of the newest checkpoint that was made while training learned something; None where there is none."""
+    return next((step for step in finished_steps(root) if is_fruitful(root / folder_name(step))), None)
+
+
 def find(path: Path) -> list[Path]:
-    """The checkpoint folders a path means: itself, or those of a run folder, newest first; none: empty."""
+    """The checkpoint folders that a path means, if there are any: itself, or those of a run folder, newest first."""
     if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
         return [path]
     for root in (path, path / CHECKPOINTS):
@@ -92,13 +99,7 @@ def remove_leftovers(root: Path) -> None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a manifest of ours lies in a folder; it may be damaged."""
-    if folder.is_symlink():
-        return False
-    try:
-        with open(folder / MANIFEST, "rb") as file:
-            head = file.read(200)
-    except OSError:
-        return False
+    head = b"" if folder.is_symlink() else _beginning(folder / MANIFEST, 200)
     return head.startswith(b'{"crc32": ') or _HEAD in head
 
 
@@ -114,7 +115,7 @@ def are_remains(folder: Path) -> bool:
     """Whether a folder holds a checkpoint's tensors, but no manifest of ours."""
     if folder.is_symlink() or is_checkpoint(folder):
         return False
-    return any(_TENSORS.fullmatch(path.name) and _begins_with(path, SIGNATURE) for path in folder.glob("*.h5"))
+    return any(_TENSORS.fullmatch(path.name) and _beginning(path) == SIGNATURE for path in folder.glob("*.h5"))
 
 
 def keep_remains(folder: Path) -> Path:
@@ -124,16 +125,17 @@ def keep_remains(folder: Path) -> Path:
     return kept
 
 
-def _begins_with(path: Path, head: bytes) -> bool:
+def _beginning(path: Path, nbytes: int = len(SIGNATURE)) -> bytes:
+    """The first bytes of a file, as far as it can be read."""
     try:
         with open(path, "rb") as file:
-            return file.read(len(head)) == head
+            return file.read(nbytes)
     except OSError:
-        return False
+        return b""
 
 
 def require_free(final: Path) -> None:
-    """Raises InputError when what a save of this folder would replace is not ours."""
+    """Raise InputError where what a save of this folder would replace is not ours."""
     pointer = final.with_name(LATEST)
     if os.path.lexists(final) and not is_checkpoint(final):
         what, lacks = final, f"has no {MANIFEST} of a checkpoint"
@@ -148,7 +150,18 @@ def require_free(final: Path) -> None:
 
 
 def begin(final: Path) -> Path:
-    """Make the folder that is to become this one. Raises InputError when something else has its name, OSError."""
+    """Make a folder that is to become a checkpoint.
+
+    Args:
+        final: The name that the folder will get.
+
+    Returns:
+        The folder, which has a temporary name.
+
+    Raises:
+        InputError: Something that is not ours has the final name.
+        OSError: The folder cannot be made.
+    """
     require_free(final)
     temporary = final.with_name(temporary_name(final.name))
     begin_folder(temporary)
@@ -156,9 +169,16 @@ def begin(final: Path) -> Path:
 
 
 def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:
-    """Give a complete folder its final name, durable. Raises OSError, InputError.
+    """Give a complete folder its final name, which it has for good.
 
-    trusted: whatever has the name already is ours.
+    Args:
+        temporary: The folder.
+        final: Its final name.
+        trusted: Whether whatever has that name already is ours.
+
+    Raises:
+        InputError: Something that is not ours has the name.
+        OSError: The disk fails.
     """
     end_folder(temporary)
     if os.path.lexists(final):  # a checkpoint of this step from before a restart: damaged, or not to be saved again
@@ -197,7 +217,7 @@ def hide(folder: Path) -> Path:
 
 
 def remove(*hidden: Path) -> None:
-    """Remove hidden folders; what cannot be removed now is a leftover for the next start.
+    """Remove hidden folders. What cannot be removed now is a leftover for the next start.
 
     What somebody has put beside our files stays, as step-00000100.1.
     """
@@ -214,16 +234,23 @@ def doomed(
     unusable: Collection[int],
     fruitful: Callable[[int], bool] = lambda step: True,
 ) -> list[int]:
-    """Which of these steps (newest first) retention removes.
+    """Which checkpoints are removed.
 
-    The newest `keep` usable ones stay, and, whatever its place, the newest verified one. The same goes for those that
-    were made while training learned something (`fruitful`). Unusable ones do not count, and go when they are older
-    than all that stay.
+    The newest usable ones stay, and, whatever its place, the newest verified one. The same goes for the newest ones
+    that were made while training learned something. Unusable ones do not count, and go when they are older than all
+    that stay.
+
+    Args:
+        steps: The steps of the checkpoints, newest first.
+        keep: How many usable ones stay.
+        verified: The steps of those that are known to be whole.
+        unusable: The steps of those that are known not to be.
+        fruitful: Whether the checkpoint of a step was made while training learned something.
     """
     usable = [step for step in steps if step not in unusable]
-    staying = set(usable[:keep]) | set([step for step in usable if step in verified][:1])
-    staying |= set(islice(filter(fruitful, usable), 1))
-    staying |= set(islice(filter(fruitful, [step for step in usable if step in verified]), 1))
+    whole = [step for step in usable if step in verified]
+    staying = {*usable[:keep], *whole[:1]}
+    staying.update(*(islice(filter(fruitful, some), 1) for some in (usable, whole)))
     if not staying:
         return []
     oldest = min(staying)
@@ -231,9 +258,13 @@ def doomed(
 
 
 def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
-    """Bytes that saves of this size need beside what is there, at their worst moment.
+    """The bytes that saves need beside what is there, at their worst moment.
 
-    held: bytes of the checkpoints there are, newest first. All but `keep` are removed after each save, not before.
+    Args:
+        size: The bytes of a checkpoint.
+        saves: How many saves there will be.
+        keep: How many checkpoints stay. All others are removed after each save, not before.
+        held: The bytes of the checkpoints that are there, newest first.
     """
     there, more, most = list(held), 0, 0
     for _ in range(min(saves, keep + 1)):
@@ -246,27 +277,35 @@ def more_room(size: int, saves: int, keep: int, held: Sequence[int]) -> int:
 
 
 def held_bytes(root: Path) -> list[int]:
-    """Bytes of each checkpoint of ours in a folder, newest first."""
+    """The bytes of each checkpoint of ours in a folder, newest first."""
     found = [root / folder_name(step) for step in finished_steps(root)]
     return [sum(p.stat().st_size for p in folder.iterdir()) for folder in found if is_checkpoint(folder)]
 
 
 def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: str) -> None:
-    """Raises InputError when saves to come do not fit. what: names the folder; see `more_room`."""
+    """Raise InputError where saves to come do not fit.
+
+    Args:
+        root: The folder that they go into.
+        what: What messages call it.
+        size: The bytes of a checkpoint.
+        saves: How many saves there will be.
+        keep: How many checkpoints stay.
+        mend: What can be done about it.
+    """
     try:
         needed = more_room(size, saves, keep, held_bytes(root))
         lacks = lack_of_room(root, needed)
     except OSError as error:
         raise InputError(f"{what} {root} cannot be used: {reason(error)}; choose another folder") from None
     if lacks:
-        number = min(saves, keep + 1)
-        many = (
-            f"{number} checkpoints of {readable(size)} at a time" if number > 1 else f"a checkpoint of {readable(size)}"
-        )
+        number, each = min(saves, keep + 1), readable(size)
+        many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
             f"{what} {root} is to hold {many}, for which {readable(needed)} more are needed, but {lacks}; {mend}"
         )
 
 
 def unwritable(folder: Path, error: OSError) -> InputError:
+    """The error of a checkpoint folder that could not be saved."""
     return InputError(f"{folder} could not be saved: {reason(error)}; make room, or choose another run.dir")

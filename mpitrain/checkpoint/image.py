@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import h5py
@@ -21,21 +20,16 @@ _PAGE = 4096
 
 
 class Image(io.RawIOBase):
-    """A sparse file in memory, as HDF5 wants one."""
+    """A sparse file in memory, with the methods that HDF5 calls.
+
+    Attributes:
+        size: How many bytes the file has.
+    """
 
     def __init__(self) -> None:
         self._pages: dict[int, bytearray] = {}
         self._position = 0
         self.size = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
@@ -72,7 +66,7 @@ class Image(io.RawIOBase):
             done += length
 
     def content(self) -> Iterator[tuple[int, bytes]]:
-        """What was written: (offset, bytes), in order, neighbouring pages together."""
+        """What was written: (offset, bytes) in ascending order, neighbouring pages together."""
         run: list[bytearray] = []
         first = last = -2
         for number in [*sorted(self._pages), None]:
@@ -88,22 +82,20 @@ class Image(io.RawIOBase):
 
 
 def image_bytes(image: Image) -> bytes:
-    """The whole file."""
+    """The bytes of the whole file."""
     data = bytearray(image.size)
     for offset, piece in image.content():
         data[offset : offset + len(piece)] = piece
     return bytes(data)
 
 
-@contextmanager
-def hdf5_image(image: Image) -> Iterator[h5py.File]:
-    """A new HDF5 file whose bytes go into the image."""
-    with h5py.File(image, "w", libver=VERSIONS) as file:
-        yield file
+def hdf5_image(image: Image) -> h5py.File:
+    """A new HDF5 file whose bytes go into the image, until it is closed."""
+    return h5py.File(image, "w", libver=VERSIONS)
 
 
 def link(file: h5py.File, name: str, dataset: h5py.h5d.DatasetID) -> None:
-    """Give a data set its name, making the groups in it."""
+    """Give a data set its name, and make the groups in that."""
     how = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     how.set_create_intermediate_group(True)
     how.set_char_encoding(h5py.h5t.CSET_UTF8)

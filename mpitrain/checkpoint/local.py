@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.exchange import FileTransfer, exchange
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, is_fruitful, read_manifest
+from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, read_manifest
 from mpitrain.checkpoint.parity import (
     Move,
     copy_rounds,
@@ -52,7 +52,10 @@ _BROUGHT = ".tmp-brought"
 class LocalFolders:
     """The node-local checkpoints of a run. Methods that take a communicator are collective over it.
 
-    base: the folder on this rank's node. nodes: of each rank. redundancy: "none", "partner" or "xor".
+    Args:
+        base: The folder on the disk of this rank's node.
+        nodes: The node of each rank.
+        redundancy: How a node's part is protected: "none", "partner" or "xor".
     """
 
     def __init__(self, base: Path, nodes: Sequence[int], redundancy: str) -> None:
@@ -62,34 +65,46 @@ class LocalFolders:
 
     @property
     def root(self) -> Path:
+        """The folder of this run on this rank's node, once `prepare` has made it."""
         assert self._root is not None, "prepare() comes first"
         return self._root
 
     def folder(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
         return self.root / folders.folder_name(step)
 
     def owns(self, folder: Path) -> bool:
+        """Whether a folder is that of one of these checkpoints."""
         return self._root is not None and folder.parent == self._root
 
     def _leads(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
 
-    def prepare(self, comm: Communicator, shared: Path) -> None:
-        """Make the folders and remove leftovers. shared: the run's checkpoint folder.
+    def _on_leaders(self, comm: Communicator, act: Callable[[], object], folder: Path | None = None) -> None:
+        """Do something on the first rank of each node; see `attempt`."""
+        attempt(comm, act if self._leads(comm) else None, folder)
 
-        Raises InputError where a folder cannot be used, or nodes see one and the same.
+    def prepare(self, comm: Communicator, shared: Path) -> None:
+        """Make the folders, and remove leftovers.
+
+        Args:
+            comm: All ranks.
+            shared: The run's checkpoint folder.
+
+        Raises:
+            InputError: A folder cannot be used, or several nodes see one and the same.
         """
         identity = comm.on_root(lambda: _identity(shared))
         self._root = self._base / f"mpitrain-{identity}"
         probe = comm.broadcast_object(secrets.token_hex(4))
-        leads = self._leads(comm)
-        attempt(comm, self._make if leads else None)
+        own = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
+        self._on_leaders(comm, self._make)
         try:
-            attempt(comm, partial(self._check_own, comm, probe) if leads else None)
-            attempt(comm, partial(self._check_others, comm, probe) if leads else None)
+            self._on_leaders(comm, own.touch)
+            self._on_leaders(comm, partial(self._check_others, probe))
         finally:
-            if leads:
-                self._probe(comm, probe).unlink(missing_ok=True)
+            if self._leads(comm):
+                own.unlink(missing_ok=True)
 
     def _make(self) -> None:
         try:
@@ -100,13 +115,7 @@ class LocalFolders:
                 f"checkpoint.local {self._base} cannot be used: {reason(error)}; give a folder on each node's disk"
             ) from None
 
-    def _probe(self, comm: Communicator, probe: str) -> Path:
-        return self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
-
-    def _check_own(self, comm: Communicator, probe: str) -> None:
-        self._probe(comm, probe).touch()
-
-    def _check_others(self, comm: Communicator, probe: str) -> None:
+    def _check_others(self, probe: str) -> None:
         if len(list(self.root.glob(f"{folders.PROBE}-*.tmp-{probe}"))) > 1:
             raise InputError(
                 f"checkpoint.local {self._base} is one folder for several nodes; give one on each node's own disk, "
@@ -116,7 +125,10 @@ class LocalFolders:
     def require_room(self, comm: Communicator, of_ranks: Sequence[int], saves: int) -> None:
         """Raise InputError where a node's disk has no room for its part of the saves to come, and what protects it.
 
-        of_ranks: bytes of each rank's tensors in a checkpoint.
+        Args:
+            comm: All ranks.
+            of_ranks: The bytes of each rank's tensors in a checkpoint.
+            saves: How many saves there will be.
         """
         of_nodes = [sum(of_ranks[rank] for rank in ranks) for _, ranks in sorted(ranks_of(self._nodes).items())]
         number, nodes = sorted(self._leaders).index(self._nodes[comm.rank]), len(of_nodes)
@@ -126,8 +138,7 @@ class LocalFolders:
         elif nodes > 1 and self._redundancy == "xor":
             size += size // (nodes - 1)
         mend = "make room on that node, or give another folder"
-        check = partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, mend)
-        attempt(comm, check if self._leads(comm) else None)
+        self._on_leaders(comm, partial(folders.require_room, self.root, "checkpoint.local", size, saves, 1, mend))
 
     # -- saving
 
@@ -155,29 +166,34 @@ class LocalFolders:
         return [one for one, _ in sets]
 
     def forget(self, comm: Communicator, step: int, *, fruitful: bool = True) -> None:
-        """Remove the checkpoints up to this step. fruitful: whether what takes their place was made while training
-        learned something; else the newest one that was stays."""
+        """Remove the checkpoints up to a step.
+
+        Args:
+            comm: All ranks.
+            step: The step.
+            fruitful: Whether what takes their place was made while training learned something; else the newest one
+                that was stays.
+        """
 
         def remove() -> None:
-            steps = folders.finished_steps(self.root)
-            spared = None if fruitful else next((old for old in steps if is_fruitful(self.folder(old))), None)
-            for old in steps:
+            spared = None if fruitful else folders.newest_fruitful(self.root)
+            for old in folders.finished_steps(self.root):
                 if old <= step and old != spared:
                     folders.discard(self.folder(old))
             with suppress(OSError):  # nothing is left behind on the nodes by a run that ended well
                 self.root.rmdir()
 
-        attempt(comm, remove if self._leads(comm) else None)
+        self._on_leaders(comm, remove)
 
     # -- loading
 
     def steps(self, comm: Communicator) -> list[int]:
-        """Steps that any node has something of."""
+        """The steps that any node has something of, newest first."""
         mine = folders.finished_steps(self.root) if self._leads(comm) else []
         return sorted({step for steps in comm.all_gather_object(mine) for step in steps}, reverse=True)
 
     def manifest(self, comm: Communicator, folder: Path) -> Manifest:
-        """The manifest of a checkpoint, from any node that has it; nodes without get it. Raises CheckpointError."""
+        """The manifest of a checkpoint, from any node that has it; nodes without it get it. Raises CheckpointError."""
         mine = _content_of(folder) if self._leads(comm) else None
         held = comm.all_gather_object(mine and mine[0])
         chosen = [rank for rank, crc in enumerate(held) if crc]
@@ -194,7 +210,7 @@ class LocalFolders:
             folder.mkdir(parents=True, exist_ok=True)  # with a damaged one there may be files that are whole
             (folder / MANIFEST).write_text(text, encoding="utf-8")
 
-        attempt(comm, keep if self._leads(comm) else None)
+        self._on_leaders(comm, keep)
         return decode(text.encode())
 
     def bring(
@@ -202,10 +218,20 @@ class LocalFolders:
     ) -> list[str]:
         """Have the files that this node's ranks need in this node's folder, from wherever they are.
 
-        suspect: believe no file by its size alone; one whose bytes are not what was saved counts as lost. Returns the
-        names of those. Raises CheckpointError when a file is on no node and cannot be rebuilt.
+        Args:
+            comm: All ranks.
+            folder: The checkpoint on this rank's node.
+            manifest: What it holds.
+            needed: The names of the files that this rank needs.
+            suspect: Believe no file by its size alone; one whose bytes are not what was saved counts as lost.
+
+        Returns:
+            The names of the files whose bytes are not what was saved.
+
+        Raises:
+            CheckpointError: A file is on no node, and cannot be rebuilt.
         """
-        attempt(comm, partial(_clear, folder) if self._leads(comm) else None, folder)
+        self._on_leaders(comm, partial(_clear, folder), folder)
         sizes = manifest.files | {p: one.chunk for one in manifest.parity for p in one.parities}
         mine = [name for name, size in sizes.items() if _size(folder / name) == size] if self._leads(comm) else []
         damaged = [n for n in mine if suspect and n in manifest.files and not has_whole_tensors(folder, manifest, n)]
@@ -220,10 +246,8 @@ class LocalFolders:
                 where.setdefault(name, rank)
         missing = sorted({name for of in wanted.values() for name in of} - set(where))
         built = {n: next(self._leaders[node] for node in sorted(wanted) if n in wanted[node]) for n in missing}
-        work = chain.from_iterable(
-            [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
-        )
-        attempt(comm, lambda: exchange(comm, work), folder)
+        work = [_rebuild(folder, manifest, n, n in found_damaged, where, built[n]) for n in missing]
+        attempt(comm, lambda: exchange(comm, chain.from_iterable(work)), folder)
         own = [name for name, rank in built.items() if rank == comm.rank]
         attempt(comm, partial(_arrive, folder, manifest, own, suspect), folder)
         where |= built
@@ -232,7 +256,7 @@ class LocalFolders:
             lacking = sorted(n for n in wanted[node] if n not in held[leader] and built.get(n) != leader)
             moves += [Move(name, manifest.files[name], where[name], leader) for name in lacking]
         brought = folder / _BROUGHT
-        attempt(comm, (lambda: brought.mkdir(exist_ok=True)) if self._leads(comm) else None, folder)
+        self._on_leaders(comm, partial(brought.mkdir, exist_ok=True), folder)
         attempt(comm, lambda: exchange(comm, copy_rounds(moves, folder, brought)), folder)
         arrived = [m.file for m in moves if m.dest == comm.rank]
 
@@ -241,7 +265,7 @@ class LocalFolders:
                 os.replace(brought / name, folder / name)
             remove_folder(brought)
 
-        attempt(comm, settle if self._leads(comm) else None, folder)
+        self._on_leaders(comm, settle, folder)
         return found_damaged
 
 

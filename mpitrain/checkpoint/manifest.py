@@ -15,7 +15,6 @@ manifest alone. A folder is a checkpoint only if its manifest is whole and its f
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ import torch
 from mpitrain.checkpoint.payload import FORMAT, checked
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Box, Piece
-from mpitrain.storage.disk import read_plain
+from mpitrain.storage.disk import read_plain, write_durably
 
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with
@@ -37,28 +36,19 @@ FRUITLESS = "fruitless_since"  # a value: the step since which nothing was learn
 HASHED = 4 << 20  # bytes under one hash
 _LARGEST = 1 << 30  # bytes of a manifest: millions of pieces
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
+_NAMES = "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool complex64 complex128"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A logical tensor: its whole shape, whatever any rank holds of it."""
+    """A logical tensor, whatever any rank holds of it.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        shape: Its whole shape.
+        dtype: Its type, a key of DTYPES.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -66,25 +56,35 @@ class TensorSpec:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def numel(self) -> int:
+        """How many elements it has."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its elements."""
         return self.numel * self.itemsize
 
     @property
     def possible(self) -> bool:
-        """Whether a tensor can be so: an empty one may have other dimensions that are too large together."""
+        """Whether there can be such a tensor: an empty one may have other dimensions that are too large together."""
         return self.dtype in DTYPES and prod(max(1, length) for length in self.shape) < 1 << 63
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of a tensor in a file. offset: its first byte. hashes: CRC-32 of each HASHED bytes of it."""
+    """A piece of a tensor in a file.
+
+    Attributes:
+        piece: The piece.
+        file: The name of the file.
+        offset: Its first byte in the file.
+        hashes: The CRC-32 of each HASHED bytes of it.
+    """
 
     piece: Piece
     file: str
@@ -96,8 +96,10 @@ class Extent:
 class ParitySet:
     """Files that protect each other, at most one per node; see `mpitrain.checkpoint.parity`.
 
-    files: of each member, empty where a member has none. parities: what each member holds for the others.
-    chunk: bytes of a parity.
+    Attributes:
+        files: The file of each member, empty where a member has none.
+        parities: The file of each member that holds what it keeps for the others.
+        chunk: How many bytes a parity has.
     """
 
     files: tuple[str, ...]
@@ -107,10 +109,17 @@ class ParitySet:
 
 @dataclass(frozen=True)
 class Manifest:
-    """values: whatever else the job needs to go on (JSON).
+    """What a checkpoint holds.
 
-    files: bytes of each file with tensors in it. rest: CRC-32 of each file's bytes outside of all extents.
-    views: (bytes, CRC-32) of files that nothing is restored from. parity: how files on lost nodes are rebuilt.
+    Attributes:
+        step: The step that it was saved at.
+        tensors: The logical tensors, by their names.
+        files: How many bytes each file with tensors in it has.
+        extents: Where the pieces of the tensors lie.
+        values: Whatever else the job needs to go on, as JSON has it.
+        rest: The CRC-32 of each file's bytes outside of all extents.
+        views: The bytes and the CRC-32 of files that nothing is restored from.
+        parity: How files on lost nodes are rebuilt.
     """
 
     step: int
@@ -131,21 +140,33 @@ class Manifest:
         return found
 
     def value(self, name: str) -> Any:
-        """One of `values` without which a job cannot go on. Raises CheckpointError."""
+        """One of `values` without which a job cannot go on. Raises CheckpointError where it is missing."""
         if name not in self.values:
             raise CheckpointError(f"the checkpoint of step {self.step} has no {name!r} among its values")
         return self.values[name]
 
 
+def encode_piece(piece: Piece) -> list[Any]:
+    """A piece as JSON has it: the name of its tensor, and numbers."""
+    box = piece.box
+    return [piece.name, [box.outer, box.dim, box.inner, box.start, box.stop, piece.lo, piece.hi]]
+
+
+def decode_piece(name: str, numbers: Sequence[int]) -> Piece:
+    """A piece that `encode_piece` has encoded."""
+    outer, dim, inner, start, stop, lo, hi = numbers
+    return Piece(name, Box(outer, dim, inner, start, stop), lo, hi)
+
+
 def encode_extent(extent: Extent) -> list[Any]:
-    box = extent.piece.box
-    place = [box.outer, box.dim, box.inner, box.start, box.stop, extent.piece.lo, extent.piece.hi]
-    return [extent.piece.name, place, extent.file, extent.offset, list(extent.hashes)]
+    """An extent as JSON has it."""
+    return [*encode_piece(extent.piece), extent.file, extent.offset, list(extent.hashes)]
 
 
 def decode_extent(values: Sequence[Any]) -> Extent:
-    name, (outer, dim, inner, start, stop, lo, hi), file, offset, hashes = values
-    return Extent(Piece(name, Box(outer, dim, inner, start, stop), lo, hi), file, offset, tuple(hashes))
+    """An extent that `encode_extent` has encoded."""
+    name, numbers, file, offset, hashes = values
+    return Extent(decode_piece(name, numbers), file, offset, tuple(hashes))
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -166,7 +187,11 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Raises ValueError when these are not the bytes of a manifest, or it contradicts itself."""
+    """Read the bytes of a manifest's file.
+
+    Raises:
+        ValueError: These are not the bytes of a manifest, or it contradicts itself.
+    """
     text = data.decode("utf-8")
     head, _, body = text.rstrip("\n").partition(', "payload": ')
     stored, payload_text = int(head.removeprefix('{"crc32": ')), body.removesuffix("}")
@@ -229,15 +254,16 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, durable. Raises OSError."""
-    with open(folder / MANIFEST, "xb") as file:
-        file.write(encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a manifest, which is on the disk afterwards. Raises OSError."""
+    write_durably(folder / MANIFEST, encode(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError naming the folder and what is wrong with its manifest. Looks at no other file."""
+    """Read the manifest of a checkpoint. No other file is looked at.
+
+    Raises:
+        CheckpointError: There is no manifest, or it is damaged; the message names the folder.
+    """
     try:
         manifest = decode(read_plain(folder / MANIFEST, _LARGEST))
     except FileNotFoundError:
@@ -261,7 +287,15 @@ def is_fruitful(folder: Path) -> bool:
 
 
 def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """A sentence for each file that is not there in its full size."""
+    """Look for files.
+
+    Args:
+        folder: Where they are to be.
+        files: Their names, and the bytes that each is to have.
+
+    Yields:
+        A sentence for each file that is not there in its full size.
+    """
     for name, size in files:
         try:
             found = (folder / name).stat().st_size
@@ -273,6 +307,6 @@ def missing_files(folder: Path, files: Iterable[tuple[str, int]]) -> Iterator[st
 
 
 def require_files(folder: Path, files: Iterable[tuple[str, int]]) -> None:
-    """Raises CheckpointError for the first file that is not there in its full size."""
+    """Raise CheckpointError for the first of some files that is not there in its full size; see `missing_files`."""
     for problem in missing_files(folder, files):
         raise CheckpointError(problem)

@@ -29,6 +29,7 @@ from mpitrain.checkpoint.exchange import WINDOW, FileTransfer
 from mpitrain.checkpoint.manifest import ParitySet
 from mpitrain.checkpoint.reading import read_exactly
 from mpitrain.layout import split
+from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import write_at
 
 GROUP = 8  # nodes of a parity set, about
@@ -36,7 +37,14 @@ GROUP = 8  # nodes of a parity set, about
 
 @dataclass(frozen=True)
 class Move:
-    """A file of `size` bytes, from one rank's folder to another's."""
+    """A file that goes from one rank's folder to another's.
+
+    Attributes:
+        file: Its name.
+        size: How many bytes it has.
+        source: The rank that has it.
+        dest: The rank that gets it.
+    """
 
     file: str
     size: int
@@ -45,7 +53,16 @@ class Move:
 
 
 def partner_copies(owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]) -> list[Move]:
-    """Every file to the next node. owners: the rank that wrote each. nodes: of each rank. None on a single node."""
+    """Copy every file to the next node.
+
+    Args:
+        owners: The rank that wrote each file.
+        sizes: The bytes of each file.
+        nodes: The node of each rank.
+
+    Returns:
+        A move for each file; none on a single node.
+    """
     ranks = ranks_of(nodes)
     numbers = sorted(ranks)
     if len(numbers) < 2:
@@ -69,7 +86,16 @@ def ranks_of(nodes: Sequence[int]) -> dict[int, list[int]]:
 def parity_sets(
     owners: Mapping[str, int], sizes: Mapping[str, int], nodes: Sequence[int]
 ) -> list[tuple[ParitySet, tuple[int, ...]]]:
-    """Sets of files that protect each other, each with the ranks that act for its members. None on a single node."""
+    """Put files into sets that protect each other.
+
+    Args:
+        owners: The rank that wrote each file.
+        sizes: The bytes of each file.
+        nodes: The node of each rank.
+
+    Returns:
+        The sets, each with the ranks that act for its members; none on a single node.
+    """
     ranks = ranks_of(nodes)
     numbers = sorted(ranks)
     bounds = split(len(numbers), max(1, len(numbers) // GROUP))
@@ -97,7 +123,13 @@ def segment(member: int, holder: int) -> int:
 
 
 def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[list[FileTransfer]]:
-    """Messages that copy files from this rank's `source` folder into other ranks' `dest`, and the reverse."""
+    """The messages that copy files.
+
+    Args:
+        moves: The files.
+        source: The folder that a rank's files are read from.
+        dest: The folder that a rank's files are written into.
+    """
     for first in range(0, max((m.size for m in moves), default=0), WINDOW):
         yield [
             FileTransfer(
@@ -115,7 +147,13 @@ def copy_rounds(moves: Sequence[Move], source: Path, dest: Path) -> Iterator[lis
 def parity_rounds(
     sets: Sequence[tuple[ParitySet, tuple[int, ...]]], sizes: Mapping[str, int], folder: Path
 ) -> Iterator[list[FileTransfer]]:
-    """Messages that make the parities."""
+    """The messages that make the parities.
+
+    Args:
+        sets: As of `parity_sets`.
+        sizes: The bytes of each file.
+        folder: Each rank's folder, which has its file and gets its parity.
+    """
     for one, ranks in sets:
         size = len(one.files)
         for first in range(0, one.chunk, WINDOW):
@@ -143,9 +181,16 @@ def rebuild_rounds(
     folder: Path,
     target: Path,
 ) -> Iterator[list[FileTransfer]]:
-    """Messages that rebuild member `lost`'s file as `target` on rank `builder`.
+    """The messages that rebuild a lost file.
 
-    holder_of: a rank that has a file of the set or a parity in its `folder`.
+    Args:
+        one: The set that the file is in.
+        lost: The number of the member whose file is lost.
+        sizes: The bytes of each file.
+        holder_of: Gives a rank that has a file of the set, or a parity.
+        builder: The rank that gets the file.
+        folder: Each rank's folder, which has those files.
+        target: Where the file is written.
     """
     total = sizes[one.files[lost]]
     for holder in range(len(one.files)):
@@ -172,11 +217,8 @@ def rebuild_rounds(
 
 
 def _read(path: Path, offset: int, into: memoryview) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path) as descriptor:
         read_exactly(descriptor, into, offset, path)
-    finally:
-        os.close(descriptor)
 
 
 def _read_segment(
@@ -193,24 +235,18 @@ def _read_segment(
 
 
 def _write(path: Path, offset: int, size: int, data: memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT) as descriptor:
         write_at(descriptor, data, offset)
         if offset + len(data) >= size:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
     """Exclusive or of these bytes into a file that has `size` bytes, zeros at first; what goes beyond is dropped."""
     data = data[: max(0, size - offset)]
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    with opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
         os.ftruncate(descriptor, size)
         before = bytearray(len(data))
         read_exactly(descriptor, memoryview(before), offset, path)
         mixed = np.bitwise_xor(np.frombuffer(before, np.uint8), np.frombuffer(data, np.uint8))
         write_at(descriptor, mixed.data, offset)
-    finally:
-        os.close(descriptor)

@@ -31,6 +31,8 @@ class _OpenPayload(BaseModel):
 
 
 class LossScalePayload(_OpenPayload):
+    """What is kept of a loss scale."""
+
     scale: Annotated[StrictFloat, Field(gt=0)] | Annotated[StrictInt, Field(gt=0)]
     good: Size
 
@@ -56,7 +58,7 @@ class ValuesPayload(_OpenPayload):
 
 
 class Payload(BaseModel):
-    """As JSON has it: lists stand for tuples."""
+    """What a manifest holds as JSON has it, where lists stand for tuples; see `mpitrain.checkpoint.manifest`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +74,7 @@ class Payload(BaseModel):
 
 
 def checked(content: Any) -> Payload:
-    """Raises ValueError with what is wrong in one line."""
+    """Check what a manifest holds. Raises ValueError with what is wrong, in one line."""
     if isinstance(content, dict) and content.get("format") != FORMAT:
         raise ValueError(f"its format is {content.get('format')!r:.40}, this version reads {FORMAT!r}")
     try:

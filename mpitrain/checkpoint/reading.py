@@ -7,11 +7,10 @@ of them (see `cooperative_read`).
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
 from mpitrain.storage.crc import crc32
+from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import read_at
 
 THREADS = 4
@@ -30,7 +30,14 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Use:
-    """Stretches of a block's bytes that go to `places` in the memory of a part."""
+    """Stretches of a block's bytes that go to places in the memory of a part.
+
+    Attributes:
+        memory: The bytes of the part.
+        firsts: The first byte of each stretch in the block.
+        places: Where each goes in the memory.
+        lengths: How many bytes each has.
+    """
 
     memory: np.ndarray
     firsts: np.ndarray
@@ -38,6 +45,7 @@ class Use:
     lengths: np.ndarray
 
     def copy(self, block: np.ndarray) -> None:
+        """Copy the stretches out of the bytes of the block."""
         count = len(self.firsts)
         if count > 4 and _even(self.firsts) and _even(self.places) and (self.lengths[1:-1] == self.lengths[1]).all():
             shape = (count - 2, int(self.lengths[1]))  # the first and the last may be cut
@@ -64,15 +72,23 @@ def _rows(memory: np.ndarray, firsts: np.ndarray, shape: tuple[int, int]) -> np.
 
 @dataclass
 class Block:
-    """At most HASHED bytes under one hash, and what they are read for."""
+    """At most HASHED bytes under one hash, and what they are read for.
+
+    Attributes:
+        extent: The extent that they lie in.
+        number: The number of the block in the extent.
+        size: How many bytes it has.
+        uses: What its bytes are read for.
+    """
 
     extent: Extent
     number: int
-    size: int  # bytes
+    size: int
     uses: list[Use] = field(default_factory=list)
 
     @property
     def offset(self) -> int:
+        """Its first byte in the file."""
         return self.extent.offset + self.number * HASHED
 
     @property
@@ -85,9 +101,18 @@ class Block:
 
 
 def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]:
-    """The blocks that fill the parts, in order of file and offset. Raises CheckpointError.
+    """Find the blocks that fill some parts.
 
-    It is an error when the checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
+    Args:
+        folder: The checkpoint, for messages.
+        manifest: What it holds.
+        parts: What is to be filled.
+
+    Returns:
+        The blocks, in the order of files and offsets.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
     overlaps: dict[tuple[object, ...], _Overlap] = {}  # many layers of a model overlap alike
@@ -157,24 +182,28 @@ def _by_block(
 
 
 def files_of(blocks: Iterable[Block]) -> set[str]:
+    """The names of the files that hold these blocks."""
     return {block.extent.file for block in blocks}
 
 
 @contextmanager
 def open_files(folder: Path, blocks: Iterable[Block]) -> Iterator[dict[str, int]]:
-    """The descriptors of the files that hold these blocks. Raises OSError."""
-    descriptors: dict[str, int] = {}
-    try:
-        for name in sorted(files_of(blocks)):
-            descriptors[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        yield descriptors
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    """The descriptors of the files that hold these blocks, by their names; they are open inside. Raises OSError."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(opened(folder / name)) for name in sorted(files_of(blocks))}
 
 
 def read(folder: Path, blocks: Sequence[Block]) -> None:
-    """Fill what the plan is for. Raises CheckpointError naming the damaged bytes, OSError."""
+    """Fill what a plan is for.
+
+    Args:
+        folder: The checkpoint.
+        blocks: The plan, as of `plan`.
+
+    Raises:
+        CheckpointError: Bytes are damaged; the message names them.
+        OSError: A file cannot be read.
+    """
     scratch = threading.local()
     with open_files(folder, blocks) as descriptors, ThreadPoolExecutor(THREADS, "mpitrain-read") as pool:
 
@@ -202,7 +231,18 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:
-    """Re-hash an extent: a sentence for each damaged block of it."""
+    """Hash an extent again.
+
+    Args:
+        folder: The checkpoint.
+        manifest: What it holds.
+        extent: The extent.
+        descriptor: That of the file that holds it.
+        scratch: Memory of HASHED bytes.
+
+    Returns:
+        A sentence for each damaged block of the extent.
+    """
     size = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
     problems = []
     for number in range(len(extent.hashes)):
@@ -215,7 +255,18 @@ def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scr
 
 
 def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) -> None:
-    """Read a block and check its hash. into: of its size. Raises CheckpointError, OSError."""
+    """Read a block and check its hash.
+
+    Args:
+        folder: The checkpoint.
+        block: The block.
+        descriptor: That of the file that holds it.
+        into: Memory of its size.
+
+    Raises:
+        CheckpointError: The bytes are damaged, or the file ends before.
+        OSError: The file cannot be read.
+    """
     path = folder / block.extent.file
     read_exactly(descriptor, into, block.offset, path)
     if crc32(into) != block.extent.hashes[block.number]:
@@ -226,19 +277,19 @@ def read_block(folder: Path, block: Block, descriptor: int, into: memoryview) ->
 
 
 def read_exactly(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
-    """Read all of these bytes. Raises CheckpointError where the file ends before, OSError."""
+    """Fill memory from an offset of an open file. Raises CheckpointError where the file ends before, or OSError."""
     done = read_at(descriptor, into, offset)
     if done < len(into):
         raise CheckpointError(f"{path} ends at byte {offset + done}; it was cut short")
 
 
 def distinct(extents: Iterable[Extent]) -> list[Extent]:
-    """Without pieces that were written twice."""
+    """The extents without those whose pieces were written twice."""
     return list({extent.piece: extent for extent in reversed(list(extents))}.values())
 
 
 def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
-    """Elements in any of these stretches."""
+    """How many elements lie in any of these stretches."""
     order = np.argsort(firsts, kind="stable")
     lo = firsts[order]
     hi = lo + lengths[order]
@@ -247,7 +298,7 @@ def union(firsts: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def covered(pieces: Iterable[Piece]) -> int:
-    """Elements of a tensor that lie in any of these pieces of it."""
+    """How many elements of a tensor lie in any of these pieces of it."""
     runs = [piece.runs() for piece in set(pieces)]
     if not runs:
         return 0

@@ -10,17 +10,22 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpitrain.checkpoint.files import Part
+from mpitrain.errors import refusal
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 _ALIGNMENT = 64  # bytes
 _ROUNDING = 2 << 20  # bytes; a huge page
 
 
 class Snapshot:
-    """Host memory for the parts of one rank. Grows when it must."""
+    """Host memory for the parts of one rank, which grows when it must."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -35,7 +40,7 @@ class Snapshot:
         self._memory = torch.frombuffer(block, dtype=torch.uint8)
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The same parts, in this memory: valid until the next copy."""
+        """Copy parts into this memory, where they are valid until the next copy."""
         self.reserve(needed(parts))
         copies, begin = [], 0
         for part in parts:
@@ -48,12 +53,31 @@ class Snapshot:
 
 
 def needed(parts: Sequence[Part]) -> int:
-    """Bytes of a snapshot of these parts."""
+    """How many bytes a snapshot of these parts takes."""
     return sum(-(-p.data.numel() * p.data.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parts)
 
 
+def require_threads(comm: Communicator) -> None:
+    """Raise InputError where MPI cannot be called from the thread that saves."""
+    from mpitrain.comm.inspection import mpi_facts
+
+    level = mpi_facts(comm).thread_level
+    if level != "MULTIPLE":
+        raise refusal(
+            f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
+            "set checkpoint.background = false"
+        )
+
+
 class BackgroundTask:
-    """A function that runs in a thread."""
+    """A function that runs in a thread.
+
+    Args:
+        function: The function, which is called at once.
+
+    Attributes:
+        error: What it has raised, if anything.
+    """
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.error: BaseException | None = None
@@ -68,7 +92,7 @@ class BackgroundTask:
             self.error = error
 
     def wait(self) -> None:
-        """Return when it has ended; raises what it raised."""
+        """Return when the function has ended. Raises what it raised."""
         self._thread.join()
         if self.error is not None:
             raise self.error

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.replicas import Replicas
-from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot
-from mpitrain.errors import CheckpointError, InputError, MpitrainError
+from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot, require_threads
+from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
 from mpitrain.storage import locks
 from mpitrain.storage.disk import reason
 
@@ -37,9 +36,18 @@ if TYPE_CHECKING:
 class Store:
     """The checkpoints of a run. Every method is collective over `comm`. Use it in `with`, or call `close`.
 
-    keep: newest checkpoints kept. files: "rank" or "node", whose file it is. local: a folder on a disk of this
-    rank's node; checkpoints then go there, protected by `redundancy` ("none", "partner", "xor"), and every
-    flush_every-th into `root`. nodes: of each rank, where it is not what the communicator says.
+    Args:
+        root: The run's checkpoint folder.
+        comm: The ranks that save and load together.
+        keep: How many of the newest checkpoints are kept.
+        files: Whose file it is: "rank" or "node".
+        local: A folder on a disk of this rank's node. Where it is given, checkpoints go there.
+        redundancy: How those are protected: "none", "partner" or "xor".
+        flush_every: Every flush_every-th checkpoint then goes into `root`.
+        nodes: The node of each rank, where it is not what the communicator says.
+
+    Attributes:
+        repairs: A sentence for each damaged file that was restored from other nodes.
     """
 
     def __init__(
@@ -58,10 +66,9 @@ class Store:
         self._files = files
         self._nodes = tuple(nodes) if nodes is not None else comm.nodes
         if redundancy != "none" and not local:
-            raise InputError(
+            raise refusal(
                 f"checkpoint.redundancy {redundancy} protects checkpoints in checkpoint.local, which is not set; give "
-                "a folder on each node's own disk",
-                agreed=True,
+                "a folder on each node's own disk"
             )
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
         self._saving: Communicator | None = None  # of the thread that writes, made by the first save
@@ -72,14 +79,14 @@ class Store:
         self._task: BackgroundTask | None = None
         self._removal: BackgroundTask | None = None
         self._since_flush = 0
-        self.repairs: list[str] = []  # a sentence for each damaged file that was restored from other nodes
+        self.repairs: list[str] = []
         self._verified: set[int] = set()  # steps that this job has written or read whole
         self._unusable: set[int] = set()
         self._fruitful: dict[int, bool] = {}  # of steps in `root`, where it was looked up
 
     @property
     def remark(self) -> str:
-        """What whoever started the job should know of these settings; empty if nothing."""
+        """What whoever started the job should know of these settings, if anything."""
         if self._local is None or len(set(self._nodes)) > 1:
             return ""
         return (
@@ -92,9 +99,12 @@ class Store:
     def prepare(self, set_aside: bool, *, lock: bool = False) -> None:
         """Make the folders, and remove what killed saves left. Only for the job that holds the run's lock.
 
-        set_aside: checkpoints that are there belong to a run that is not gone on with; they are kept under
-        another name. lock: take a lock of the folder's own, until this process ends; a process may take it often.
-        Raises InputError when a folder cannot be used, or another job has it.
+        Args:
+            set_aside: Keep the checkpoints that are there under another name: their run is not gone on with.
+            lock: Take a lock of the folder's own until this process ends, which may take it often.
+
+        Raises:
+            InputError: A folder cannot be used, or another job has it.
         """
 
         def make() -> None:
@@ -121,7 +131,7 @@ class Store:
     def make_way(self, step: int) -> list[str]:
         """Have nothing in the way of the saves after this step; returns a sentence for each thing that was moved.
 
-        What is left of damaged checkpoints of this run gets another name. Raises InputError for anything else.
+        What is left of damaged checkpoints of this run gets another name; anything else there raises InputError.
         """
 
         def move() -> list[str]:
@@ -134,9 +144,11 @@ class Store:
         return self.comm.on_root(move)
 
     def require_room(self, nbytes: int, saves: int) -> None:
-        """Raise InputError when there is no room for the saves to come, as far as that can be known.
+        """Raise InputError where there is no room for the saves to come, as far as that can be known.
 
-        nbytes: of this rank's tensors in a checkpoint. saves: how many there will be, if all goes well.
+        Args:
+            nbytes: The bytes of this rank's tensors in a checkpoint.
+            saves: How many saves there will be, if all goes well.
         """
         of_ranks = np.empty(self.comm.size, dtype=np.int64)
         self.comm.all_gather(of_ranks, np.array([nbytes], dtype=np.int64))
@@ -148,7 +160,7 @@ class Store:
         self.comm.on_root(lambda: folders.require_room(self.root, "checkpoint folder", total, shared, self.keep, mend))
 
     def newest_first(self) -> list[Path]:
-        """The folders of the finished checkpoints: also those on the nodes' own disks."""
+        """The folders of the finished checkpoints, those on the nodes' own disks among them."""
         steps = self.comm.on_root(lambda: folders.finished_steps(self.root))
         found = [(step, 0, self.folder(step)) for step in steps]
         if self._local is not None:
@@ -157,19 +169,11 @@ class Store:
 
     def newest_fruitful(self) -> Path | None:
         """The folder of the newest one in the run folder that was made while training learned something."""
-
-        def find() -> str:
-            steps = folders.finished_steps(self.root)
-            return next((str(self.folder(step)) for step in steps if is_fruitful(self.folder(step))), "")
-
-        found = self.comm.on_root(find)
-        return Path(found) if found else None
+        step = self.comm.on_root(lambda: folders.newest_fruitful(self.root))
+        return None if step is None else self.folder(step)
 
     def at(self, path: Path) -> list[Path]:
-        """The checkpoint folders a path means: itself, or those of a run folder, newest first.
-
-        Raises InputError when there are none.
-        """
+        """The checkpoint folders that a path means, newest first. Raises InputError where there are none."""
 
         def find() -> list[str]:
             if found := folders.find(path):
@@ -182,6 +186,7 @@ class Store:
         return [Path(found) for found in self.comm.on_root(find)]
 
     def folder(self, step: int) -> Path:
+        """The folder of a step's checkpoint in the run's checkpoint folder."""
         return self.root / folders.folder_name(step)
 
     def owns(self, folder: Path) -> bool:
@@ -199,13 +204,21 @@ class Store:
         background: bool = False,
         durable: bool = False,
     ) -> Path:
-        """Write a checkpoint of what the ranks hold together; returns its folder.
+        """Write a checkpoint of what the ranks hold together, when the last save has ended.
 
-        parts: this rank's; a piece that several ranks hold is written by the first of them. values: JSON, rank 0's
-        count. background: return when the parts are copied, and write from a thread. durable: into the run folder
-        also where this checkpoint would only go onto the nodes' disks (for the last one of a job).
-        First waits for the last save. Raises InputError or CheckpointError on every rank, and leaves no trace,
-        when any rank cannot write its part; a save in the background raises in the next `save`, `check`, `finish`.
+        Args:
+            step: The step.
+            parts: What this rank holds. A piece that several ranks hold is written by the first of them.
+            values: What is kept beside the tensors, as JSON has it; rank 0's count.
+            background: Return when the parts are copied, and write from a thread.
+            durable: Write into the run folder also where the checkpoint would only go onto the nodes' disks.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            InputError, CheckpointError: On every rank, and leaving no trace, where any cannot write its part. A save in
+                the background raises in the next `save`, `check` or `finish`.
         """
         self.finish()
         if self._saving is None:
@@ -213,12 +226,10 @@ class Store:
             assert self._saving is not None
             self._layout = FileLayout(self._saving, self._nodes, self._files)
         if background:
-            self._require_threads()
+            require_threads(self.comm)
         parts = self._replicas.written_here(self.comm, parts)
-        self._since_flush += 1
-        shared = self._local is None or durable or self._since_flush >= self.flush_every
-        if shared:
-            self._since_flush = 0
+        shared = self._local is None or durable or self._since_flush + 1 >= self.flush_every
+        self._since_flush = 0 if shared else self._since_flush + 1
         write = partial(self._write, step, shared=shared)
         if background:
             copies = self._snapshot.copy(parts)
@@ -229,8 +240,10 @@ class Store:
 
     @property
     def failing(self) -> bool:
-        """Whether a save in the background has failed on this rank. Not collective: add it to what is summed anyway,
-        and call `finish` on all ranks when any says so."""
+        """Whether a save in the background has failed on this rank.
+
+        Not collective: add it to what is summed anyway, and call `finish` on all ranks when any says so.
+        """
         return self._task is not None and self._task.error is not None
 
     def check(self) -> None:
@@ -241,7 +254,7 @@ class Store:
             self.finish()
 
     def finish(self) -> None:
-        """Return when nothing is being written; raises what a save in the background has raised."""
+        """Return when nothing is being written. Raises what a save in the background has raised."""
         task, self._task = self._task, None
         if task is not None:
             task.wait()
@@ -278,9 +291,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif isinstance(error, MpitrainError) and error.agreed:  # all ranks are here: let a good save end well
@@ -316,24 +327,20 @@ class Store:
             self._fruitful[step] = is_fruitful(self.folder(step))
         return self._fruitful[step]
 
-    def _require_threads(self) -> None:
-        from mpitrain.comm.inspection import mpi_facts
-
-        level = mpi_facts(self.comm).thread_level
-        if level != "MULTIPLE":
-            raise InputError(
-                f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
-                "set checkpoint.background = false",
-                agreed=True,
-            )
-
     # -- loading
 
     def load(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]]) -> Manifest:
-        """Fill this rank's parts from a checkpoint, written by any number of ranks in any layout.
+        """Fill this rank's parts from a checkpoint, which any number of ranks have written in any layout.
 
-        parts_for: gives the parts to fill, once it is known what the checkpoint holds.
-        Raises CheckpointError on every rank when any byte any rank needs is missing or damaged.
+        Args:
+            folder: The checkpoint.
+            parts_for: Gives the parts to fill, once it is known what the checkpoint holds.
+
+        Returns:
+            What the checkpoint holds.
+
+        Raises:
+            CheckpointError: On every rank, where a byte that any of them needs is missing or damaged.
         """
         self.finish()
         local = self._local is not None and self._local.owns(folder)
@@ -348,28 +355,24 @@ class Store:
         return manifest
 
     def _read(self, folder: Path, parts_for: Callable[[Manifest], Sequence[Part]], local: bool) -> Manifest:
-        manifest: Manifest | None = None
-        blocks: list[Block] = []
-
-        def look() -> None:
-            nonlocal manifest
+        def look() -> Manifest:
             manifest = read_manifest(folder)
             if self.comm.rank == 0:
                 require_files(folder, manifest.files.items())
+            return manifest
 
-        def prepare() -> None:
-            nonlocal blocks
-            assert manifest is not None
+        def prepare(manifest: Manifest) -> list[Block]:
             blocks = plan(folder, manifest, parts_for(manifest))
             if not local:
                 require_files(folder, [(name, manifest.files[name]) for name in sorted(files_of(blocks))])
+            return blocks
 
         if local and self._local is not None:
-            manifest = self._local.manifest(self.comm, folder)
+            manifest: Manifest | None = self._local.manifest(self.comm, folder)
         else:  # first of all, since how much memory is taken for the plan depends on how large the files say they are
-            attempt(self.comm, look, folder)
-        attempt(self.comm, prepare, folder)
+            manifest = attempt(self.comm, look, folder)
         assert manifest is not None
+        blocks = attempt(self.comm, partial(prepare, manifest), folder) or []
         if self._node is None:
             self._node = self.comm.split(self._nodes[self.comm.rank], self.comm.rank, label="checkpoint node")
             assert self._node is not None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.checkpoint.files import gaps
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, missing_files, read_manifest
 from mpitrain.checkpoint.reading import check, covered, read_exactly
 from mpitrain.errors import CheckpointError
+from mpitrain.storage.disk import opened
 
 
-def damages(folder: Path, progress: Callable[[int], None] = lambda nbytes: None) -> Iterator[str]:
-    """A sentence for each damage: the file, the bytes and the tensor. progress: called with bytes read."""
+def damages(folder: Path) -> Iterator[str]:
+    """Hash everything in a checkpoint again.
+
+    Yields:
+        A sentence for each damage: the file, the bytes and the tensor.
+    """
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -32,7 +36,7 @@ def damages(folder: Path, progress: Callable[[int], None] = lambda nbytes: None)
             complete = False
             continue
         try:
-            yield from _file_damages(folder, manifest, name, size, by_file.get(name, []), progress)
+            yield from _file_damages(folder, manifest, name, size, by_file.get(name, []))
         except OSError as error:
             yield f"{folder / name} cannot be read: {error.strerror or error}"
     for name, spec in manifest.tensors.items() if complete else ():  # only then are the pieces as large as they say
@@ -42,33 +46,23 @@ def damages(folder: Path, progress: Callable[[int], None] = lambda nbytes: None)
 
 
 def has_whole_tensors(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Whether every byte of a tensor in a file is what was saved; the HDF5 structure around them is not looked at."""
+    """Whether every byte of the tensors in a file is what was saved; the structure around them is not looked at."""
     scratch = memoryview(bytearray(HASHED))
     try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        with opened(folder / name) as descriptor:
+            extents = (extent for extent in manifest.extents if extent.file == name)
+            return not any(check(folder, manifest, extent, descriptor, scratch) for extent in extents)
     except OSError:
         return False
-    try:
-        extents = (extent for extent in manifest.extents if extent.file == name)
-        return not any(check(folder, manifest, extent, descriptor, scratch) for extent in extents)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
-def _file_damages(
-    folder: Path, manifest: Manifest, name: str, size: int, extents: list[Extent], progress: Callable[[int], None]
-) -> Iterator[str]:
+def _file_damages(folder: Path, manifest: Manifest, name: str, size: int, extents: list[Extent]) -> Iterator[str]:
     scratch = memoryview(bytearray(HASHED))
-    descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(folder / name) as descriptor:
         stretches = []
         for extent in extents:
-            nbytes = extent.piece.numel * manifest.tensors[extent.piece.name].itemsize
-            stretches.append((extent.offset, nbytes))
+            stretches.append((extent.offset, extent.piece.numel * manifest.tensors[extent.piece.name].itemsize))
             yield from check(folder, manifest, extent, descriptor, scratch)
-            progress(nbytes)
         crc, rest = 0, gaps(stretches, size)
         for lo, hi in rest:
             for first in range(lo, hi, HASHED):
@@ -79,5 +73,3 @@ def _file_damages(
         if crc != stored:
             what = "the HDF5 structure around the tensors is" if extents else "its content is"
             yield f"{folder / name}: {what} damaged: its hash does not match (nothing is restored from it)"
-    finally:
-        os.close(descriptor)

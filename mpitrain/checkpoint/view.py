@@ -32,7 +32,13 @@ VIEW = "model.h5"
 
 
 def make_view(tensors: Mapping[str, TensorSpec], extents: Sequence[Extent], tied: Mapping[str, str]) -> Image:
-    """The view of the tensors whose names begin with MODEL. tied: further names of parameters."""
+    """Make the view of the tensors whose names begin with MODEL.
+
+    Args:
+        tensors: The logical tensors, by their names.
+        extents: Where their pieces lie.
+        tied: Further names of parameters, and the names that they are saved under.
+    """
     by_file: dict[str, list[Extent]] = {}
     for extent in extents:
         by_file.setdefault(extent.file, []).append(extent)
@@ -80,7 +86,15 @@ def _virtual(file: h5py.File, spec: TensorSpec, sources: Sequence[tuple[Extent, 
 
 
 def rectangles(piece: Piece, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """The piece as rectangles of its tensor: (first, extent, place in the piece), each contiguous in the piece."""
+    """Cut a piece into rectangles of its tensor, each of which is contiguous in the piece.
+
+    Args:
+        piece: The piece.
+        shape: The shape of the tensor.
+
+    Yields:
+        (the first index of a rectangle, its extent, its place in the piece).
+    """
     axis = _axis(piece.box, shape)
     if axis is None and piece.box != Box.whole(prod(shape)):  # a box that is no slice of one dimension
         for start, length, place in zip(*(a.tolist() for a in piece.runs()), strict=True):

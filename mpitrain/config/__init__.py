@@ -4,5 +4,6 @@ run, training, parallel    every setting, declared once: type, default, sentence
 settings                   `Config`, which holds them all and reads them
 toml_file, command_line    where values come from
 messages                   what is wrong with them, and what is meant
+learning_rate              the rate of each step
 deepspeed                  ds_config.json, read into plain values
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 
 
 def accumulation(
@@ -33,5 +33,5 @@ def accumulation(
         steps = batch // (microbatch * ranks) if microbatch else 0
     if microbatch * steps * ranks != batch or not batch:
         told = f"{microbatch} x {steps} x {ranks} ranks" if microbatch and steps else f"{ranks} ranks"
-        raise InputError(f"{names[0]} {batch} is not {told}; make it microbatch x accumulation x ranks", agreed=True)
+        raise refusal(f"{names[0]} {batch} is not {told}; make it microbatch x accumulation x ranks")
     return microbatch, steps

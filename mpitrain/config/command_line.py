@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from mpitrain.config.messages import COMMAND_LINE, check_names, not_a_key, unknown
 from mpitrain.config.section import Sections
 from mpitrain.config.toml_file import toml_value
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 
 
 def parse(arguments: Sequence[str], sections: Sections) -> tuple[str | None, dict[str, dict[str, Any]]]:
@@ -28,21 +28,19 @@ def parse(arguments: Sequence[str], sections: Sections) -> tuple[str | None, dic
         word = words.pop(0)
         if not word.startswith("-"):
             if file is not None:
-                raise InputError(
-                    f"{COMMAND_LINE}: {file} and {word} are two configuration files; give one", agreed=True
-                )
+                raise refusal(f"{COMMAND_LINE}: {file} and {word} are two configuration files; give one")
             file = word
             continue
         name, equals, text = word[2:].partition("=")
         if not word.startswith("--") or not name:
-            raise InputError(f"argument {word!r} is not understood; write --section.key value", agreed=True)
+            raise refusal(f"argument {word!r} is not understood; write --section.key value")
         section, dot, key = name.partition(".")
         if not dot:
             raise (not_a_key if name in sections else unknown)(name, sections, COMMAND_LINE)
         check_names({section: {key: None}}, sections, COMMAND_LINE)
         if not equals:
             if not words or words[0].startswith("--"):
-                raise InputError(f"--{name} has no value; write --{name} VALUE", agreed=True)
+                raise refusal(f"--{name} has no value; write --{name} VALUE")
             text = words.pop(0)
         values.setdefault(section, {})[key] = _value(text, sections[section][key].annotation)
     return file, values

@@ -15,70 +15,29 @@ from typing import Any
 
 from mpitrain.choices import Decay, Precision
 from mpitrain.config.batch import accumulation
+from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.parallel import CommSection
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.storage.disk import read_plain
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping"}
 _MANAGED = "managed_gradient_accumulation"  # step() counts microbatches, as ours does
-_KNOWN |= {
-    _MANAGED,
-    "activation_checkpointing",
-    "communication_data_type",
-    "data_types",
-    "zero_allow_untested_optimizer",
-}
+_KNOWN = {*BATCH_KEYS, "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "gradient_clipping", _MANAGED}
+_KNOWN |= {"activation_checkpointing", "communication_data_type", "data_types", "zero_allow_untested_optimizer"}
 _TUNING = {"steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor"}
 _TUNING |= {"dataloader_drop_last", "disable_allgather", "memory_breakdown", "zero_force_ds_cpu_optimizer", "aio"}
 # what a configuration may have as long as it is switched off
-_UNSUPPORTED = {
-    "amp",
-    "autotuning",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "compile",
-    "compression_training",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "flops_profiler",
-    "hybrid_engine",
-    "nebula",
-    "progressive_layer_drop",
-    "quantize_training",
-    "seq_parallel_communication_data_type",
-    "sparse_attention",
-    "sparse_gradients",
-    "tensor_parallel",
-    "tensorboard",
-    "torch_autocast",
-    "use_data_before_expert_parallelism",
-    "wandb",
-    "zenflow",
-}
-_ZERO_TUNING = {
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "contiguous_gradients",
-    "load_from_fp32_weights",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "overlap_comm",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "sub_group_size",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-}
+_UNSUPPORTED = {"amp", "autotuning", "checkpoint", "comet", "comms_logger", "compile", "compression_training"}
+_UNSUPPORTED |= {"csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler"}
+_UNSUPPORTED |= {"hybrid_engine", "nebula", "progressive_layer_drop", "quantize_training", "sparse_attention"}
+_UNSUPPORTED |= {"seq_parallel_communication_data_type", "sparse_gradients", "tensor_parallel", "tensorboard"}
+_UNSUPPORTED |= {"torch_autocast", "use_data_before_expert_parallelism", "wandb", "zenflow"}
+_ZERO_TUNING = {"allgather_partitions", "allgather_bucket_size", "contiguous_gradients", "load_from_fp32_weights"}
+_ZERO_TUNING |= {"log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "reduce_scatter"}
+_ZERO_TUNING |= {"round_robin_gradients", "sub_group_size", "stage3_gather_16bit_weights_on_model_save"}
+_ZERO_TUNING |= {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"}
+_ZERO_TUNING |= {"stage3_param_persistence_threshold", "stage3_model_persistence_threshold"}
+_ZERO_TUNING.add("stage3_prefetch_bucket_size")
 _ONE_IS_OFF = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # the values that ask for nothing
 _DTYPES: dict[str, Precision] = {"fp32": "fp32", "fp16": "fp16", "bfp16": "bf16", "bf16": "bf16"}
 _SCHEDULES: dict[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -102,24 +61,6 @@ class LossScaling:
     least: float = 1.0
     spare: int = 0
     refill: bool = False
-
-
-@dataclass(frozen=True)
-class RateSchedule:
-    """A learning rate that warms up from `first` to `peak`, then stays, or goes down to `last` at step `steps`.
-
-    Attributes:
-        kind: What follows the warm-up.
-        logarithmic: Whether the warm-up follows log(step) instead of a line.
-    """
-
-    kind: Decay
-    peak: float
-    first: float
-    last: float
-    warmup: int
-    steps: int
-    logarithmic: bool
 
 
 @dataclass(frozen=True)
@@ -150,7 +91,7 @@ class DeepSpeedConfig:
     bucket_mb: float
     any_optimizer: bool
     optimizer: tuple[str, dict[str, Any]] | None
-    schedule: RateSchedule | None
+    schedule: LearningRate | None
     without_effect: tuple[str, ...]
 
 
@@ -164,9 +105,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}", agreed=True) from None
+        raise refusal(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} holds no JSON object; give a DeepSpeed configuration", agreed=True)
+        raise refusal(f"{path} holds no JSON object; give a DeepSpeed configuration")
     return values
 
 
@@ -183,7 +124,7 @@ def read_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config"
     """
     for key, value in _flat(values):
         if value == "auto":
-            raise InputError(f'{origin}: {key} is "auto", which nobody filled in; give a value', agreed=True)
+            raise refusal(f'{origin}: {key} is "auto", which nobody filled in; give a value')
     for key, value in values.items():
         if key not in _KNOWN | _TUNING and not (key in _UNSUPPORTED and _is_off(value)):
             raise _unsupported(origin, key)
@@ -234,7 +175,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _unsupported(origin: str, key: str) -> InputError:
-    return InputError(f"{origin}: {key} has no counterpart here; remove it", agreed=True)
+    return refusal(f"{origin}: {key} has no counterpart here; remove it")
 
 
 def _only(values: Mapping[str, Any], known: set[str], origin: str) -> list[str]:
@@ -243,7 +184,7 @@ def _only(values: Mapping[str, Any], known: set[str], origin: str) -> list[str]:
     for key, value in values.items():
         if key not in known:
             if not _is_off(value) and value != _ONE_IS_OFF.get(key):
-                raise InputError(f"{origin}.{key} has no counterpart here; remove it", agreed=True)
+                raise refusal(f"{origin}.{key} has no counterpart here; remove it")
             off.append(f"{origin.rpartition(': ')[2]}.{key}")
     return off
 
@@ -253,7 +194,7 @@ def _optimizer(section: Mapping[str, Any], origin: str) -> tuple[str, dict[str, 
     if not section:
         return None
     if "type" not in section:
-        raise InputError(f"{origin}: optimizer.type is missing; name a class of torch.optim", agreed=True)
+        raise refusal(f"{origin}: optimizer.type is missing; name a class of torch.optim")
     kind, params = section["type"], dict(section.get("params") or {})
     if kind.lower() in ("adam", "adamw"):
         params.pop("torch_adam", None)  # it always is
@@ -269,13 +210,12 @@ def _reduce_dtype(values: Mapping[str, Any], origin: str) -> Precision | None:
     found: set[Precision] = set()
     for name in (values.get("communication_data_type"), section.get("grad_accum_dtype")):
         if name is not None and name not in _DTYPES:
-            raise InputError(f"{origin}: {name!r} is no type to reduce in; use one of {sorted(_DTYPES)}", agreed=True)
+            raise refusal(f"{origin}: {name!r} is no type to reduce in; use one of {sorted(_DTYPES)}")
         found |= {_DTYPES[name]} if name is not None else set()
     if len(found) > 1:
-        raise InputError(
+        raise refusal(
             f"{origin}: gradients are added up and sent in one type, but communication_data_type and "
-            "data_types.grad_accum_dtype differ; make them equal",
-            agreed=True,
+            "data_types.grad_accum_dtype differ; make them equal"
         )
     return found.pop() if found else None
 
@@ -292,7 +232,7 @@ def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]
     hints += _only(section, {*taken, *_ZERO_TUNING, "offload_param"}, name)
     stage = section.get("stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise InputError(f"{name}.stage {stage!r} is not 0, 1, 2 or 3", agreed=True)
+        raise refusal(f"{name}.stage {stage!r} is not 0, 1, 2 or 3")
     offload = section.get("offload_optimizer") or {}
     tuning = {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "ratio"}
     hints += _only(offload, {"device", "nvme_path", *tuning}, f"{name}.offload_optimizer")
@@ -300,10 +240,10 @@ def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]
     device = offload.get("device", "none")
     if device == "nvme":
         if not offload.get("nvme_path"):
-            raise InputError(f"{name}.offload_optimizer.device nvme needs an nvme_path; give a folder", agreed=True)
+            raise refusal(f"{name}.offload_optimizer.device nvme needs an nvme_path; give a folder")
         return stage, str(offload["nvme_path"]), hints
     if device not in ("none", "cpu"):
-        raise InputError(f"{name}.offload_optimizer.device {device!r} is not none, cpu or nvme", agreed=True)
+        raise refusal(f"{name}.offload_optimizer.device {device!r} is not none, cpu or nvme")
     return stage, "host" if device == "cpu" else "", hints
 
 
@@ -316,7 +256,7 @@ def _precision(values: Mapping[str, Any], origin: str) -> tuple[Precision, LossS
     if fp16.get("enabled"):
         hints += _only(fp16, {*known, "consecutive_hysteresis"}, f"{origin}: fp16")
     if bf16.get("enabled") and fp16.get("enabled"):
-        raise InputError(f"{origin}: bf16 and fp16 are both enabled; choose one", agreed=True)
+        raise refusal(f"{origin}: bf16 and fp16 are both enabled; choose one")
     if bf16.get("enabled"):
         return "bf16", None, hints
     if not fp16.get("enabled"):
@@ -334,20 +274,20 @@ def _precision(values: Mapping[str, Any], origin: str) -> tuple[Precision, LossS
     return "fp16", dynamic, hints
 
 
-def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> RateSchedule | None:
+def _schedule(section: Mapping[str, Any] | None, optimizer: Mapping[str, Any], origin: str) -> LearningRate | None:
     if not section:
         return None
     name, params = f"{origin}: scheduler", section.get("params", {})
     _only(section, {"type", "params"}, name)
     kind = _SCHEDULES.get(section.get("type", ""))
     if kind is None:
-        raise InputError(f"{name}.type {section.get('type')!r} is not one of {', '.join(_SCHEDULES)}", agreed=True)
+        raise refusal(f"{name}.type {section.get('type')!r} is not one of {', '.join(_SCHEDULES)}")
     known = {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps", "warmup_type", "cos_min_ratio"}
     _only(params, {*known, "warmup_min_ratio"}, f"{name}.params")
     if kind != "constant" and "total_num_steps" not in params:
-        raise InputError(f"{name}.params needs total_num_steps for {section['type']}", agreed=True)
+        raise refusal(f"{name}.params needs total_num_steps for {section['type']}")
     peak = params.get("warmup_max_lr", optimizer.get("lr", 1e-3))
-    return RateSchedule(
+    return LearningRate(
         kind,
         peak=float(peak),
         first=float(params.get("warmup_min_lr", float(peak) * params.get("warmup_min_ratio", 0.0))),

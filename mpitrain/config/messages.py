@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mpitrain.config.section import Sections, other_names
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 
 COMMAND_LINE = "command line"
 _NEAR = 0.6  # of a section's name
@@ -44,9 +44,8 @@ def unknown(name: str, sections: Sections, origin: str) -> InputError:
     if not dot:
         return _wrong_name(name, sections, origin, [])
     if key in sections.get(section, {}):
-        return InputError(
-            f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it",
-            agreed=True,
+        return refusal(
+            f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it"
         )
     _, found = _nearest(section, key, sections)
     return _mistaken(name, found, origin)
@@ -60,7 +59,7 @@ def not_a_key(section: str, sections: Sections, origin: str) -> InputError:
         f"--{section}.KEY VALUE, as --{section}.{example}",
     )
     mend = as_flag if origin == COMMAND_LINE else in_file
-    return InputError(f"{origin}: {section} is a section; write {mend}", agreed=True)
+    return refusal(f"{origin}: {section} is a section; write {mend}")
 
 
 def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: str) -> InputError:
@@ -74,11 +73,9 @@ def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: st
     name = ".".join(str(part) for part in problem["loc"][:2])
     where = origin.get(name, otherwise)
     if problem["type"] == "value_error":  # a check across keys, which names them itself
-        return InputError(f"{where}: {problem['msg'].removeprefix('Value error, ')}", agreed=True)
+        return refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
     mend = '; write {a = 1} or {"a": 1}' if problem["type"] == "dict_type" else ""
-    return InputError(
-        f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}", agreed=True
-    )
+    return refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
 
 
 def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> InputError:
@@ -94,13 +91,13 @@ def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> 
     if near and _alike(name, near[0]) >= sure:
         return _mistaken(name, near, origin)
     if sure < _NEAR:
-        return InputError(f"{origin}: unknown key {name!r}; see --help for the list", agreed=True)
+        return refusal(f"{origin}: unknown key {name!r}; see --help for the list")
     return _mistaken(name, found, origin)
 
 
 def _mistaken(name: str, found: list[str], origin: str) -> InputError:
     meant = " or ".join(map(repr, found))
-    return InputError(f"{origin}: unknown key {name!r}; did you mean {meant}?", agreed=True)
+    return refusal(f"{origin}: unknown key {name!r}; did you mean {meant}?")
 
 
 def _nearest(section: str, key: str, sections: Sections) -> tuple[float, list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -29,7 +29,7 @@ def find(key: str, path: str) -> Callable[..., Any]:
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
-        raise InputError(f"{key} {path!r} names no function; write package.module:function", agreed=True)
+        raise refusal(f"{key} {path!r} names no function; write package.module:function")
     module = _import(f"{key} {path}", module_name)
     function = getattr(module, name, None)
     if function is None:

@@ -83,11 +83,6 @@ def sections() -> Sections:
     return {name: field.annotation.model_fields for name, field in Config.model_fields.items()}  # type: ignore[union-attr]
 
 
-def key_names() -> list[str]:
-    """Every configuration key, as section.key."""
-    return [f"{section}.{key}" for section, settings in sections().items() for key in settings]
-
-
 def help_text(program: str) -> str:
     """What --help prints for a command that takes a whole configuration."""
     return command_line.help_text(program, sections())

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.storage.disk import read_plain
 
 if sys.version_info >= (3, 11):
@@ -20,15 +20,13 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(read_plain(Path(path)).decode("utf-8")))
     except FileNotFoundError:
-        raise InputError(f"config file {path} does not exist; give an existing TOML file", agreed=True) from None
+        raise refusal(f"config file {path} does not exist; give an existing TOML file") from None
     except OSError as error:
-        raise InputError(
-            f"config file {path} cannot be read ({error.strerror}); give a TOML file", agreed=True
-        ) from None
+        raise refusal(f"config file {path} cannot be read ({error.strerror}); give a TOML file") from None
     except RecursionError:
-        raise InputError(f"config file {path} is nested too deeply; give a TOML file", agreed=True) from None
+        raise refusal(f"config file {path} is nested too deeply; give a TOML file") from None
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, numbers of thousands of digits
-        raise InputError(f"config file {path} is not TOML: {error}", agreed=True) from None
+        raise refusal(f"config file {path} is not TOML: {error}") from None
 
 
 def toml_value(text: str) -> Any:

@@ -11,16 +11,5 @@ from mpitrain.data.loader import Batch, Loader, evaluation_batches
 from mpitrain.data.order import SampleOrder
 from mpitrain.data.stage import stage_on_nodes, staged_folder
 
-__all__ = [
-    "Batch",
-    "Dataset",
-    "Description",
-    "Loader",
-    "SampleOrder",
-    "evaluation_batches",
-    "open_dataset",
-    "read_manifest",
-    "resolve",
-    "stage_on_nodes",
-    "staged_folder",
-]
+__all__ = ["Batch", "Dataset", "Description", "Loader", "SampleOrder", "evaluation_batches", "open_dataset"]
+__all__ += ["read_manifest", "resolve", "stage_on_nodes", "staged_folder"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpitrain.errors import EXIT_DONE, EXIT_INTERRUPTED, MpitrainError
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
 
 _SOURCES = """\
 sources (all of one kind):
@@ -22,19 +22,9 @@ sources (all of one kind):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.command == "prepare":
-            _prepare(arguments)
-        else:
-            _info(arguments.dir, verify_all=arguments.verify)
-    except MpitrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return EXIT_DONE
+    return exit_code_of(lambda: arguments.act(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_SOURCES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    prepare.set_defaults(act=_prepare)
     prepare.add_argument("sources", nargs="+", metavar="SOURCE", help="files or folders, all of one kind")
     prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to make")
     prepare.add_argument("--held-out", type=float, default=0.05, metavar="F", help="fraction kept to evaluate [0.05]")
@@ -55,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--kind", metavar="MODULE:FUNCTION", help="a function of yours that returns a kind of input")
     prepare.add_argument("--shard-mb", type=_positive, default=256, metavar="MB", help="MiB of data per shard [256]")
     info = commands.add_parser("info", help="describe a data set folder")
+    info.set_defaults(act=_info)
     info.add_argument("dir", type=Path, metavar="DIR")
     info.add_argument("--verify", action="store_true", help="read everything and check every hash")
     return parser
@@ -74,7 +66,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _prepare(arguments: argparse.Namespace) -> None:
+def _prepare(arguments: argparse.Namespace) -> int:
     from mpitrain.data.info import describe
     from mpitrain.data.prepare import PrepareOptions, prepare
 
@@ -95,24 +87,23 @@ def _prepare(arguments: argparse.Namespace) -> None:
         )
     print(*describe(arguments.out, manifest), sep="\n")
     print(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}")
+    return EXIT_DONE
 
 
-def _info(folder: Path, *, verify_all: bool) -> None:
+def _info(arguments: argparse.Namespace) -> int:
     from mpitrain.data.dataset import verify
     from mpitrain.data.format import read_manifest
     from mpitrain.data.info import describe
-    from mpitrain.errors import InputError
 
+    folder = arguments.dir
     manifest = read_manifest(folder)
     print(*describe(folder, manifest), sep="\n")
-    if not verify_all:
-        print("hashes      not checked (--verify reads everything)")
-        return
-    damages = list(verify(folder, manifest))
+    damages = list(verify(folder, manifest)) if arguments.verify else []
     if damages:
         print(*damages, sep="\n")
         raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
-    print("hashes      all right")
+    print(f"hashes      {'all right' if arguments.verify else 'not checked (--verify reads everything)'}")
+    return EXIT_DONE
 
 
 class _Progress:

@@ -28,11 +28,17 @@ from mpitrain.storage.disk import sync
 def make_dataset(
     target: Path, fill: Callable[[Path], None], *, once: bool, whole: Callable[[Path], bool] = is_dataset
 ) -> None:
-    """Makes the data set folder `target`: `fill` writes it into a temporary folder that is then renamed.
+    """Make a data set folder: it is filled under a temporary name, and then renamed.
 
-    once: a finished data set under that name, also one that another process makes meanwhile, is what is wanted;
-    else it is an error. whole: whether one is fit for use; with once, one that is not is replaced.
-    Raises InputError: the name is taken, no permission, disk full, and whatever `fill` raises.
+    Args:
+        target: The folder to make.
+        fill: Writes the data set into the temporary folder.
+        once: Whether a finished data set under that name, also one that another process makes meanwhile, is what is
+            wanted; else it is an error.
+        whole: Says whether a data set is fit for use. With `once`, one that is not is replaced.
+
+    Raises:
+        InputError: The name is taken, the folder may not be written, or the disk is full.
     """
     with os_errors(f"data set {target} cannot be written"):
         if once and whole(target):  # asked without a lock: works on a read-only file system too
@@ -61,7 +67,7 @@ def make_dataset(
 
 @contextmanager
 def os_errors(what: str) -> Iterator[None]:
-    """Turns what the operating system refuses into an InputError of one line."""
+    """Turn what the operating system refuses inside into an InputError of one line, which begins with `what`."""
     try:
         yield
     except OSError as error:

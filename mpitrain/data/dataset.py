@@ -1,10 +1,8 @@
 """Reading a data set at any size: rows by number, a bounded number of open files, every extent checked once.
 
-    Dataset.read(ids)      samples: shapes, dtypes, neighbours read together     (TokenDataset, ArrayDataset)
-    RowReader.read_into    rows of a split, across the borders of shards
-    OpenShard.read_into    rows of one file, hashes checked                      (shards.py)
-
-Which file a shard is read from is decided in one place, RowReader._open.
+Dataset.read(ids)      samples: shapes, dtypes, neighbours read together     (TokenDataset, ArrayDataset)
+RowReader.read_into    rows of a split, across the borders of shards
+OpenShard.read_into    rows of one file, hashes checked                      (shards.py)
 """
 
 from __future__ import annotations
@@ -37,9 +35,17 @@ Ids = npt.NDArray[np.int64]
 class Description:
     """What a data set holds, as a model needs to know it.
 
-    kind: "tokens" or "arrays". samples: in this split. x_shape, y_shape: of one sample. x_dtype, y_dtype: as handed
-    over, int64 or float32. vocabulary: size, where x are tokens or codes. classes: names, where y are class numbers.
-    identity: changes when the content does, not with the place or time of its making.
+    Attributes:
+        kind: "tokens" or "arrays".
+        split: The split that is meant.
+        samples: How many samples are in this split.
+        x_shape: The shape of one sample's x.
+        x_dtype: The dtype that x is handed over in, int64 or float32.
+        y_shape: The shape of one sample's y.
+        y_dtype: The dtype that y is handed over in, int64 or float32.
+        vocabulary: The size of the vocabulary, where x are tokens or codes.
+        classes: The names of the classes, where y are class numbers.
+        identity: Changes when the content does, not with the place or the time of its making.
     """
 
     kind: str
@@ -55,10 +61,16 @@ class Description:
 
 
 def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None) -> Dataset:
-    """Opens one split, "train" or "held_out", of a data set folder, or of what `resolve` makes of a word.
+    """Open one split of a data set.
 
-    sequence: tokens per sample; needed for kind "tokens", without meaning for kind "arrays".
-    Raises InputError: nothing there, not a data set, damaged, no permission, no such split, too few tokens.
+    Args:
+        path: The data set's folder, or a word that `resolve` makes a folder of.
+        split: "train" or "held_out".
+        sequence: How many tokens a sample has. Data of kind "tokens" need it, and it means nothing for "arrays".
+
+    Raises:
+        InputError: Nothing is there, it is no data set, it is damaged, it may not be read, it has no such split, or
+            it has too few tokens.
     """
     folder = path if isinstance(path, Path) else resolve(path)
     manifest = read_manifest(folder)
@@ -68,7 +80,12 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             "prepare it again with a larger --held-out"
         )
     spec = manifest.splits[split]
-    _check_files(folder, spec)
+    there = set(os.listdir(folder))  # one look finds missing shards at once; their content is checked when it is read
+    for shard in spec.shards:
+        if shard.file not in there:
+            raise InputError(
+                f"data set {folder}: shard {shard.file} is missing; restore that file or prepare the data set again"
+            )
     reader = RowReader(folder, spec, manifest.fields, manifest.extent_bytes)
     reader.shard(0)  # so that a first file that cannot be read is told at once
     if manifest.kind == "tokens":
@@ -76,18 +93,12 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
     return ArrayDataset(split, manifest, reader)
 
 
-def _check_files(folder: Path, spec: SplitSpec) -> None:
-    """One look at the folder finds missing shards at once; their content is checked when it is read."""
-    there = set(os.listdir(folder))
-    for shard in spec.shards:
-        if shard.file not in there:
-            raise InputError(
-                f"data set {folder}: shard {shard.file} is missing; restore that file or prepare the data set again"
-            )
-
-
 class Dataset(ABC):
-    """Samples 0 ... len-1 of one split. Any number of threads may read."""
+    """The samples 0 to len - 1 of one split. Any number of threads may read them.
+
+    Attributes:
+        description: What the data set holds.
+    """
 
     def __init__(self, description: Description, reader: RowReader) -> None:
         self.description = description
@@ -98,13 +109,21 @@ class Dataset(ABC):
 
     @abstractmethod
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """x [n, *x_shape] and y [n, *y_shape] of the samples ids (int64 [n]), in that order; n may be 0.
+        """Read samples.
 
-        Raises InputError where stored bytes are damaged or cannot be read, IndexError for ids out of range.
+        Args:
+            ids: Their numbers, int64 [n], where n may be 0.
+
+        Returns:
+            x [n, *x_shape] and y [n, *y_shape], in the order of the ids.
+
+        Raises:
+            InputError: Stored bytes are damaged or cannot be read.
+            IndexError: An id is out of range.
         """
 
     def close(self) -> None:
-        """Closes files; a later read opens them again."""
+        """Close the files. A later read opens them again."""
         self._reader.close()
 
     def _sorted(self, ids: Ids) -> tuple[Ids, Ids]:
@@ -115,9 +134,34 @@ class Dataset(ABC):
             raise IndexError(f"sample ids from {ordered[0]} to {ordered[-1]} in a data set of {len(self)}")
         return places, ordered
 
+    def _windows(self, number: int, spec: FieldSpec, ids: Ids, step: int, length: int) -> npt.NDArray[Any]:
+        """[n, length, *shape] of the stored dtype: for each id, `length` rows of a field from row id * step on."""
+        places, ordered = self._sorted(ids)
+        out = np.empty((len(ids), length, *spec.shape), spec.stored)
+        if 1 not in (ordered[1:] - ordered[:-1]).tolist():  # no two are neighbours
+            self._reader.gather(number, ordered * step, out, places)
+            return out
+        for start, first, count in _runs(ordered):
+            stretch = np.empty(((count - 1) * step + length, *spec.shape), spec.stored)
+            self._reader.read_into(number, first * step, stretch)
+            windows = np.lib.stride_tricks.sliding_window_view(stretch, length, 0)[::step]
+            out[places[start : start + count]] = np.moveaxis(windows, -1, 1)
+        return out
+
 
 class TokenDataset(Dataset):
-    """Sample i is tokens[i*S : i*S + S + 1] of the stream: S inputs, and the same shifted by one as targets."""
+    """A data set of tokens: sample i is tokens[i*S : i*S + S + 1], S inputs and the same shifted by one as targets.
+
+    Args:
+        folder: The data set's folder, for messages.
+        split: Which split it is.
+        manifest: The data set's manifest.
+        reader: Reads the rows of the split.
+        sequence: S, the tokens of a sample.
+
+    Raises:
+        InputError: No sequence is given, or the split has fewer tokens than one sample takes.
+    """
 
     def __init__(
         self, folder: Path, split: str, manifest: DatasetManifest, reader: RowReader, sequence: int | None
@@ -147,26 +191,21 @@ class TokenDataset(Dataset):
             ),
             reader,
         )
-        self._sequence = sequence
-        self._stored = manifest.fields[0].stored
+        self._sequence, self._field = sequence, manifest.fields[0]
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        length = self._sequence
-        tokens = np.empty((len(ids), length + 1), self._stored)
-        places, ordered = self._sorted(ids)
-        if _apart(ordered):
-            self._reader.gather(0, ordered * length, tokens, places)
-        else:
-            for start, first, count in _runs(ordered):
-                stretch = np.empty(count * length + 1, self._stored)
-                self._reader.read_into(0, first * length, stretch)
-                windows = np.lib.stride_tricks.sliding_window_view(stretch, length + 1)[::length]
-                tokens[places[start : start + count]] = windows
+        tokens = self._windows(0, self._field, ids, self._sequence, self._sequence + 1)
         return tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
 
 
 class ArrayDataset(Dataset):
-    """Sample i is row i of the fields x and y."""
+    """A data set of arrays: sample i is row i of the fields x and y.
+
+    Args:
+        split: Which split it is.
+        manifest: The data set's manifest.
+        reader: Reads the rows of the split.
+    """
 
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
         x, y = manifest.fields
@@ -188,17 +227,7 @@ class ArrayDataset(Dataset):
         self._fields = (x, y)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        rows = [np.empty((len(ids), *field.shape), field.stored) for field in self._fields]
-        places, ordered = self._sorted(ids)
-        for number, field in enumerate(self._fields):
-            if _apart(ordered):
-                self._reader.gather(number, ordered, rows[number][:, None], places)
-                continue
-            for start, first, count in _runs(ordered):
-                stretch = np.empty((count, *field.shape), field.stored)
-                self._reader.read_into(number, first, stretch)
-                rows[number][places[start : start + count]] = stretch
-        x, y = (_handed(field, stored) for field, stored in zip(self._fields, rows, strict=True))
+        x, y = (_handed(field, self._windows(i, field, ids, 1, 1)[:, 0]) for i, field in enumerate(self._fields))
         return x, y
 
 
@@ -207,11 +236,6 @@ def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if field.given == "unit":
         values *= np.float32(1 / 255)
     return values
-
-
-def _apart(ordered: Ids) -> bool:
-    """Whether no two are neighbours."""
-    return 1 not in (ordered[1:] - ordered[:-1]).tolist()
 
 
 def _runs(ordered: Ids) -> Iterator[tuple[int, int, int]]:
@@ -224,7 +248,14 @@ def _runs(ordered: Ids) -> Iterator[tuple[int, int, int]]:
 
 
 class RowReader:
-    """The rows of one split, over all of its shards, with at most OPEN_FILES of them open."""
+    """The rows of one split, over all of its shards, with at most OPEN_FILES of them open.
+
+    Args:
+        folder: The data set's folder.
+        spec: The split, as the manifest lists it.
+        fields: The fields of a row.
+        extent_bytes: About how many bytes have a hash of their own.
+    """
 
     def __init__(self, folder: Path, spec: SplitSpec, fields: tuple[FieldSpec, ...], extent_bytes: int) -> None:
         self._folder, self._spec, self._fields, self._extent_bytes = folder, spec, fields, extent_bytes
@@ -235,7 +266,13 @@ class RowReader:
         self._lock = threading.Lock()
 
     def read_into(self, field: int, start: int, out: npt.NDArray[Any]) -> None:
-        """Fills `out`, [k, *shape] of the stored dtype, with rows start ... start+k-1 of a field."""
+        """Read neighbouring rows of a field.
+
+        Args:
+            field: The number of the field.
+            start: The first row.
+            out: Memory for k rows, [k, *shape] of the stored dtype, which is filled with rows start to start + k - 1.
+        """
         done = 0
         while done < len(out):
             row = start + done
@@ -246,9 +283,13 @@ class RowReader:
             done += here
 
     def gather(self, field: int, starts: Ids, out: npt.NDArray[Any], places: Ids) -> None:
-        """Fills out[place], [k, *shape] of the stored dtype, with k rows from start on, for each start and place.
+        """Read equally many rows of a field from several places on.
 
-        starts: ascending. out: contiguous.
+        Args:
+            field: The number of the field.
+            starts: The first row of each stretch, in ascending order.
+            out: Contiguous memory [n, k, *shape] of the stored dtype, of k rows for each stretch.
+            places: Where in `out` each stretch goes.
         """
         number = bisect_right(self._starts, starts[0]) - 1 if len(starts) else 0
         if len(starts) and starts[-1] + out.shape[1] <= self._starts[number + 1]:  # all in one shard
@@ -266,11 +307,17 @@ class RowReader:
             self.read_into(field, int(starts[i]), out[places[i]])
 
     def shard(self, number: int) -> tuple[OpenShard, list[bytearray]]:
-        """An open shard and, per field, which of its extents were found right."""
+        """Open a shard, unless it is open.
+
+        Returns:
+            The shard and, of each field, which of its extents were found right.
+        """
         with self._lock:
             shard = self._open_shards.get(number)
             if shard is None:
-                shard = self._open_shards[number] = self._open(number)
+                shard = self._open_shards[number] = OpenShard(
+                    self._folder, self._spec.shards[number], self._fields, self._extent_bytes
+                )
                 self._trusted.setdefault(number, [bytearray(shard.extents(i)) for i in range(len(self._fields))])
                 if len(self._open_shards) > OPEN_FILES:
                     self._open_shards.popitem(last=False)  # a thread that still reads it holds it open
@@ -279,15 +326,17 @@ class RowReader:
             return shard, self._trusted[number]
 
     def close(self) -> None:
+        """Close the files. A later read opens them again."""
         with self._lock:
             self._open_shards.clear()
 
-    def _open(self, number: int) -> OpenShard:
-        return OpenShard(self._folder, self._spec.shards[number], self._fields, self._extent_bytes)
-
 
 def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
-    """Reads every byte of every shard; yields one line for each extent or file that is damaged."""
+    """Read every byte of every shard.
+
+    Yields:
+        One line for each extent or file that is damaged.
+    """
     for split in (TRAIN, HELD_OUT):
         for spec in manifest.splits[split].shards if split in manifest.splits else ():
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mpitrain.data.commit import make_dataset
@@ -26,23 +25,23 @@ _NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_
 
 
 def resolve(data_path: str, root: Path = Path("data")) -> Path:
-    """The data set folder that `data.path` names; makes the embedded ones under `root` if they are not there.
+    """Find the data set folder that `data.path` names. Any number of processes may ask at once.
 
-    Safe in any number of processes at once. A folder of your own called digits is reached as ./digits.
-    Raises InputError: no data set there, or the embedded one cannot be made.
+    Args:
+        data_path: A folder, the word `digits`, or nothing for Python's own source. A folder of your own called digits
+            is reached as ./digits.
+        root: Where the embedded data sets are made, if they are not there.
+
+    Raises:
+        InputError: There is no data set, or the embedded one cannot be made.
     """
-    if data_path == "":
-        return _made(root / PYTHON_SOURCE, _fill_python_source)
-    if data_path == DIGITS:
-        return _made(root / DIGITS, _fill_digits)
-    folder = Path(data_path)
-    read_manifest(folder)
-    return folder
-
-
-def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
-    make_dataset(folder, fill, once=True)
-    return folder
+    embedded = {"": (PYTHON_SOURCE, _fill_python_source), DIGITS: (DIGITS, _fill_digits)}
+    if data_path not in embedded:
+        read_manifest(Path(data_path))
+        return Path(data_path)
+    name, fill = embedded[data_path]
+    make_dataset(root / name, fill, once=True)
+    return root / name
 
 
 def _fill_python_source(folder: Path) -> None:
@@ -70,8 +69,8 @@ def _fill_digits(folder: Path) -> None:
     import numpy as np
 
     from mpitrain.data.format import FieldSpec
-    from mpitrain.data.sources.split import divide_rows
-    from mpitrain.data.writer import Block, Source, write_dataset
+    from mpitrain.data.sources.split import partition
+    from mpitrain.data.writer import Source, write_dataset
 
     try:
         from sklearn.datasets import load_digits
@@ -81,16 +80,13 @@ def _fill_digits(folder: Path) -> None:
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
     y = digits.target.astype(np.int32)
 
-    def blocks(held_out: float) -> Iterator[Block]:
-        return divide_rows(iter([(x, y)]), held_out)
-
     fields = (
         FieldSpec(name="x", dtype="float32", shape=x.shape[1:], given="float"),
         FieldSpec(name="y", dtype="int32", shape=(), given="integer"),
     )
     write_dataset(
         folder,
-        Source("arrays", fields, blocks, files=1),
+        Source("arrays", fields, partition(lambda: iter([(x, y)])), files=1),
         names=("scikit-learn's bundled digits (UCI optical recognition of handwritten digits)",),
         held_out=_HELD_OUT_DIGITS,
         shard_bytes=_SHARD_BYTES,

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,7 +41,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from mpitrain.errors import InputError, first_problem
-from mpitrain.storage.disk import read_plain
+from mpitrain.storage.disk import read_plain, write_durably
 
 FORMAT = "mpitrain-dataset"
 VERSION = 1
@@ -52,9 +51,7 @@ TRAIN = "train"
 HELD_OUT = "held_out"
 EXTENT_BYTES = 64 * 1024  # small, because the first random read of a sample reads its whole extent
 
-PREPARE = "python -m mpitrain.data prepare SOURCE... --out"
-
-
+_PREPARE = "python -m mpitrain.data prepare"
 _LARGEST_MANIFEST = 256 << 20  # bytes
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
@@ -170,11 +167,7 @@ def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
     """Writes dataset.json with its own CRC-32 as the last key, and makes it durable."""
     content = manifest.model_dump(mode="json")
     content["crc32"] = zlib.crc32(_canonical(content))
-    with open(folder / MANIFEST, "w", encoding="ascii") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(folder / MANIFEST, f"{json.dumps(content, indent=1)}\n".encode("ascii"))
 
 
 def is_dataset(folder: Path) -> bool:
@@ -189,23 +182,22 @@ def read_manifest(folder: Path) -> DatasetManifest:
         text = read_plain(path, _LARGEST_MANIFEST)
     except NotADirectoryError:
         raise InputError(
-            f"data set {folder} is a file, not a data set folder; make one of it with `{_prepare(folder)}`"
+            f"data set {folder} is a file, not a data set folder; make one of it with `{_PREPARE} {folder} --out DIR`"
         ) from None
     except FileNotFoundError:
         if not folder.exists():
-            raise InputError(f"data set {folder} does not exist; make it with `{PREPARE} {folder}`") from None
+            raise InputError(
+                f"data set {folder} does not exist; make it with `{_PREPARE} SOURCE... --out {folder}`"
+            ) from None
         raise InputError(
-            f"data set {folder} has no {MANIFEST}, so it is not a data set; make one with `{PREPARE} DIR`"
+            f"data set {folder} has no {MANIFEST}, so it is not a data set; make one with "
+            f"`{_PREPARE} SOURCE... --out DIR`"
         ) from None
     except PermissionError:
         raise InputError(f"data set {folder}: no permission to read {MANIFEST}; ask its owner for access") from None
     except OSError as error:
         raise InputError(f"data set {folder}: {MANIFEST} cannot be read: {error.strerror}") from None
     return _parse(text, folder)
-
-
-def _prepare(source: Path) -> str:
-    return f"python -m mpitrain.data prepare {source} --out DIR"
 
 
 def _parse(text: bytes, folder: Path) -> DatasetManifest:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, DatasetManifest, FieldSpec, SplitSpec
+from mpitrain.storage.room import readable
 
 _MOST_CLASSES = 12  # shown by name
 _TITLES = {TRAIN: "train", HELD_OUT: "held out"}
@@ -49,7 +50,7 @@ def _kind(manifest: DatasetManifest) -> str:
 def _split(split: SplitSpec, unit: str) -> str:
     size = sum(shard.bytes for shard in split.shards)
     shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
-    return f"{split.rows:,} {unit}, {_bytes(size)} in {shards}"
+    return f"{split.rows:,} {unit}, {readable(size)} in {shards}"
 
 
 def _field(field: FieldSpec) -> str:
@@ -65,12 +66,3 @@ def _classes(manifest: DatasetManifest, classes: tuple[str, ...]) -> Iterator[tu
         yield "", f"{number:>3}  {name:<20} " + " ".join(f"{count[number]:>9,}" for count in counts)
     if len(classes) > _MOST_CLASSES:
         yield "", f"...  and {len(classes) - _MOST_CLASSES:,} more"
-
-
-def _bytes(size: int) -> str:
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,8 +33,12 @@ _AHEAD = 2048  # ids that are looked up in the order at once
 class Batch:
     """One rank's share of a global batch, in host memory.
 
-    ids: int64 [n], the sample ids. x: [n, *x_shape]. y: [n, *y_shape]. position: running position of the global
-    batch's first sample; the next batch begins at position + the size of the global batch.
+    Attributes:
+        ids: The numbers of the samples, int64 [n].
+        x: Their inputs, [n, *x_shape].
+        y: Their targets, [n, *y_shape].
+        position: The running position of the global batch's first sample. The next batch begins at this position plus
+            the size of the global batch.
     """
 
     ids: Ids
@@ -45,11 +48,19 @@ class Batch:
 
 
 class Loader:
-    """Endless iterator over consecutive global batches from `position` on, giving this rank's share of each.
+    """An endless iterator over consecutive global batches, which gives this rank's share of each.
 
-    share: (start, stop) of this rank's samples within a global batch of the given size; start == stop gives empty
-    tensors. workers: reader threads; 0 reads in the caller. prefetch: batches kept ready ahead of the caller.
     An error in a reader thread is raised by the `next` that asks for its batch. Close it, or use it in `with`.
+
+    Args:
+        dataset: What is read.
+        order: The order of its samples.
+        batch: How many samples a global batch has.
+        share: Gives (start, stop) of this rank's samples within a global batch of the given size. Where both are the
+            same, the tensors are empty.
+        position: The running position of the first sample.
+        workers: How many threads read; with 0 the caller does.
+        prefetch: How many batches are kept ready ahead of the caller.
     """
 
     def __init__(
@@ -76,13 +87,13 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._threads is None:
-            return self._read(*self._advance())
+            return _batch(self._dataset, *self._advance())
         while len(self._pending) <= self._depth:
-            self._pending.append(self._threads.submit(self._read, *self._advance()))
+            self._pending.append(self._threads.submit(_batch, self._dataset, *self._advance()))
         return self._pending.popleft().result()
 
     def close(self) -> None:
-        """Stops the threads; waits for the reads they are in, not for those that have not begun."""
+        """Stop the threads. Waits for the reads that they are in, not for those that have not begun."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
@@ -90,13 +101,11 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _advance(self) -> tuple[int, Ids]:
-        """Position and sample ids of the next batch."""
+        """The position and the sample ids of the next batch."""
         if not self._ahead:
             share = self._stop - self._start
             firsts = self._position + self._batch * np.arange(max(1, _AHEAD // max(1, share)), dtype=np.int64)
@@ -106,24 +115,28 @@ class Loader:
             self._position += self._batch * len(firsts)
         return self._ahead.popleft()
 
-    def _read(self, position: int, ids: Ids) -> Batch:
-        return _batch(self._dataset, ids, position)
-
 
 def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Share) -> Iterator[Batch]:
-    """This rank's share of `samples` samples spread evenly over a split, in order, the last batch ragged.
+    """Choose samples that are spread evenly over a split, or all of them where there are no more.
 
-    All of the split where it has no more than that. Batch.position counts from 0 over the chosen samples. Every
-    rank gets the same number of batches; a share may be empty.
+    Args:
+        dataset: The split.
+        samples: How many samples are chosen, at most.
+        batch: How many samples a global batch has; the last one may have fewer.
+        share: As of `Loader`.
+
+    Yields:
+        This rank's share of each batch, in order, with positions that count the chosen samples from 0. Every rank gets
+        the same number of batches, and a share may be empty.
     """
     chosen = min(samples, len(dataset))
     for position in range(0, chosen, batch):
         start, stop = share(min(batch, chosen - position))
         places = np.arange(position + start, position + stop, dtype=np.int64)
-        yield _batch(dataset, places * len(dataset) // chosen, position)
+        yield _batch(dataset, position, places * len(dataset) // chosen)
 
 
-def _batch(dataset: Dataset, ids: Ids, position: int) -> Batch:
+def _batch(dataset: Dataset, position: int, ids: Ids) -> Batch:
     import torch
 
     x, y = dataset.read(ids)

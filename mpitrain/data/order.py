@@ -35,9 +35,11 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The endless, shuffled sequence of the ids 0 ... samples-1, each once per epoch.
+    """The endless, shuffled sequence of the ids 0 to samples - 1, each of which comes once per epoch.
 
-    samples: in one epoch, 1 to 2^62. seed: 0 to 2^63-1.
+    Attributes:
+        samples: How many there are in one epoch, 1 to 2^62.
+        seed: What the order follows from, 0 to 2^63 - 1.
     """
 
     samples: int
@@ -50,17 +52,18 @@ class SampleOrder:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63-1")
 
     def epoch(self, position: int) -> int:
+        """The epoch that a running position lies in."""
         return position // self.samples
 
     def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
-        """The sample ids at the running positions position ... position+count-1; int64 [count].
+        """The sample ids at `count` running positions from `position` on, int64 [count].
 
-        Crosses ends of epochs; costs time and memory for count ids only.
+        They may cross the ends of epochs, and cost the time and the memory of so many ids alone.
         """
         return self.at(np.arange(position, position + count, dtype=np.int64))
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sample ids at these running positions, in ascending order; int64, as many.
+        """The sample ids at running positions in ascending order, int64 and as many.
 
         One call for many positions costs a fraction of many calls.
         """

@@ -36,7 +36,13 @@ _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What a person may add, each for one kind of input. tokenizer: file; size: height, width; label: column."""
+    """What a person may say about the input, each for one kind of it.
+
+    Attributes:
+        tokenizer: The file of a Hugging Face tokenizer, for text.
+        size: The height and the width of images, in pixels.
+        label: The name or the number of a table's column.
+    """
 
     tokenizer: Path | None = None
     size: tuple[int, int] | None = None
@@ -45,7 +51,12 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Found:
-    """A file and the source it was found under."""
+    """A file that was found.
+
+    Attributes:
+        path: The file.
+        root: The source under which it was found.
+    """
 
     path: Path
     root: Path
@@ -53,7 +64,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of input: how its files are recognised, what makes a Source of them, and the option it takes."""
+    """A kind of input.
+
+    Attributes:
+        name: What messages call it.
+        matches: Whether a file is of this kind.
+        source: Makes a `Source` of such files.
+        option: The attribute of `PrepareOptions` that it takes, if any.
+    """
 
     name: str
     matches: Callable[[Path], bool]
@@ -76,14 +94,14 @@ def prepare(
     Args:
         sources: Files and folders, all of one kind of input.
         out: The folder to make.
-        held_out: Fraction of rows kept for evaluation, 0 to 0.5; an input that brings its own test set keeps that.
+        held_out: The fraction of rows kept for evaluation, 0 to 0.5. An input that brings its own test set keeps that.
         options: What some kinds of input need to know.
-        shard_bytes: Of data in a shard.
+        shard_bytes: How many bytes of data a shard has.
         progress: Told of the rows that are written.
         more: Kinds of input of one's own, which are recognised before those of the table KINDS.
 
     Raises:
-        InputError: Nothing is there, it is empty, of an unknown kind or of several, `out` exists, the disk is full, ...
+        InputError: Nothing is there, it is empty, of an unknown kind or of several, `out` exists, or the disk is full.
     """
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out:g} is not a fraction from 0 to 0.5")
@@ -99,29 +117,36 @@ def prepare(
 
 
 def recognise(sources: Sequence[str], options: PrepareOptions, among: Sequence[Kind]) -> Source:
-    """Find the one kind that all sources are of."""
-    chosen: dict[str, list[Found]] = defaultdict(list)
-    kinds: dict[str, Kind] = {}
+    """Find the one kind that all sources are of, and make a `Source` of them.
+
+    Args:
+        sources: Files and folders.
+        options: What some kinds of input need to know.
+        among: The kinds of input that there are.
+
+    Raises:
+        InputError: The sources are of several kinds or of none, or an option is for another kind.
+    """
+    chosen: dict[Kind, list[Found]] = defaultdict(list)
     skipped: list[Path] = []
     for name in sources:
         kind, found, others = _look(Path(name), among)
-        kinds[kind.name] = kind
-        chosen[kind.name] += found
+        chosen[kind] += found
         skipped += others
     if len(chosen) > 1:
-        listed = " and ".join(f"{kind} ({found[0].path})" for kind, found in chosen.items())
+        listed = " and ".join(f"{kind.name} ({found[0].path})" for kind, found in chosen.items())
         raise InputError(f"sources of different kinds: {listed}; prepare each kind into a folder of its own")
-    (kind,) = kinds.values()
+    ((kind, found),) = chosen.items()
     for option in ("tokenizer", "size", "label"):
         if getattr(options, option) is not None and option != kind.option:
             owner = next(other.name for other in among if other.option == option)
             raise InputError(f"--{option} is for {owner}, these sources are {kind.name}; leave it out")
-    source = kind.source(chosen[kind.name], options)
+    source = kind.source(found, options)
     row_bytes = sum(field.row_bytes for field in source.fields)
     if row_bytes > _LARGEST_ROW:
         shapes = " and ".join(str(list(field.shape)) for field in source.fields)
         raise InputError(
-            f"source {chosen[kind.name][0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
+            f"source {found[0].path}: samples of {shapes:.200} ({row_bytes:,} bytes) are too large; give "
             f"some of at most {_LARGEST_ROW >> 30} GiB"
         )
     if not skipped:
@@ -146,30 +171,25 @@ def _look(path: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Pa
 
 
 def _look_into(folder: Path, among: Sequence[Kind]) -> tuple[Kind, list[Found], list[Path]]:
-    by_kind: dict[str, list[Path]] = defaultdict(list)
-    kinds: dict[str, Kind] = {}
+    by_kind: dict[Kind, list[Path]] = defaultdict(list)
     unknown: list[Path] = []
     for path in _walk(folder):
-        if path.stat().st_size == 0:
-            continue
-        kind = _kind_of(path, among)
-        if kind is None:
-            unknown.append(path)
-        else:
-            kinds[kind.name] = kind
-            by_kind[kind.name].append(path)
+        if path.stat().st_size:
+            kind = _kind_of(path, among)
+            (unknown if kind is None else by_kind[kind]).append(path)
     if not by_kind:
         reason = f"only files of kinds that prepare does not read, such as {unknown[0].name}" if unknown else "no data"
         raise InputError(f"source {folder} holds {reason}; give {_KNOWN}")
-    most = max(by_kind, key=lambda name: len(by_kind[name]))
-    others = [path for name, paths in by_kind.items() if name != most for path in paths]
-    if len(others) > _OTHERS * (len(others) + len(by_kind[most])):
-        other = next(name for name in by_kind if name != most)
+    most = max(by_kind, key=lambda kind: len(by_kind[kind]))
+    paths = by_kind.pop(most)
+    others = [path for some in by_kind.values() for path in some]
+    if len(others) > _OTHERS * (len(others) + len(paths)):
+        other, some = next(iter(by_kind.items()))
         raise InputError(
-            f"source {folder} mixes {most} ({by_kind[most][0].name}) and {other} ({by_kind[other][0].name}); "
+            f"source {folder} mixes {most.name} ({paths[0].name}) and {other.name} ({some[0].name}); "
             "name the files or subfolders of one kind"
         )
-    return kinds[most], [Found(path, folder) for path in by_kind[most]], others + unknown
+    return most, [Found(path, folder) for path in paths], others + unknown
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -37,7 +37,17 @@ _TABLE = np.dtype("<u4")
 
 
 class ShardWriter:
-    """Writes one shard of at most `capacity` rows; `append` any number of times, then `finish` or `abandon`."""
+    """Writes one shard: `append` is called any number of times, then `finish` or `abandon`.
+
+    Args:
+        path: The file to make.
+        fields: The fields of a row.
+        extent_bytes: About how many bytes get a hash of their own.
+        capacity: How many rows the shard has at most.
+
+    Attributes:
+        rows: How many rows were appended so far.
+    """
 
     def __init__(self, path: Path, fields: Sequence[FieldSpec], extent_bytes: int, capacity: int) -> None:
         self._path, self._fields, self._extent_bytes, self._capacity = path, fields, extent_bytes, capacity
@@ -48,18 +58,22 @@ class ShardWriter:
 
     @property
     def room(self) -> int:
-        """Rows that still fit."""
+        """How many rows still fit."""
         return self._capacity - self.rows
 
     def append(self, columns: Sequence[npt.NDArray[Any]]) -> None:
-        """columns: one array [k, *shape] per field, contiguous, of the stored dtype; k <= room."""
+        """Append k rows, which must fit.
+
+        Args:
+            columns: One contiguous array [k, *shape] of the stored dtype for each field.
+        """
         for field, hasher, place, column in zip(self._fields, self._hashers, self._places, columns, strict=True):
             hasher.update(column)
             write_at(self._descriptor, bytes_of_array(column), place.rows + self.rows * field.row_bytes)
         self.rows += len(columns[0])
 
     def finish(self) -> ShardSpec:
-        """Closes the shard, durable, cut to the rows it got."""
+        """Close the shard, which is then on the disk and has the rows that it got; returns what a manifest lists."""
         if self.room:
             self._shorten()
         crcs = {}
@@ -73,6 +87,7 @@ class ShardWriter:
         return ShardSpec(file=self._path.name, rows=self.rows, bytes=size, tables=crcs)
 
     def abandon(self) -> None:
+        """Close a shard that nobody will use."""
         os.close(self._descriptor)
 
     def _shorten(self) -> None:
@@ -93,14 +108,29 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class FieldPlace:
-    """Where a field lies in a shard file, in bytes from its start: its rows, and its table of hashes."""
+    """Where a field lies in a shard file, in bytes from the beginning of the file.
+
+    Attributes:
+        rows: Where its rows begin.
+        table: Where its table of hashes begins.
+    """
 
     rows: int
     table: int
 
 
 def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int, rows: int) -> list[FieldPlace]:
-    """Makes a shard file whose data sets have their full size and no content yet."""
+    """Make a shard file whose data sets have their full size and no content yet.
+
+    Args:
+        path: The file to make.
+        fields: The fields of a row.
+        extent_bytes: About how many bytes get a hash of their own.
+        rows: How many rows the shard has.
+
+    Returns:
+        Where each field lies.
+    """
     # A full disk or a file over the allowed size must be met here, not by HDF5: see above. The space goes back to
     # HDF5 the moment it opens the file.
     extents = {field: -(-rows // field.extent_rows(extent_bytes)) for field in fields}
@@ -128,10 +158,19 @@ def _create_data_set(file: h5py.File, name: str, shape: tuple[int, ...], dtype: 
 
 
 class OpenShard:
-    """A shard open for reading; threads may share it. Its file closes when the last holder lets go.
+    """A shard that is open for reading. Threads may share it, and its file closes when the last holder lets go.
 
-    trusted: per field one byte per extent, 1 where its hash was found right. It outlives this object, so that an
-    extent is checked once per process however often its file is opened.
+    Its methods take `trusted`: one byte for each extent of a field, 1 where its hash was found right. It outlives this
+    object, so that an extent is checked once per process, however often its file is opened.
+
+    Args:
+        folder: The data set's folder.
+        spec: The shard, as the manifest lists it.
+        fields: The fields of a row.
+        extent_bytes: About how many bytes have a hash of their own.
+
+    Raises:
+        InputError: The file is missing, may not be read, or is not the one that the manifest lists.
     """
 
     def __init__(self, folder: Path, spec: ShardSpec, fields: Sequence[FieldSpec], extent_bytes: int) -> None:
@@ -157,12 +196,20 @@ class OpenShard:
             os.close(self._descriptor)
 
     def extents(self, field: int) -> int:
+        """How many extents a field has."""
         return len(self._tables[field])
 
     def read_into(self, field: int, start: int, out: npt.NDArray[Any], trusted: bytearray) -> None:
-        """Fills `out` with rows start ... start+len(out)-1 of a field; checks the extents not trusted yet.
+        """Read neighbouring rows of a field, and check the extents that are not trusted yet.
 
-        out: contiguous [k, *shape] of the stored dtype. Raises InputError naming shard, field and extent.
+        Args:
+            field: The number of the field.
+            start: The first row.
+            out: Contiguous memory [k, *shape] of the stored dtype, which is filled with rows start to start + k - 1.
+            trusted: Which extents of the field were found right; those that are found right now are noted in it.
+
+        Raises:
+            InputError: An extent is damaged; the message names shard, field and extent.
         """
         size, stop = self._extent_rows[field], start + len(out)
         first, last = start // size, (stop - 1) // size
@@ -182,13 +229,17 @@ class OpenShard:
     def gather(
         self, field: int, starts: Sequence[int], out: npt.NDArray[Any], places: Sequence[int], trusted: bytearray
     ) -> None:
-        """Fills out[place] with out.shape[1] rows from start on, for each start and place, as `read_into` does."""
-        size, count, row_bytes, base = (
-            self._extent_rows[field],
-            out.shape[1],
-            self._row_bytes[field],
-            self._offsets[field],
-        )
+        """Read equally many rows of a field from several places on, as `read_into` does.
+
+        Args:
+            field: The number of the field.
+            starts: The first row of each stretch.
+            out: Contiguous memory [n, k, *shape] of the stored dtype, of k rows for each stretch.
+            places: Where in `out` each stretch goes.
+            trusted: As of `read_into`.
+        """
+        size, count = self._extent_rows[field], out.shape[1]
+        row_bytes, base = self._row_bytes[field], self._offsets[field]
         nbytes = count * row_bytes
         data = out.reshape(-1).view(np.uint8).data
         for start, place in zip(starts, places, strict=True):
@@ -203,7 +254,7 @@ class OpenShard:
             self.read_into(field, start, out[place], trusted)
 
     def checked_extent(self, field: int, extent: int) -> npt.NDArray[Any]:
-        """The rows of one extent, read from the file, or InputError where their hash is wrong."""
+        """Read the rows of one extent. Raises InputError where their hash is wrong."""
         begin = extent * self._extent_rows[field]
         end = min(begin + self._extent_rows[field], self._rows)
         spec = self._fields[field]

@@ -26,25 +26,29 @@ from mpitrain.data.defaults import resolve
 from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, ShardSpec, read_manifest
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import sync
+from mpitrain.storage.room import free_bytes
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
-_COPIED = 16 << 20  # bytes at a time
 _LEFT = 64 << 20  # bytes that stay free
 _PAUSE = 0.1  # seconds
 
 
 def staged_folder(source: Path, stage: Path) -> Path:
-    """Where the copy of a data set is, or will be."""
+    """Where under the folder `stage` the copy of a data set is, or will be."""
     return stage / f"mpitrain-data-{read_manifest(source).identity}"
 
 
 def stage(source: Path, stage: Path) -> None:
-    """Have a whole, checked copy of the data set `source` under the folder `stage`.
+    """Have a whole, checked copy of a data set. Any number of processes may ask at once.
 
-    Safe in any number of processes at once; what is there already is used. Raises InputError: no room, no permission,
-    damaged shards.
+    Args:
+        source: The data set's folder.
+        stage: Where the copy is made, unless it is there already.
+
+    Raises:
+        InputError: There is no room, the folder may not be written, or shards are damaged.
     """
     manifest = read_manifest(source)
     make_dataset(
@@ -56,10 +60,18 @@ def stage(source: Path, stage: Path) -> None:
 
 
 def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
-    """`stage` what data.path names, by the first rank of each node; returns when all are done. Collective.
+    """Have the first rank of each node make a copy, and return when all have one. Collective.
 
-    Raises on all ranks what it raised on any. However long the copying takes: the ranks meet all the while, so that
-    none of them waits in an operation for longer than `comm.timeout`, and one that dies is missed at once.
+    However long the copying takes, the ranks meet all the while, so that none of them waits in an operation for longer
+    than `comm.timeout`, and one that dies is missed at once.
+
+    Args:
+        world: All ranks.
+        path: What `data.path` names.
+        stage_path: Where each node's copy is made.
+
+    Raises:
+        InputError: On all ranks what `stage` raised on any.
     """
     failure: list[BaseException] = []
 
@@ -97,7 +109,7 @@ def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
 
 def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
     shards = list(_shards(manifest))
-    needed, free = sum(shard.bytes for shard in shards) + _LEFT, shutil.disk_usage(into).free
+    needed, free = sum(shard.bytes for shard in shards) + _LEFT, free_bytes(into)
     if free < needed:
         raise InputError(
             f"data.stage {into.parent} has {free / 1e9:.1f} GB free and the data set needs {needed / 1e9:.1f} GB; make "
@@ -111,9 +123,5 @@ def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    with open(source, "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:
-        while data := old.read(_COPIED):
-            rest = memoryview(data)
-            while rest:
-                rest = rest[new.write(rest) :]
+    shutil.copyfile(source, target)
     sync(target)

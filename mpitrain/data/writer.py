@@ -47,11 +47,18 @@ MOST_DIMENSIONS = 32  # of a field with all its rows, as HDF5 has them
 
 @dataclass(frozen=True)
 class Source:
-    """An input, described but not yet read.
+    """An input that is described but not yet read.
 
-    blocks(held_out): yields (split, one array [k, *shape] per field), k >= 1, in an order that is always the same.
-    held_out is the fraction of rows to keep apart. classes: names of the classes 0, 1, ..., None where y's own
-    numbers are to be counted. vocabulary: None where x's own integers are to be counted. tokenizer: a file to keep.
+    Attributes:
+        kind: "tokens" or "arrays".
+        fields: The fields of a row.
+        blocks: Gives (split, one array [k, *shape] for each field) again and again, k at least 1, in an order that is
+            always the same; it is called with the fraction of rows to hold out.
+        files: How many files the input has.
+        classes: The names of the classes 0, 1, ...; None where y's own numbers are to be counted.
+        vocabulary: The size of the vocabulary; None where x's own integers are to be counted.
+        tokenizer: A tokenizer's file, which is kept with the data.
+        notes: Sentences about the input, for people.
     """
 
     kind: Literal["tokens", "arrays"]
@@ -73,10 +80,19 @@ def write_dataset(
     shard_bytes: int,
     progress: Progress | None = None,
 ) -> None:
-    """Writes every file of a data set into the existing, empty `folder`, durable, the manifest last.
+    """Write every file of a data set, the manifest last. They are on the disk afterwards.
 
-    Raises InputError: the source is unreadable or has no rows, or too few for the held-out fraction; OSError:
-    the disk is full.
+    Args:
+        folder: An empty folder.
+        source: What is written.
+        names: What the source is called in the manifest.
+        held_out: The fraction of rows to hold out.
+        shard_bytes: How many bytes of data a shard has.
+        progress: Called with the split, and the rows and bytes of it that are written so far.
+
+    Raises:
+        InputError: The source cannot be read, has no rows, or too few of them for the fraction to hold out.
+        OSError: The disk is full.
     """
     writers: dict[str, _SplitWriter] = {}
     tally = _Tally(source)
@@ -105,7 +121,7 @@ def write_dataset(
             vocabulary=tally.vocabulary(),
             tokenizer_crc32=_keep_tokenizer(source.tokenizer, folder),
             classes=tally.classes(),
-            splits={name: _with_counts(split, tally.counts(name)) for name, split in splits.items()},
+            splits={name: split.model_copy(update=tally.counts(name)) for name, split in splits.items()},
             origin=Origin(
                 sources=tuple(names),
                 files=source.files,
@@ -130,10 +146,6 @@ def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, name
         )
 
 
-def _with_counts(split: SplitSpec, counts: tuple[int, ...] | None) -> SplitSpec:
-    return split.model_copy(update={"class_counts": counts})
-
-
 def _keep_tokenizer(tokenizer: Path | None, folder: Path) -> int | None:
     if tokenizer is None:
         return None
@@ -146,9 +158,8 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, split: str, fields: Sequence[FieldSpec], shard_bytes: int) -> None:
         self._folder, self._split, self._fields = folder, split, fields
-        row_bytes = sum(field.row_bytes for field in fields)
-        self._capacity = max(1, shard_bytes // max(1, row_bytes))
-        self._row_bytes = row_bytes
+        self._row_bytes = sum(field.row_bytes for field in fields)
+        self._capacity = max(1, shard_bytes // max(1, self._row_bytes))
         self._waiting: list[Columns] = []
         self._waiting_rows = 0
         self._shard: ShardWriter | None = None
@@ -185,17 +196,15 @@ class _SplitWriter:
         self._waiting, self._waiting_rows = [], 0
         taken, rows = 0, len(columns[0])
         while taken < rows:
-            shard = self._shard or self._next_shard()
+            if self._shard is None:
+                path = self._folder / f"{self._split}-{len(self._done):05d}.h5"
+                self._shard = ShardWriter(path, self._fields, EXTENT_BYTES, self._capacity)
+            shard = self._shard
             stop = min(rows, taken + shard.room)
             shard.append([column[taken:stop] for column in columns])
             taken = stop
             if not shard.room:
                 self._close_shard()
-
-    def _next_shard(self) -> ShardWriter:
-        path = self._folder / f"{self._split}-{len(self._done):05d}.h5"
-        self._shard = ShardWriter(path, self._fields, EXTENT_BYTES, self._capacity)
-        return self._shard
 
     def _close_shard(self) -> None:
         if self._shard:
@@ -247,9 +256,10 @@ class _Tally:
             return self._source.classes
         return tuple(str(i) for i in range(max(len(counts) for counts in self._counts.values())))
 
-    def counts(self, split: str) -> tuple[int, ...] | None:
+    def counts(self, split: str) -> dict[str, tuple[int, ...]]:
+        """What the manifest says of the classes of a split."""
         classes = self.classes()
         if classes is None:
-            return None
-        counts = self._counts[split]
-        return tuple(int(n) for n in counts) + (0,) * (len(classes) - len(counts))
+            return {}
+        counts = self._counts[split].tolist()
+        return {"class_counts": (*counts, *[0] * (len(classes) - len(counts)))}

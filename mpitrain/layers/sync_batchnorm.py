@@ -48,18 +48,10 @@ class SyncBatchNorm(_BatchNorm):
     @staticmethod
     def _of(old: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
         """A layer with the parameters, statistics and options of a plain one."""
-        new = SyncBatchNorm(
-            old.num_features,
-            comm,
-            eps=old.eps,
-            momentum=old.momentum,
-            affine=old.affine,
-            track_running_stats=old.track_running_stats,
-        )
-        new.weight, new.bias = old.weight, old.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
+        options = {name: getattr(old, name) for name in ("eps", "momentum", "affine", "track_running_stats")}
+        new = SyncBatchNorm(old.num_features, comm, **options)
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(new, name, getattr(old, name))
-        new.training = old.training
         return new
 
     def _check_input_dim(self, input: torch.Tensor) -> None:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpitrain.choices import RESNET_LAYERS, Model, one_of
 from mpitrain.config.training import ModelSection
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error
-from mpitrain.models.task import DataDescription, Task
+from mpitrain.models.task import Task
+
+if TYPE_CHECKING:
+    from mpitrain.data import Description
 
 IMAGE_CHANNELS = (1, 3, 4)
 
 
-def build_model(section: ModelSection, description: DataDescription) -> Task:
+def build_model(section: ModelSection, description: Description) -> Task:
     """The model `section` names, shaped for the data `description` describes, on the CPU in fp32.
 
     Raises InputError (agreed: every rank comes to the same verdict) when the model does not fit the data, and
@@ -30,79 +34,70 @@ def build_model(section: ModelSection, description: DataDescription) -> Task:
     if section.factory:
         return build_from_factory(section.factory, description, section.options)
     if section.options:
-        raise InputError(
+        raise refusal(
             f"model.options {sorted(section.options)} are for model.factory, and model.{section.name} takes none; "
-            "remove them",
-            agreed=True,
+            "remove them"
         )
     return MODELS[section.name](section, description)
 
 
-def _gpt(section: ModelSection, description: DataDescription) -> Task:
+def _gpt(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.gpt import GPT
 
     if description.kind != "tokens" or description.vocabulary is None:
-        raise _misfit(section, description)
+        raise _misfit(section, description, "tokens")
     if section.width % (2 * section.heads):
         fitting = math.ceil(section.width / (2 * section.heads)) * 2 * section.heads
-        raise InputError(
+        raise refusal(
             f"model.width {section.width} does not give each of model.heads {section.heads} an even number of "
-            f"features; set model.width to {fitting}",
-            agreed=True,
+            f"features; set model.width to {fitting}"
         )
     model = GPT(description.vocabulary, section.layers, section.width, section.heads, section.dropout)
     return Task(model, model.loss)
 
 
-def _resnet(section: ModelSection, description: DataDescription) -> Task:
+def _resnet(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.resnet import SMALL_IMAGE, ResNet
 
     if not _is_image(description):
-        raise _misfit(section, description)
+        raise _misfit(section, description, "images")
     shape = description.x_shape
     last = len(shape) == 3 and shape[-1] in IMAGE_CHANNELS and shape[0] not in IMAGE_CHANNELS
     sides = shape[:2] if last else shape[-2:]
     channels = 1 if len(shape) == 2 else shape[-1] if last else shape[0]
     outputs, criterion = _target(description)
     model = ResNet(
-        section.layers,
-        section.width,
-        channels,
-        outputs,
-        criterion,
-        small=max(sides) <= SMALL_IMAGE,
-        channels_last=last,
+        section.layers, section.width, channels, outputs, criterion, small=max(sides) <= SMALL_IMAGE, channels_last=last
     )
     return Task(model, model.loss)
 
 
-def _mlp(section: ModelSection, description: DataDescription) -> Task:
+def _mlp(section: ModelSection, description: Description) -> Task:
     from mpitrain.models.mlp import MLP
 
     if description.kind == "tokens":
-        raise _misfit(section, description)
+        raise _misfit(section, description, "arrays")
     outputs, criterion = _target(description)
     model = MLP(math.prod(description.x_shape), outputs, section.layers, section.width, criterion, section.dropout)
     return Task(model, model.loss)
 
 
-MODELS: dict[Model, Callable[[ModelSection, DataDescription], Task]] = {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}
+MODELS: dict[Model, Callable[[ModelSection, Description], Task]] = {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}
 
 
-def _target(description: DataDescription) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+def _target(description: Description) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """(outputs, loss): scores of the classes and cross-entropy, or y's numbers and squared error."""
     if description.classes:
         return len(description.classes), cross_entropy
     return math.prod(description.y_shape), squared_error
 
 
-def _is_image(description: DataDescription) -> bool:
+def _is_image(description: Description) -> bool:
     """[height, width], [channels, height, width] or [height, width, channels]."""
     return description.kind == "arrays" and len(description.x_shape) in (2, 3)
 
 
-def _misfit(section: ModelSection, description: DataDescription) -> InputError:
-    takes = {"gpt": "tokens", "resnet": "images", "mlp": "arrays"}[section.name]
+def _misfit(section: ModelSection, description: Description, takes: str) -> InputError:
     shape = tuple(description.x_shape)
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
@@ -110,6 +105,4 @@ def _misfit(section: ModelSection, description: DataDescription) -> InputError:
         data, fitting = f"images of shape {shape}", f"resnet (with model.layers {one_of(RESNET_LAYERS)}) or mlp"
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"
-    return InputError(
-        f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}", agreed=True
-    )
+    return refusal(f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}")

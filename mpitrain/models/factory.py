@@ -11,26 +11,25 @@ The errors are not `agreed`: a missing package or file may be one node's alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mpitrain.config.named import find, told
 from mpitrain.errors import InputError
-from mpitrain.models.task import DataDescription, Task
+from mpitrain.models.task import Task
+
+if TYPE_CHECKING:
+    from mpitrain.data import Description
 
 
-def build_from_factory(path: str, description: DataDescription, options: Mapping[str, Any]) -> Task:
+def build_from_factory(path: str, description: Description, options: Mapping[str, Any]) -> Task:
     """Import, call, check. Raises InputError for everything the user can mend."""
     function = find("model.factory", path)
     try:
         made = function(description, **options)
     except (Exception, SystemExit) as error:
         raise InputError(f"model.factory {path} raised {told(error)}; mend it or model.options") from error
-    return _checked(path, made)
-
-
-def _checked(path: str, made: Any) -> Task:
     module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, getattr(made, "loss", None))
     if not isinstance(module, nn.Module):
         raise InputError(

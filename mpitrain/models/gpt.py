@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.models.losses import cross_entropy, widened
+from mpitrain.models.task import BlockModel
 
 INIT_STD = 0.02  # GPT-2
 ROTARY_BASE = 10000.0
@@ -30,7 +31,7 @@ ROTARY_BASE = 10000.0
 State: TypeAlias = "tuple[torch.Tensor, ...]"  # what later slices of a sequence need of an earlier one
 
 
-class GPT(nn.Module):
+class GPT(BlockModel):
     """tokens [batch, sequence], int64 or int32 -> scores [batch, sequence, vocabulary].
 
     The score at a position depends on that token and earlier ones only. width must be a multiple of heads and
@@ -69,16 +70,6 @@ class GPT(nn.Module):
             "blocks.*.mlp.down": "row",
             "head": "vocabulary",
         }
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = tokens
-        for _, block in self.pipeline_blocks():
-            x = block(x)
-        return x
-
-    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean nats per token. y: [batch, sequence], the token that follows each position."""
-        return self.criterion(output, y)
 
     def _initialise(self, layers: int) -> None:
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
@@ -131,11 +122,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self._projections(x)
         mixed = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=self.weights_dropout if self.training else 0.0,
-            is_causal=True,
+            q, k, v, dropout_p=self.weights_dropout if self.training else 0.0, is_causal=True
         )
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mpitrain.models.task import BlockModel
 
-class MLP(nn.Module):
+
+class MLP(BlockModel):
     """x [batch, ...] of any real dtype, with `inputs` numbers a sample -> [batch, outputs].
 
     layers: hidden layers of `width` features, each linear, ReLU, dropout. criterion(output, y): the loss.
@@ -45,15 +47,6 @@ class MLP(nn.Module):
         linear = [f"hidden.{index}.0" for index in range(len(self.hidden))] + ["head"]
         pairs = zip(linear[::2], linear[1::2], strict=False)
         return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _, block in self.pipeline_blocks():
-            x = block(x)
-        return x
-
-    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean over the samples of the batch."""
-        return self.criterion(output, y)
 
 
 def hidden_layer(inputs: int, width: int, dropout: float) -> nn.Sequential:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mpitrain.models.task import BlockModel
+
 SMALL_IMAGE = 64  # pixels, of the longer side
 
 
@@ -74,7 +76,7 @@ STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 }
 
 
-class ResNet(nn.Module):
+class ResNet(BlockModel):
     """images [batch, channels, height, width] of any real dtype -> [batch, outputs].
 
     layers: 18, 34, 50 or 101. width: channels after the stem. small: the stem without strides.
@@ -118,16 +120,6 @@ class ResNet(nn.Module):
             for name, block in stage.named_children()
         ]
         return [("stem", self.stem), *blocks, ("pool", self.pool), ("head", self.head)]
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = images
-        for _, block in self.pipeline_blocks():
-            x = block(x)
-        return x
-
-    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean over the samples of the batch."""
-        return self.criterion(output, y)
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 
-class DataDescription(Protocol):
-    """The part of a data set's description that a model is shaped by (mpitrain.data.Description has it)."""
+class BlockModel(nn.Module):
+    """A model whose forward pass is its blocks in order, and whose loss is a criterion(output, y)."""
 
-    @property
-    def kind(self) -> str: ...  # "tokens" or "arrays"
+    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    @property
-    def x_shape(self) -> tuple[int, ...]: ...  # of one sample
+    def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) of each block, in order."""
+        raise NotImplementedError
 
-    @property
-    def y_shape(self) -> tuple[int, ...]: ...  # of one sample; () for a label or a single number
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _, block in self.pipeline_blocks():
+            x = block(x)
+        return x
 
-    @property
-    def vocabulary(self) -> int | None: ...  # of tokens
-
-    @property
-    def classes(self) -> tuple[str, ...] | None: ...  # None: y is no class
+    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean over the samples of the batch; of tokens, in nats per token."""
+        return self.criterion(output, y)
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,11 @@ from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from mpitrain.pipe.simulate import Simulation
 
-_LETTERS: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
-_COLOURS: dict[type, str] = {
-    Forward: "#4c78a8",
-    Backward: "#f2a541",
-    BackwardInput: "#72b7b2",
-    BackwardWeight: "#b9b9b9",
-}
-_MEANING: dict[type, str] = {
-    Forward: "forward",
-    Backward: "backward",
-    BackwardInput: "backward, inputs",
-    BackwardWeight: "backward, weights",
+_LOOKS: dict[type, tuple[str, str, str]] = {  # letter, colour, meaning
+    Forward: ("F", "#4c78a8", "forward"),
+    Backward: ("B", "#f2a541", "backward"),
+    BackwardInput: ("I", "#72b7b2", "backward, inputs"),
+    BackwardWeight: ("W", "#b9b9b9", "backward, weights"),
 }
 
 
@@ -84,7 +77,7 @@ def picture(simulation: Simulation, path: Path, unit: str) -> None:
     axes.set_xlabel(f"time ({unit})")
     axes.set_title(summary(simulation, unit), loc="left", fontsize=10)
     kinds = dict.fromkeys(type(run.step) for runs in simulation.runs for run in runs)
-    patches = [Patch(facecolor=_COLOURS[kind], label=_MEANING[kind]) for kind in kinds]
+    patches = [Patch(facecolor=colour, label=meaning) for _, colour, meaning in map(_LOOKS.__getitem__, kinds)]
     axes.legend(
         handles=patches, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, frameon=False
     )
@@ -99,9 +92,8 @@ def _block(axes: Any, simulation: Simulation, rank: int, step: Compute, begin: f
     schedule = simulation.schedule
     chunk = schedule.stages_of(rank).index(step.stage)
     paler = 1.0 - 0.5 * chunk / max(1, schedule.chunks - 1)
-    axes.barh(
-        rank, end - begin, left=begin, height=0.86, color=_COLOURS[type(step)], alpha=paler, edgecolor="white", lw=0.4
-    )
+    colour = _LOOKS[type(step)][1]
+    axes.barh(rank, end - begin, left=begin, height=0.86, color=colour, alpha=paler, edgecolor="white", lw=0.4)
     label = str(step.microbatch)
     if end - begin > room * len(label):
         axes.text((begin + end) / 2, rank, label, ha="center", va="center", fontsize=6)
@@ -111,4 +103,5 @@ def _letter(step: Compute, simulation: Simulation) -> str:
     """The letter of a step: small for odd stages of a rank."""
     schedule = simulation.schedule
     chunk = schedule.stages_of(schedule.rank_of[step.stage]).index(step.stage)
-    return _LETTERS[type(step)].lower() if chunk % 2 else _LETTERS[type(step)]
+    letter = _LOOKS[type(step)][0]
+    return letter.lower() if chunk % 2 else letter

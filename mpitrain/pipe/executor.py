@@ -164,7 +164,7 @@ class Executor:
         if slices == 1:
             return None
         key = number, microbatch // slices
-        past = self._past.setdefault(key, Past())
+        past = self._past.setdefault(key, {})
         if microbatch % slices == slices - 1:
             del self._past[key]  # nobody asks again: what backward needs is in each slice's `Kept`
         return past
@@ -183,7 +183,7 @@ class Executor:
         microbatch: int,
     ) -> None:
         """Compute gradients of a stage, and pass those of its input on. release: nothing is left for a weight half."""
-        gradients = [] if number == self._last else self._take(number + 1, microbatch, True)
+        gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True)).tensors
         kept = self._kept[number, microbatch]
         if release:
             del self._kept[number, microbatch]
@@ -224,14 +224,10 @@ class Executor:
         for work in self._arriving[key].works:
             self.wire.wait(work)
 
-    def _take(self, number: int, microbatch: int, gradient: bool) -> list[torch.Tensor]:
-        """The tensors that stage `number` made for its neighbour on this rank."""
-        return self._arriving.pop((number, microbatch, gradient)).tensors
-
     def _input(self, number: int, microbatch: int) -> Any:
         """The output of stage `number` as input of the next stage, whose graph begins with these tensors."""
         spec = self._batch.known[microbatch][number]
-        tensors = self._take(number, microbatch, False)
+        tensors = self._arriving.pop((number, microbatch, False)).tensors
         if torch.is_grad_enabled():
             for t, told in zip(tensors, spec.tensors, strict=True):
                 t.requires_grad_(told.gradient)

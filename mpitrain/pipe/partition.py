@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.layout import split
 
 _TRIES = 3  # of a block's timing; the fastest counts
@@ -29,17 +29,14 @@ def listed_blocks(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tu
     elif isinstance(model, nn.Sequential):
         blocks = list(model.named_children())
     else:
-        raise InputError(
+        raise refusal(
             f"{type(model).__name__} does not say where it may be cut; make it an nn.Sequential or give it a method "
-            "pipeline_blocks() that lists (name, module) in order",
-            agreed=True,
+            "pipeline_blocks() that lists (name, module) in order"
         )
     inside = {id(p) for _, block in blocks for p in block.parameters()}
     outside = [name for name, p in model.named_parameters() if id(p) not in inside]
     if outside:
-        raise InputError(
-            f"parameters {outside[:3]} of the model are in none of its blocks; put them into one", agreed=True
-        )
+        raise refusal(f"parameters {outside[:3]} of the model are in none of its blocks; put them into one")
     return blocks
 
 
@@ -82,10 +79,9 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
 def partition_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequence[float] | None) -> list[int]:
     """Bounds of the stages in the list of blocks: equally many blocks each, or by costs."""
     if len(blocks) < stages:
-        raise InputError(
+        raise refusal(
             f"the model has {len(blocks)} blocks, but there are {stages} stages (pipeline ranks x chunks); use fewer "
-            "stages or a deeper model",
-            agreed=True,
+            "stages or a deeper model"
         )
     return split(len(blocks), stages) if costs is None else partition(costs, stages)
 

@@ -13,17 +13,9 @@ MPI can make them deadlock. A receive comes before the step that is under way wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from mpitrain.pipe.schedule import (
-    BackwardWeight,
-    Compute,
-    Forward,
-    PipelineProgram,
-    Receive,
-    Schedule,
-    Send,
-    Step,
-)
+from mpitrain.pipe.schedule import BackwardWeight, Compute, Forward, PipelineProgram, Receive, Schedule, Send, Step
 from mpitrain.pipe.simulate import Costs, simulate
 
 
@@ -55,14 +47,7 @@ def with_messages(schedule: Schedule, costs: Costs = Costs()) -> PipelineProgram
 def forward_only(schedule: Schedule) -> Schedule:
     """The forward steps of a schedule alone, for an evaluation."""
     steps = tuple(tuple(s for s in steps if isinstance(s, Forward)) for steps in schedule.steps)
-    return Schedule(
-        f"{schedule.name} forward",
-        schedule.ranks,
-        schedule.microbatches,
-        schedule.rank_of,
-        steps,
-        schedule.slices,
-    )
+    return replace(schedule, name=f"{schedule.name} forward", steps=steps)
 
 
 def _messages(schedule: Schedule, rank: int, step: Compute) -> Iterator[Send]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch
@@ -233,14 +233,13 @@ def _costs(
     if cut == "parameters":
         return parameter_costs(blocks)
     if cut != "time":
-        raise InputError(f"there is no cut {cut!r}; choose uniform, parameters or time", agreed=True)
+        raise refusal(f"there is no cut {cut!r}; choose uniform, parameters or time")
     if sample is None:
-        raise InputError('cut="time" measures the blocks: give the input of a microbatch as sample', agreed=True)
+        raise refusal('cut="time" measures the blocks: give the input of a microbatch as sample')
     if isinstance(mesh, Mesh) and mesh.tensor.size > 1:
-        raise InputError(
+        raise refusal(
             'cut="time" on one rank cannot measure layers that several work on; take time_costs of the whole model '
-            "before it is divided, and give them as cut",
-            agreed=True,
+            "before it is divided, and give them as cut"
         )
     everyone = mesh.world if isinstance(mesh, Mesh) else mesh
     return list(everyone.on_root(lambda: time_costs(blocks, sample)))

@@ -18,36 +18,28 @@ from typing import TypeAlias
 from mpitrain.errors import MpitrainError
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+@dataclass(frozen=True)
+class Compute:
+    """A step in which a rank computes something of one microbatch in one of its stages."""
+
+    stage: int
+    microbatch: int
+
+
+class Forward(Compute):
     """The stage's output of a microbatch from its input, or on the last stage the loss."""
 
-    stage: int
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(Compute):
     """The gradients of the stage's input and of its parameters."""
 
-    stage: int
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
+class BackwardInput(Compute):
     """The gradient of the stage's input alone, which is what the stage before waits for."""
 
-    stage: int
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(Compute):
     """The gradients of the stage's parameters, which nobody waits for."""
-
-    stage: int
-    microbatch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +65,6 @@ class Receive:
     source: int
 
 
-Compute: TypeAlias = "Forward | Backward | BackwardInput | BackwardWeight"
 Step: TypeAlias = "Compute | Send | Receive"
 
 

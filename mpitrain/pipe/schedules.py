@@ -25,11 +25,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeAlias
 
+from mpitrain.choices import PipelineSchedule
 from mpitrain.config.named import find
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
-Kind: TypeAlias = "type[Forward] | type[Backward] | type[BackwardInput] | type[BackwardWeight]"
+Kind: TypeAlias = "type[Compute]"
 Entry: TypeAlias = "tuple[Kind, int]"  # a kind of step and its stage
 Maker: TypeAlias = "Callable[[int, int, int], Schedule]"
 
@@ -134,14 +135,11 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     So the ranks behind begin after one slice, not after a whole microbatch; as many microbatches are held as before.
     """
     if slices < 1:
-        raise InputError(
-            f"{schedule.name}: {slices} slices of the sequence are not possible; give 1 or more", agreed=True
-        )
+        raise refusal(f"{schedule.name}: {slices} slices of the sequence are not possible; give 1 or more")
     if any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps):
-        raise InputError(
+        raise refusal(
             f"{schedule.name} leaves gradients of weights for later, but an earlier slice needs those of its states "
-            "at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved",
-            agreed=True,
+            "at once; set parallel.slices to 1, or parallel.schedule to gpipe, 1f1b or interleaved"
         )
 
     def taken(step: Compute) -> list[Compute]:
@@ -152,7 +150,7 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     return replace(schedule, microbatches=schedule.microbatches * slices, steps=steps, slices=slices)
 
 
-SCHEDULES: dict[str, Maker] = {
+SCHEDULES: dict[PipelineSchedule, Maker] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -180,9 +178,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
         schedule = find("parallel.schedule", name)(ranks, microbatches, chunks)
         return schedule if slices == 1 else in_slices(schedule, slices)
     if name not in SCHEDULES:
-        raise InputError(
-            f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}", agreed=True
-        )
+        raise refusal(f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}")
     schedule = SCHEDULES[name](ranks, microbatches, chunks)
     return schedule if slices == 1 else in_slices(schedule, slices)
 
@@ -207,11 +203,7 @@ def _numbered(order: Iterable[Entry], microbatches: int) -> tuple[Compute, ...]:
 def _check(name: str, ranks: int, microbatches: int, chunks: int, possible: Iterable[int]) -> None:
     """Raise InputError for numbers that a schedule cannot be made with. possible: chunks a rank may have."""
     if ranks < 1 or microbatches < 1:
-        raise InputError(
-            f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each", agreed=True
-        )
+        raise refusal(f"{name}: {ranks} ranks and {microbatches} microbatches; give at least one of each")
     if chunks not in possible:
         choices = ", ".join(map(str, possible)) if not isinstance(possible, range) else "1 or more"
-        raise InputError(
-            f"{name}: {chunks} chunks a rank are not possible; set parallel.chunks to {choices}", agreed=True
-        )
+        raise refusal(f"{name}: {chunks} chunks a rank are not possible; set parallel.chunks to {choices}")

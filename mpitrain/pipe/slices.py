@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
-from mpitrain.pipe.wire import look
+from mpitrain.pipe.wire import as_tuple, look
 
 _SEQUENCE = 1  # the dimension of it everywhere: [samples, sequence, ...]
 
@@ -39,10 +39,9 @@ def slice_sequences(
     for (x, y), weight in zip(microbatches, weights, strict=True):
         length = x.shape[_SEQUENCE] if isinstance(x, torch.Tensor) and x.dim() > 1 else 0
         if length < slices or not isinstance(y, torch.Tensor) or y.shape[:2] != x.shape[:2]:
-            raise InputError(
+            raise refusal(
                 f"a microbatch of x {look(x)} and y {look(y)} does not give {slices} slices of the sequence; both must "
-                "be one tensor [samples, sequence, ...]; use fewer slices",
-                agreed=True,
+                "be one tensor [samples, sequence, ...]; use fewer slices"
             )
         for lo, hi in pairwise(split(length, slices)):
             sliced.append((x[:, lo:hi], y[:, lo:hi]))
@@ -53,10 +52,9 @@ def slice_sequences(
 def cannot_look_back(model: Any, slices: int) -> InputError:
     """The error of a model without `forward_slice`."""
     name = f"{type(model).__name__} has" if isinstance(model, nn.Module) else "the blocks have"
-    return InputError(
+    return refusal(
         f"{slices} slices of the sequence: blocks that look at earlier positions need a method forward_slice(x, past), "
-        f"but {name} none; set parallel.slices to 1",
-        agreed=True,
+        f"but {name} none; set parallel.slices to 1"
     )
 
 
@@ -113,7 +111,7 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
         alike = all(
             torch.allclose(a, b, rtol=1e-3, atol=1e-5)
             for part, (lo, hi) in zip(parts, pairwise(bounds), strict=True)
-            for a, b in zip(_tensors(part), _tensors(_part(whole, lo, hi)), strict=True)
+            for a, b in zip(as_tuple(part), as_tuple(_part(whole, lo, hi)), strict=True)
         )
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _refused(name, block, slices, f"it fails: {' '.join(str(error).split())}") from error
@@ -123,10 +121,9 @@ def _compare(name: str, block: nn.Module, x: Any, whole: Any, bounds: Sequence[i
 
 def _refused(name: str, block: nn.Module, slices: int, what: str) -> InputError:
     """The error that names a block and why it cannot take slices."""
-    return InputError(
+    return refusal(
         f"{slices} slices of the sequence: block {name} ({type(block).__name__}) does not do for them what it does for "
-        f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1",
-        agreed=True,
+        f"the whole: {what}; it must be causal and say by forward_slice how it looks back, or set parallel.slices to 1"
     )
 
 
@@ -135,8 +132,3 @@ def _part(value: Any, lo: int, hi: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[:, lo:hi]
     return tuple(_part(v, lo, hi) for v in value)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensor, or those of a tuple."""
-    return [value] if isinstance(value, torch.Tensor) else list(value)

@@ -29,14 +29,8 @@ from mpitrain.pipe.wire import as_tuple
 State = tuple[torch.Tensor, ...]
 _TOGETHER = 4  # blocks in one graph, with backward in halves
 RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # of the CPU; devices and theirs
+Past = dict[int, list[State]]  # of one microbatch in one stage: by number of the block, the states of the slices so far
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
-
-
-@dataclass
-class Past:
-    """Of one microbatch in one stage: by number of the block, the states of the slices so far."""
-
-    states: dict[int, list[State]] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,7 +42,7 @@ class Kept:
     outputs: tuple[torch.Tensor, ...] = ()  # the tensors of the output, or the loss
     wanting: tuple[bool, ...] = ()  # which of them get a gradient
     made: list[tuple[State, State]] = field(default_factory=list)  # states in the graph, and detached from it
-    past: dict[int, list[State]] = field(default_factory=dict)
+    past: Past = field(default_factory=dict)
     random: RandomState | None = None  # before forward, with recompute
     ending: Callable[[Any], torch.Tensor] | None = None  # the loss of the output, on the last stage
     joints: list[Joint] = field(default_factory=list)  # where the graph is divided between blocks, in order
@@ -90,7 +84,7 @@ class Stage:
         """
         kept = Kept(as_tuple(x), not isinstance(x, tuple | list), ending=ending)
         if past is not None:
-            kept.past = {number: list(states) for number, states in past.states.items()}
+            kept.past = {number: list(states) for number, states in past.items()}
         if self.recompute and torch.is_grad_enabled():
             kept.random = torch.get_rng_state(), *get_device_states(*kept.inputs)
             with torch.no_grad():
@@ -104,7 +98,7 @@ class Stage:
             for number, state in states.items():
                 detached = tuple(t.detach().requires_grad_(torch.is_grad_enabled()) for t in state)
                 kept.made.append((state, detached))
-                past.states.setdefault(number, []).append(detached)
+                past.setdefault(number, []).append(detached)
         return output, kept
 
     def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

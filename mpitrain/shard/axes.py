@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mpitrain.comm import Communicator
 
+if TYPE_CHECKING:
+    from mpitrain.pipe.pipeline import Pipeline
+
 Microbatch = tuple[Any, Any]
-
-
-class Stages(Protocol):
-    """What the engine needs of a pipeline that its module is a part of (`mpitrain.pipe.pipeline.Pipeline`)."""
-
-    def forward_backward(self, microbatches: Sequence[Microbatch], weights: Sequence[float]) -> float:
-        """Add the gradients of the weighted sum of the microbatches' losses to `.grad`; returns that sum."""
-
-    def evaluate(self, x: Any, y: Any) -> float:
-        """The mean loss of some samples, without gradients."""
-
-    def synchronize_tied(self) -> None:
-        """Sum the gradients of parameters that several stages share."""
 
 
 @dataclass(frozen=True)
@@ -41,5 +31,5 @@ class Axes:
 
     others: tuple[Communicator, ...] = ()
     counted: Callable[[nn.Parameter], bool] = lambda p: True
-    pipeline: Stages | None = None
+    pipeline: Pipeline | None = None
     aliases: Mapping[str, str] | None = None

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup
 
 # optimizers whose update of an element depends on that element alone, so that it can be done share by share
-ELEMENTWISE = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+_NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 
 
 @dataclass
@@ -80,17 +71,8 @@ def replicated_flat_parameters(
         for parameter in settings["params"]:
             if not parameter.requires_grad:
                 continue
-            copied = parameter.element_size() < 4 or (on_host and parameter.is_cuda)
-            flat_parameters.append(
-                FlatParameter(
-                    _copy(parameter, on_host) if copied else parameter,
-                    parameter.detach() if copied else None,
-                    lambda p=parameter: gradient(p),  # type: ignore[misc]
-                    ((parameter, 0, parameter.numel(), 0),),
-                    number,
-                    counted(parameter),
-                )
-            )
+            of, whole = partial(gradient, parameter), ((parameter, 0, parameter.numel(), 0),)
+            flat_parameters.append(_made(parameter, of, whole, number, counted(parameter), on_host=on_host))
     return flat_parameters
 
 
@@ -123,38 +105,32 @@ def sharded_flat_parameters(
     flat_parameters = []
     for g, group in enumerate(groups):
         for b in range(group.layout.buckets):
-            for lo, hi, number, count, contents in _stretches(
-                group, *group.layout.share(b, share), settings_of, counted
-            ):
+            first, last = group.layout.share(b, share)
+            for lo, hi, number, count, contents in _stretches(group, first, last, settings_of, counted):
                 if number < 0:  # the optimizer does not have these parameters
                     continue
-                stored = own(g, lo, hi)
-                copied = group.dtype.itemsize < 4 or (on_host and stored.is_cuda)
-                flat_parameters.append(
-                    FlatParameter(
-                        _copy(stored, on_host) if copied else nn.Parameter(stored),
-                        stored if copied else None,
-                        lambda view=gradient(g, lo, hi): view,  # type: ignore[misc]
-                        contents,
-                        number,
-                        count,
-                    )
-                )
+                view = gradient(g, lo, hi)
+                flat_parameters.append(_made(own(g, lo, hi), _giving(view), contents, number, count, on_host=on_host))
     return flat_parameters
 
 
-def _copy(tensor: torch.Tensor, on_host: bool) -> nn.Parameter:
-    """An fp32 copy for the optimizer."""
-    values = tensor.detach().float()
-    return nn.Parameter(values.cpu() if on_host else values)
+def _giving(view: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: view
+
+
+def _made(
+    stored: torch.Tensor, gradient: Callable[[], torch.Tensor | None], *rest: Any, on_host: bool
+) -> FlatParameter:
+    """A flat parameter of a parameter or of a stretch of flat memory, where need be with a copy for the optimizer."""
+    if stored.element_size() < 4 or (on_host and stored.is_cuda):
+        values = stored.detach().float()
+        return FlatParameter(nn.Parameter(values.cpu() if on_host else values), stored.detach(), gradient, *rest)
+    value = stored if isinstance(stored, nn.Parameter) else nn.Parameter(stored)
+    return FlatParameter(value, None, gradient, *rest)
 
 
 def _stretches(
-    group: FlatGroup,
-    lo: int,
-    hi: int,
-    settings_of: Mapping[nn.Parameter, int],
-    counted: Callable[[nn.Parameter], bool],
+    group: FlatGroup, lo: int, hi: int, settings_of: Mapping[nn.Parameter, int], counted: Callable[[nn.Parameter], bool]
 ) -> list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]]:
     """[lo, hi) divided where the settings change: (first, last, settings, counted, contents) of each stretch."""
     found: list[tuple[int, int, int, bool, tuple[tuple[nn.Parameter, int, int, int], ...]]] = []
@@ -180,17 +156,16 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGrou
     """Raise InputError when the optimizer trains parameters that are in none of the groups."""
     strangers = set(_settings_of(optimizer)) - {p for group in groups for p in group.parameters}
     if any(p.requires_grad for p in strangers):
-        raise InputError("the optimizer has parameters that are not the model's; give it those alone", agreed=True)
+        raise refusal("the optimizer has parameters that are not the model's; give it those alone")
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError for an optimizer that is not known to update each element by itself."""
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
-        raise InputError(
+        raise refusal(
             f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
-            "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`",
-            agreed=True,
+            "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`"
         )
 
 
@@ -201,9 +176,8 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
         InputError: It has made steps already, so that it has states of those parameters.
     """
     if optimizer.state:
-        raise InputError(
-            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after",
-            agreed=True,
+        raise refusal(
+            "the optimizer has a state already; hand it over before its first step, and load a checkpoint after"
         )
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [s.value for s in flat_parameters if s.settings == number]

@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from mpitrain.shard.protocols import Gradients
+
 LEAST = 1 << 19  # elements of a weight: copying fewer costs less than the Python in each pass (2 MiB: 0.2 ms, as much)
-
-
-class GradientPlaces(Protocol):
-    """What gives out places for gradients (`mpitrain.shard.protocols.Gradients` does)."""
-
-    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Memory in the parameter's shape to compute its gradient in; None where that is not free."""
 
 
 class WeightPlace:
@@ -35,13 +30,12 @@ class WeightPlace:
     A copy of the layer gets None in its stead: the copy's weight has no place.
     """
 
-    def __init__(self, weight: nn.Parameter, places: weakref.ref[GradientPlaces]) -> None:
+    def __init__(self, weight: nn.Parameter, places: weakref.ref[Gradients]) -> None:
         self.weight, self.places = weight, places
         with torch.enable_grad():
             above: Any = weight.view_as(weight).grad_fn
-        self._accumulator = above.next_functions[0][
-            0
-        ]  # the node that adds to `.grad`; there is one as long as it is kept
+        # the node that adds to `.grad`; there is one as long as it is kept
+        self._accumulator = above.next_functions[0][0]
 
     def free_place(self) -> torch.Tensor | None:
         """In a backward pass: memory to compute the gradient in; None unless it will become the weight's `.grad`."""
@@ -116,7 +110,7 @@ class InPlace:
         places: Gives out the places; held weakly.
     """
 
-    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], places: GradientPlaces) -> None:
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter], places: Gradients) -> None:
         large = {p for p in parameters if p.numel() >= LEAST}
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for layer in module.modules():

@@ -21,6 +21,9 @@ class BucketReduction:
         compression: What gradients are compressed with on their way; None to send them as they are.
         replicas: Ranks that keep the same shares as this one, over which a reduced share is summed once more.
         reproducible: Add in an order that does not depend on the number of ranks.
+
+    Attributes:
+        comm: The first of the communicators, for what is not done bucket by bucket.
     """
 
     def __init__(
@@ -34,12 +37,8 @@ class BucketReduction:
         reproducible: bool = False,
     ) -> None:
         self.comms, self.op, self.algorithm = list(comms), op, algorithm
+        self.comm = self.comms[0]
         self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
-
-    @property
-    def comm(self) -> Communicator:
-        """The first of the communicators, for what is not done bucket by bucket."""
-        return self.comms[0]
 
     @property
     def overlaps(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,12 +54,8 @@ class ShardedGradients(Gradients):
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in self._numbers]
         parts = groups[0].layout.parts if groups else 1
         self._shards = [torch.zeros(g.layout.numel // parts, dtype=dtype or g.dtype, device=g.device) for g in groups]
-        longest = [
-            max((b.numel() for b in g.buckets(torch.empty(g.layout.numel, device="meta"))), default=0) for g in groups
-        ]
-        self._slots = [
-            _slots(reduction, n, shard.dtype, shard.device) for n, shard in zip(longest, self._shards, strict=True)
-        ]
+        longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds)), default=0) for g in groups]
+        self._slots = [_slots(reduction, n, s.dtype, s.device) for n, s in zip(longest, self._shards, strict=True)]
         # by slot, the last reduction that reads it: to be released before the slot is written again
         self._readers: list[list[Work | None]] = [[None] * len(slots) for slots in self._slots]
         self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites

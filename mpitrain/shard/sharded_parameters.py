@@ -114,9 +114,8 @@ class ShardedParameters(Parameters):
     def _drop_values(self, unit: _Unit) -> None:
         """Leave the parameters their shapes without memory behind them: whoever reads them now gets NaN."""
         for _, parameter, _ in self._members(unit):
-            parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
-                parameter.shape
-            )
+            nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
         """Memory for at least `length` elements of a group: from the pool, or new."""

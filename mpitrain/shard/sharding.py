@@ -21,7 +21,7 @@ from torch import nn
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.comm.compression import Compression
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
@@ -116,14 +116,13 @@ class Sharding:
         names = {p: name for name, p in module.named_parameters()}
         named = [(name, p) for p, name in names.items()]
         if not in_backward_order(named):
-            raise InputError("the model has no parameter to train; let some require a gradient", agreed=True)
+            raise refusal("the model has no parameter to train; let some require a gradient")
         self.groups, self.parameters = self._place_parameters(named)
         refuse_strangers(optimizer, self.groups)
         gradients = self._place_gradients()
         whose = None if staged else module  # split backward passes take weight gradients out of autograd's
-        self.reducer = Reducer(
-            gradients, names, whose, unused_allowed=True, forget_unused=not self.stage.states and not staged
-        )
+        forget = not self.stage.states and not staged
+        self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
@@ -137,7 +136,7 @@ class Sharding:
             node = self._split(comm.node, 0, "shard")
             replicas = self._split(comm.local_rank, 0, "replicas")
             if shard_order(comm) is None:
-                raise InputError("sharding within nodes needs as many ranks on each node; start them so", agreed=True)
+                raise refusal("sharding within nodes needs as many ranks on each node; start them so")
             return node, replicas if replicas.size > 1 else None
         order = shard_order(comm)
         if comm.num_nodes > 1 and order is not None and self.options.share_node:
@@ -167,10 +166,9 @@ class Sharding:
         if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged)):
             return groups, PrivateParameters(groups, shard)
         if self._staged and shard.size > 1:
-            raise InputError(
+            raise refusal(
                 "parallel.zero 3 in a pipeline needs the data-parallel ranks to share memory on each node, and as many "
-                "on one as on another; use parallel.zero 2",
-                agreed=True,
+                "on one as on another; use parallel.zero 2"
             )
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)

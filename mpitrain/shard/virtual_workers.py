@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.shard.protocols import Gradients
 
@@ -55,10 +55,9 @@ class VirtualWorkers:
         if not reproducible:
             return VirtualWorkers(comm.rank, comm.size, comm.size)
         if workers & (workers - 1) or workers % comm.size:
-            raise InputError(
+            raise refusal(
                 f"run.reproducible needs run.workers to be a power of two and a multiple of the data-parallel ranks, "
-                f"but there are {workers} and {comm.size}; change one of them",
-                agreed=True,
+                f"but there are {workers} and {comm.size}; change one of them"
             )
         return VirtualWorkers(comm.rank, comm.size, workers)
 
@@ -123,10 +122,9 @@ class TreeSum:
 
     def __init__(self, gradients: Gradients) -> None:
         if gradients.reduces_each_pass:
-            raise InputError(
+            raise refusal(
                 "several virtual workers on a rank need room for all gradients; set run.reproducible, or use "
-                "parallel.zero 0 or 1",
-                agreed=True,
+                "parallel.zero 0 or 1"
             )
         self._gradients, self._flat = gradients, gradients.flat
         self._waiting: list[list[torch.Tensor]] = []  # sums of 2^k workers; the k descend
@@ -143,7 +141,7 @@ class TreeSum:
             finished //= 2
         if last:
             if self._waiting:
-                raise InputError(f"{self._workers} virtual workers on this rank are not a power of two", agreed=True)
+                raise refusal(f"{self._workers} virtual workers on this rank are not a power of two")
             return
         self._waiting.append([flat.clone() for flat in self._flat])
         self._gradients.zero()

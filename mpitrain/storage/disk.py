@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,13 +18,28 @@ def reason(error: OSError) -> str:
     return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 
-def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, durable. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """The descriptor of a file, for positioned reads and writes, closed at the end. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable. Raises OSError."""
+    with opened(path) as descriptor:
+        os.fsync(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a whole file, which is on the disk afterwards. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def free_name(path: Path) -> Path:

@@ -21,8 +21,7 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
     The free space is asked for; quotas by reserving the bytes in a file without a name, which is gone at once.
     Raises OSError.
     """
-    status = os.statvfs(folder)
-    free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+    free = free_bytes(folder)
     if free < nbytes:
         return f"{readable(free)} are free"
     if nbytes <= 0 or _is_in_memory(folder):  # there a reservation would take memory
@@ -33,6 +32,12 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
             return ""
     error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return "" if error.errno in _NOT_KNOWN else reason(error)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write on the disk of a folder, whatever quotas say. Raises OSError."""
+    status = os.statvfs(folder)
+    return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
 
 def _is_in_memory(folder: Path) -> bool:

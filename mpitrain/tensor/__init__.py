@@ -9,17 +9,5 @@ from mpitrain.tensor.plan import parallelize, plan_for
 from mpitrain.tensor.styles import Column, ParallelStyle, Row, Vocabulary
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding, cross_entropy
 
-__all__ = [
-    "Axis",
-    "Column",
-    "ColumnParallelLinear",
-    "ParallelStyle",
-    "Row",
-    "RowParallelLinear",
-    "Vocabulary",
-    "VocabularyCrossEntropy",
-    "VocabularyParallelEmbedding",
-    "cross_entropy",
-    "parallelize",
-    "plan_for",
-]
+__all__ = ["Axis", "Column", "ColumnParallelLinear", "ParallelStyle", "Row", "RowParallelLinear", "Vocabulary"]
+__all__ += ["VocabularyCrossEntropy", "VocabularyParallelEmbedding", "cross_entropy", "parallelize", "plan_for"]

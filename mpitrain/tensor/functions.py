@@ -14,6 +14,7 @@ of `layout.split`, any length. On one rank all of them are the identity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,117 +22,65 @@ from torch.autograd.function import once_differentiable
 
 from mpitrain.tensor.axis import Axis
 
+Gradient = Callable[[torch.Tensor], torch.Tensor]  # of the output to that of the input
+
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """x itself; backward sums its gradient over the ranks."""
-    return _Copy.apply(x, axis) if axis.size > 1 else x
+    return _exchanged(x, axis, lambda x: (x.view_as(x), axis.all_reduce))
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of every rank's x; backward gives each rank the gradient as it is."""
-    return _Reduce.apply(x, axis) if axis.size > 1 else x
+    return _exchanged(x, axis, lambda x: (axis.all_reduce(x), lambda grad: grad))
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Every rank's x put together along a dimension; backward gives each rank its part of the gradient."""
-    return _Gather.apply(x, axis, dim) if axis.size > 1 else x
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Gradient]:
+        whole, lengths = axis.all_gather(x, dim)
+        return whole, lambda grad: grad.narrow(dim, sum(lengths[: axis.rank]), lengths[axis.rank])
+
+    return _exchanged(x, axis, forward)
 
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
-    return _Scatter.apply(x, axis, dim) if axis.size > 1 else x
+    return _exchanged(x, axis, lambda x: (axis.own(x, dim).contiguous(), lambda grad: axis.all_gather(grad, dim)[0]))
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Every rank's x put together along a dimension; backward sums the gradients and gives each rank its part."""
-    return _AllGather.apply(x, axis, dim) if axis.size > 1 else x
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Gradient]:
+        whole, lengths = axis.all_gather(x, dim)
+        return whole, lambda grad: axis.reduce_scatter(grad, dim, lengths)
+
+    return _exchanged(x, axis, forward)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
-    return _ReduceScatter.apply(x, axis, dim) if axis.size > 1 else x
+    return _exchanged(x, axis, lambda x: (axis.reduce_scatter(x, dim), lambda grad: axis.all_gather(grad, dim)[0]))
 
 
-class _Copy(torch.autograd.Function):
-    """Identity forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.axis.all_reduce(grad), None
+def _exchanged(
+    x: torch.Tensor, axis: Axis, forward: Callable[[torch.Tensor], tuple[torch.Tensor, Gradient]]
+) -> torch.Tensor:
+    """What `forward` makes of x, which also gives what backward makes of the gradient; x itself on one rank."""
+    return _Exchange.apply(x, forward) if axis.size > 1 else x
 
 
-class _Reduce(torch.autograd.Function):
-    """All-reduce forward, identity backward."""
+class _Exchange(torch.autograd.Function):
+    """One of these functions and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return axis.all_reduce(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather forward, own part backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        out, lengths = axis.all_gather(x, dim)
-        ctx.dim, ctx.start, ctx.length = dim, sum(lengths[: axis.rank]), lengths[axis.rank]
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], tuple[torch.Tensor, Gradient]]) -> Any:
+        out, ctx.of_gradient = function(x)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Own part forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.own(x, dim).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.axis.all_gather(grad, ctx.dim)[0], None, None
-
-
-class _AllGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        out, ctx.lengths = axis.all_gather(x, dim)
-        ctx.axis, ctx.dim = axis, dim
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.axis.reduce_scatter(grad, ctx.dim, ctx.lengths), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.reduce_scatter(x, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.axis.all_gather(grad, ctx.dim)[0], None, None
+        return ctx.of_gradient(grad), None

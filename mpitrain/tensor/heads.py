@@ -11,19 +11,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.choices import one_of
+from mpitrain.errors import InputError, refusal
 from mpitrain.tensor.features import Features
 
-_COUNTS = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "heads",
-    "num_attention_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-    "num_key_value_heads",
-)
+_COUNTS = ["num_heads", "n_heads", "n_head", "heads", "num_attention_heads"]
+_COUNTS += ["num_kv_heads", "n_kv_heads", "num_key_value_heads"]
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
 _FUSED = re.compile(r"qkv|c_attn", re.IGNORECASE)  # by custom [3, heads, head_dim]
 _UNKNOWN_ORDER = re.compile(r"query_key_value|in_proj|^kv|to_kv", re.IGNORECASE)
@@ -48,28 +41,25 @@ def column_features(
     width, last = linear.out_features, name.rpartition(".")[2]
     if sections is None:
         if _UNKNOWN_ORDER.search(last):
-            raise InputError(
+            raise refusal(
                 f"{name}: its name does not tell the order of its parts; say Column(sections=3, heads=...) for [3, "
-                "heads, head_dim], Column(sections=1, heads=...) for [heads, 3, head_dim]",
-                agreed=True,
+                "heads, head_dim], Column(sections=1, heads=...) for [heads, 3, head_dim]"
             )
         sections = 3 if _FUSED.search(last) else 1
     if isinstance(sections, int):
         if width % sections:
-            raise InputError(f"{name} has {width} outputs, not {sections} equal parts; give their sizes", agreed=True)
+            raise refusal(f"{name} has {width} outputs, not {sections} equal parts; give their sizes")
         sections = [width // sections] * sections
     elif sum(sections) != width:
-        raise InputError(
-            f"{name} has {width} outputs, but the sections {list(sections)} sum to {sum(sections)}; make them agree",
-            agreed=True,
+        raise refusal(
+            f"{name} has {width} outputs, but the sections {list(sections)} sum to {sum(sections)}; make them agree"
         )
     unit = sections[0] // heads if heads else _head_size(parent, sections[0])
     if unit is None:
         if len(sections) > 1 and _FUSED.search(last):
-            raise InputError(
+            raise refusal(
                 f"{name} is fused, but {type(parent).__name__} has no attribute that tells its heads; say "
-                "Column(sections=3, heads=...)",
-                agreed=True,
+                "Column(sections=3, heads=...)"
             )
         return Features(tuple(sections))
     _check_heads(name, sections, unit, ranks)
@@ -102,10 +92,9 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
         return {}
     left = [key for key, child in parent.named_children() if isinstance(child, nn.Linear) and key not in planned]
     if left:
-        raise InputError(
+        raise refusal(
             f"{name}.{next(iter(counts))} counts the heads of all its linear layers, but the plan leaves "
-            f"{', '.join(left)} out; name them too",
-            agreed=True,
+            f"{', '.join(left)} out; name them too"
         )
     for key, count in counts.items():
         if count % ranks:
@@ -134,9 +123,7 @@ def _check_heads(name: str, sections: Sequence[int], unit: int, ranks: int) -> N
     for section in sections:
         heads, rest = divmod(section, unit)
         if rest or unit < 1:
-            raise InputError(
-                f"{name}: {section} features are not heads of {unit}; give the right number of heads", agreed=True
-            )
+            raise refusal(f"{name}: {section} features are not heads of {unit}; give the right number of heads")
         if heads % ranks:
             raise _unshareable(name, heads, ranks)
 
@@ -146,14 +133,7 @@ def _unshareable(name: str, heads: int, ranks: int) -> InputError:
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
-    return InputError(
-        f"{name}: {heads} heads cannot be shared evenly by {ranks} tensor ranks; use {_listed(fitting)} ranks, or "
-        f"{near} heads",
-        agreed=True,
+    return refusal(
+        f"{name}: {heads} heads cannot be shared evenly by {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
+        f"{near} heads"
     )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """Numbers as they are listed in a sentence."""
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last

@@ -24,15 +24,14 @@ or on the whole ("whole").
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.layout import logical_of
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.heads import localize_heads
@@ -45,10 +44,9 @@ def plan_for(model: nn.Module) -> dict[str, str | ParallelStyle]:
     """What the model itself says (`tensor_plan()`). Raises InputError for one that does not."""
     if callable(listing := getattr(model, "tensor_plan", None)):
         return dict(listing())
-    raise InputError(
+    raise refusal(
         f"{type(model).__name__} does not say how it is to be divided; give it a method tensor_plan() that returns "
-        '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1',
-        agreed=True,
+        '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
     )
 
 
@@ -108,13 +106,11 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
     every = [name for each in names.values() for name in each]
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
-            raise InputError(
-                f"the plan's {pattern!r} is {style!r}, which is unknown; use one of {', '.join(STYLES)}", agreed=True
-            )
+            raise refusal(f"the plan's {pattern!r} is {style!r}, which is unknown; use one of {', '.join(STYLES)}")
         if not any(fnmatchcase(name, pattern) for name in every):
             near = difflib.get_close_matches(pattern, every, n=1, cutoff=0.0)
             meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"the plan's {pattern!r} matches no module of {type(model).__name__}{meant}", agreed=True)
+            raise refusal(f"the plan's {pattern!r} matches no module of {type(model).__name__}{meant}")
     chosen: dict[str, ParallelStyle] = {}
     for module_names in names.values():
         found: dict[str, ParallelStyle] = {}
@@ -122,19 +118,17 @@ def _matched(model: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[
             if any(fnmatchcase(name, pattern) for name in module_names):
                 found[pattern] = STYLES[style] if isinstance(style, str) else style
         if len(set(found.values())) > 1:
-            raise InputError(
+            raise refusal(
                 f"{module_names[0]} is matched by {' and '.join(map(repr, found))} of the plan, which differ; make "
-                "one narrower",
-                agreed=True,
+                "one narrower"
             )
         if found:
             chosen[module_names[0]] = next(iter(found.values()))
     split_outputs = [name for name, style in chosen.items() if style.needs_row]
     if split_outputs and not any(style.takes_parts for style in chosen.values()):
-        raise InputError(
+        raise refusal(
             f"the plan divides the outputs of {split_outputs[0]}, but has no row layer that takes them; name one, or "
-            "use Column(gather=True)",
-            agreed=True,
+            "use Column(gather=True)"
         )
     return chosen
 
@@ -155,18 +149,16 @@ def _keep_ties(model: nn.Module, planned: Sequence[PlannedModule], made: Mapping
                 continue
             first, shared = parts.setdefault(old, (each.name, part))
             if logical_of(shared) != logical_of(part):
-                raise InputError(
-                    f"{first} and {each.name} share {key}, but the plan divides it differently; plan them alike",
-                    agreed=True,
+                raise refusal(
+                    f"{first} and {each.name} share {key}, but the plan divides it differently; plan them alike"
                 )
             setattr(module, key, shared)
     modules = {each.module for each in planned}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if module not in modules and parameter in parts:
-                raise InputError(
-                    f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; plan {name} alike",
-                    agreed=True,
+                raise refusal(
+                    f"{name} shares {key} with {parts[parameter][0]}, which the plan divides; plan {name} alike"
                 )
 
 
@@ -188,18 +180,16 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
             continue
         criterion = getattr(model, "criterion", None)
         if criterion is None:
-            raise InputError(
+            raise refusal(
                 f"{each.name} leaves the scores divided, but {type(model).__name__} has no attribute `criterion` in "
-                "whose place the parallel cross-entropy could be put; give it one, or plan Column(gather=True)",
-                agreed=True,
+                "whose place the parallel cross-entropy could be put; give it one, or plan Column(gather=True)"
             )
         options: dict[str, Any] = {}
         if isinstance(criterion, nn.CrossEntropyLoss):
             if criterion.weight is not None or criterion.reduction != "mean":
-                raise InputError(
+                raise refusal(
                     "a cross-entropy with weights or without the mean cannot be divided; plan "
-                    f"{each.name} as Column(gather=True)",
-                    agreed=True,
+                    f"{each.name} as Column(gather=True)"
                 )
             options = {"ignore_index": criterion.ignore_index, "label_smoothing": criterion.label_smoothing}
         model.criterion = VocabularyCrossEntropy(each.axis, each.module.out_features, **options)
@@ -211,35 +201,16 @@ def _divide_the_rest(model: nn.Module, axis: Axis, styles: Mapping[nn.Module, Pa
     for name, module in model.named_modules():
         style = styles.get(module)
         if isinstance(module, nn.modules.dropout._DropoutNd) and not (style and style.replicated):
-            module.register_forward_pre_hook(_entering(axis))
-            module.register_forward_hook(_leaving(axis), always_call=True)  # recomputation stops by raising
+            module.register_forward_pre_hook(lambda m, args: axis.rng.enter(m, args[0].device) if m.training else None)
+            # called in any case, because recomputation stops by raising
+            module.register_forward_hook(lambda m, args, out: axis.rng.leave(m), always_call=True)
         if style is not None or isinstance(module, parallel):
             continue
         own = list(module.parameters(recurse=False))
         if own and not type(module).__name__.endswith("Norm"):
-            raise InputError(
+            raise refusal(
                 f"{name or type(model).__name__} has parameters, and the plan does not say whether it works on a part "
-                'of the sequence ("split") or on the whole ("whole"); name it',
-                agreed=True,
+                'of the sequence ("split") or on the whole ("whole"); name it'
             )
         for parameter in own:
             sum_gradient(parameter, axis)
-
-
-def _entering(axis: Axis) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    """A forward pre-hook that makes the generator go to the rank's own stream."""
-
-    def enter(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if module.training:
-            axis.rng.enter(module, args[0].device)
-
-    return enter
-
-
-def _leaving(axis: Axis) -> Callable[[nn.Module, Any, Any], None]:
-    """A forward hook that makes the generator go back to the replicated stream."""
-
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        axis.rng.leave(module)
-
-    return leave

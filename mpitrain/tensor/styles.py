@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.functions import gather, scatter
 from mpitrain.tensor.heads import column_features, row_features
@@ -125,9 +125,7 @@ class Vocabulary(ParallelStyle):
         embedding = _plain(planned, nn.Embedding, "vocabulary")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
-                raise InputError(
-                    f"{planned.name}: an embedding with {option} cannot be divided; do without", agreed=True
-                )
+                raise refusal(f"{planned.name}: an embedding with {option} cannot be divided; do without")
         sequence = planned.sequence and not planned.scattered
         return VocabularyParallelEmbedding(embedding, planned.axis, sequence=sequence)
 
@@ -192,15 +190,12 @@ def _plain(planned: PlannedModule, kind: type[Any], style: str) -> Any:
     module = planned.module
     if type(module) is not kind:
         wanted = "nn.Embedding or nn.Linear" if style == "vocabulary" else f"nn.{kind.__name__}"
-        raise InputError(
+        raise refusal(
             f"{planned.name} is a {type(module).__name__}, which cannot be divided as {style!r}; only a plain {wanted} "
-            "can",
-            agreed=True,
+            "can"
         )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise InputError(
-            f"{planned.name} has hooks, which dividing it would lose; register them afterwards", agreed=True
-        )
+        raise refusal(f"{planned.name} has hooks, which dividing it would lose; register them afterwards")
     return module
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import nn
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
@@ -28,19 +27,12 @@ from mpitrain.pipe.slices import cannot_look_back, check_slices
 from mpitrain.shard.axes import Axes
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.tensor.plan import begins_sequence
+from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.options import options_of
 from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
-
-
-@dataclass(frozen=True)
-class Assembled:
-    """parameters: of the whole model."""
-
-    engine: Engine
-    parameters: int
 
 
 def assemble(
@@ -49,13 +41,16 @@ def assemble(
     task: Task,
     data: Dataset,
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
-) -> Assembled:
+) -> tuple[Engine, int]:
     """Divide a model over the ranks of a mesh. Collective.
 
     Args:
         task: the whole model, the same on all ranks.
         data: what it is to be trained on.
         make_optimizer: makes the optimizer of this rank's part, given the names and tensors of its parameters.
+
+    Returns:
+        The engine, and the number of parameters of the whole model.
     """
     refuse_what_does_not_go_together(config, mesh)
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
@@ -87,7 +82,7 @@ def assemble(
         precision=config.train.precision,
         axes=Axes((mesh.pipeline, mesh.tensor), counted, pipeline, aliases),
     )
-    return Assembled(engine, parameters)
+    return engine, parameters
 
 
 def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> str | Sequence[float]:
@@ -103,8 +98,7 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> str | Se
     if parallel.slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
         raise cannot_look_back(task.module, parallel.slices)
     precision = config.train.precision
-    share = -(-config.train.batch // (mesh.data.size * 2 * mesh.pipeline.size))  # of a microbatch, if none is said
-    samples = np.arange(min(config.train.microbatch or share, len(data)))
+    samples = np.arange(min(microbatch_size(config, mesh), len(data)))
 
     def found() -> list[float]:
         x, y = map(torch.from_numpy, data.read(samples))
@@ -139,10 +133,9 @@ def plan_of(module: nn.Module, config: Config) -> dict[str, str | ParallelStyle]
     """How the model's layers are divided. Raises InputError where they cannot be as the configuration says."""
     plan = plan_for(module)
     if config.parallel.sequence and not begins_sequence(plan):
-        raise InputError(
+        raise refusal(
             f"parallel.sequence divides what is between an embedding and the head, and the plan of "
-            f"{type(module).__name__} names none; set parallel.sequence to false",
-            agreed=True,
+            f"{type(module).__name__} names none; set parallel.sequence to false"
         )
     return plan
 
@@ -151,22 +144,19 @@ def refuse_what_does_not_go_together(config: Config, mesh: Mesh) -> None:
     parallel = config.parallel
     cut = parallel.pipeline > 1 or parallel.tensor > 1
     if cut and config.run.reproducible:
-        raise InputError(
+        raise refusal(
             "run.reproducible is for data parallel runs: a cut model sums in another order; set parallel.pipeline and "
-            "parallel.tensor to 1, or run.reproducible to false",
-            agreed=True,
+            "parallel.tensor to 1, or run.reproducible to false"
         )
     if parallel.tensor > 1 and config.model.name == "resnet" and not config.model.factory:
-        raise InputError(
+        raise refusal(
             "model.name resnet cannot be divided over tensor ranks: its layers are convolutions, whose activations "
             "are larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 "
-            "and use parallel.data or parallel.pipeline",
-            agreed=True,
+            "and use parallel.data or parallel.pipeline"
         )
     if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node and mesh.data.size > 1:
-        raise InputError(
+        raise refusal(
             "parallel.zero 3 without parallel.share_node would gather each block of a stage twice for every "
             "microbatch, where a pipeline has many, and hold them whole while any of those computes; use "
-            "parallel.share_node true or parallel.zero 2",
-            agreed=True,
+            "parallel.share_node true or parallel.zero 2"
         )

@@ -21,8 +21,8 @@ from mpitrain.checkpoint.reading import Block, plan
 from mpitrain.checkpoint.snapshot import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
-from mpitrain.errors import CheckpointError
 from mpitrain.storage.crc import crc32
+from mpitrain.trainer.folder import together
 
 if TYPE_CHECKING:
     from mpitrain.trainer.engine import Engine
@@ -143,14 +143,8 @@ class Copies:
             else:
                 self._next = (slot + 1) % _KEPT
         manifest, holders = self._manifest(world, key, files)
-        error: CheckpointError | None = None
-        blocks: list[Block] = []
-        try:
-            if engine is not None:
-                blocks = plan(Path(f"the copy of step {key.step}"), manifest, engine.parts_to_load(manifest))
-        except CheckpointError as caught:
-            error = caught
-        world.agree(error)
+        of = Path(f"the copy of step {key.step}")
+        blocks = together(world, lambda: plan(of, manifest, engine.parts_to_load(manifest)) if engine else [])
         fetch(world, blocks, {name: copy.memory for name, copy in files.items()}, holders)
         if engine is not None:
             engine.finish_load(manifest)

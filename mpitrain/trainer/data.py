@@ -22,6 +22,7 @@ from mpitrain.data import (
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
+from mpitrain.trainer.folder import together
 
 
 def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | None]:
@@ -30,32 +31,24 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
     Raises InputError on all ranks where any of them cannot read the data set, or where it is too small for a batch.
     """
     path, sequence = config.data.path, config.model.sequence
-    error: BaseException | None = None
-    try:
-        if world.local_rank == 0:
-            resolve(path)
-    except InputError as caught:
-        error = caught
-    world.agree(error)
+    together(world, lambda: resolve(path) if world.local_rank == 0 else None)
     stage = config.data.stage
     if stage:
         stage_on_nodes(world, path, Path(stage))
-    data, held_out = None, None
-    try:
+
+    def opened() -> tuple[Dataset, Dataset | None]:
         folder = staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
         data = open_dataset(folder, sequence=sequence)
-        if "held_out" in read_manifest(folder).splits:
-            held_out = open_dataset(folder, "held_out", sequence=sequence)
+        evaluated = "held_out" in read_manifest(folder).splits
+        held_out = open_dataset(folder, "held_out", sequence=sequence) if evaluated else None
         if len(data) < config.train.batch:
             raise InputError(
                 f"data set {folder} has {len(data)} samples, fewer than train.batch {config.train.batch}; "
                 "give more data or a smaller train.batch"
             )
-    except InputError as caught:
-        error = caught
-    world.agree(error)
-    assert data is not None
-    return data, held_out
+        return data, held_out
+
+    return together(world, opened)
 
 
 def batches(config: Config, workers: VirtualWorkers, data: Dataset, position: int) -> Loader:

@@ -234,11 +234,8 @@ class Survivors(Callback):
         """What to end with, after the newest copy was written as a checkpoint. Collective over those that train."""
         self._tell(_SAVE)
         saved = self._save()
-        left = (
-            "1 rank is left, which does"
-            if self.everyone.size == 1
-            else f"{self.everyone.size} ranks are left, which do"
-        )
+        size = self.everyone.size
+        left = "1 rank is left, which does" if size == 1 else f"{size} ranks are left, which do"
         return TooFewLeft(f"{left} not fit: {self.misfit}; {saved}; start the job again", agreed=True)
 
     def _save(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part
+from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.shard.axes import Axes, Microbatch, Stages
+from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.shard.axes import Axes, Microbatch
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
@@ -76,7 +78,7 @@ class Engine:
         options: Options | None = None,
         *,
         clip: float = 0.0,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         axes: Axes | None = None,
         scale: LossScale | None = None,
     ) -> None:
@@ -185,7 +187,7 @@ class Engine:
             self.sharding.reducer.finish()
         return losses
 
-    def _through_pipeline(self, pipeline: Stages, microbatches: Sequence[Microbatch], samples: int) -> float:
+    def _through_pipeline(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], samples: int) -> float:
         """Gradients of one step through the pipeline; returns the step's loss on this rank's share of the batch."""
         self.sharding.reducer.enabled = False
         weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
@@ -297,11 +299,9 @@ class Engine:
         """Bytes by category on this rank, as they are, and by formula."""
         return measure(self.sharding, self._activations)
 
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
+    def whole_parameters(self) -> AbstractContextManager[None]:
         """All of the module's parameters can be read inside. Collective."""
-        with self.sharding.parameters.whole():
-            yield
+        return self.sharding.parameters.whole()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of the module's whole state, on every rank, for torch's load_state_dict. Collective."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
+from typing import TypeVar
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
@@ -26,12 +27,24 @@ from mpitrain.storage.disk import free_name, reason
 
 CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
 _DYING = 5.0  # seconds
+T = TypeVar("T")
 
 
 class Interrupted(MpitrainError):
     """Somebody pressed Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+def together(world: Communicator, act: Callable[[], T]) -> T:
+    """What `act` returns on this rank. Where it raises a deliberate error on any, that is raised on all. Collective."""
+    try:
+        value = act()
+    except MpitrainError as error:
+        world.agree(error)
+        raise
+    world.agree(None)
+    return value
 
 
 def settled(config: Config) -> Config:
@@ -60,18 +73,11 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         self.world.on_root(self._occupy)
-        error: BaseException | None = None
-        try:
-            self.log = open_rank_log(self.path, self.world.rank)
-        except InputError as caught:
-            error = caught
-        self.world.agree(error)
+        self.log = together(self.world, lambda: open_rank_log(self.path, self.world.rank))
         self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.release()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint import FRUITLESS
-from mpitrain.errors import InputError, NothingLearned
+from mpitrain.errors import NothingLearned, refusal
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.precision import LossScale
 
@@ -79,7 +79,7 @@ class LearningCheck(Callback):
     def on_update(self, trainer: Trainer, step: Step) -> None:
         before, self.row = self.row, self.row.after(step.number, step.loss, step.skipped, trainer.engine.scale)
         if self.row.count(step.number) >= MOST:
-            raise InputError(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful())}", agreed=True)
+            raise refusal(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful())}")
         if self.row.bad and not before.bad:
             trainer.say(self.row.reason)
 
@@ -89,8 +89,7 @@ class LearningCheck(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         """Raise NothingLearned where the run is over; one that is only interrupted may learn yet."""
         if self.row.bad and trainer.step >= trainer.config.train.steps:
-            good = trainer.store.newest_fruitful()
-            raise NothingLearned(f"{self.row.reason}; {_mend(good)}", agreed=True)
+            raise NothingLearned(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful())}", agreed=True)
 
 
 def _mend(good: Path | None) -> str:

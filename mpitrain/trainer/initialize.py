@@ -22,7 +22,7 @@ from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read
 from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import CheckpointError, InputError
+from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizer import make_optimizer
@@ -191,7 +191,7 @@ def initialize(
         ("a scheduler", scheduler, settings.schedule),
     ):
         if given is not None and named is not None:
-            raise InputError(f"{what} was given, and {_origin(config)} names another; leave one out", agreed=True)
+            raise refusal(f"{what} was given, and {_origin(config)} names another; leave one out")
     if settings.timeout is not None:
         set_timeout(settings.timeout)
     if settings.without_effect and comm.rank == 0:
@@ -243,7 +243,7 @@ def _origin(config: str | Path | Mapping[str, Any] | Config | None) -> str:
 def _section(settings: Settings) -> OptimSection:
     """The optimizer section that a DeepSpeed configuration describes."""
     if settings.optimizer is None:
-        raise InputError("no optimizer was given, and the configuration has none; give one", agreed=True)
+        raise refusal("no optimizer was given, and the configuration has none; give one")
     kind, params = settings.optimizer
     options = dict(params)
     rate, decay = options.pop("lr", 1e-3), options.pop("weight_decay", 0.0)

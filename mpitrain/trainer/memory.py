@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +49,9 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     gradients, buffers = sharding.gradients.nbytes()
     buffers += sharding.parameters.buffer_bytes()
     kept = [t for s in sharding.flat_parameters for t in sharding.optimizer.state.get(s.value, {}).values()]
-    moments = [t for t in kept if torch.is_tensor(t) and t.numel() > 1]
-    masters = [s.value for s in sharding.flat_parameters if s.stored is not None]
-    states = _nbytes(moments) + _nbytes(masters)
-    per_element = round(_nbytes(moments) / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
+    moments = sum(t.nbytes for t in kept if torch.is_tensor(t) and t.numel() > 1)
+    states = moments + sum(s.value.nbytes for s in sharding.flat_parameters if s.stored is not None)
+    per_element = round(moments / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
     accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
     expected = {
         "parameters": round(sum(a.parameters for a in accounts)),
@@ -67,11 +65,6 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     held = (parameters if sharding.stage.states else 0) + gradients
     padding = held * narrow + (wide if sharding.stage.states else 0)
     return MemoryAccount(round(parameters), gradients, states, activations, buffers, round(padding), expected)
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all these tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class ActivationMeter:
@@ -96,7 +89,7 @@ class ActivationMeter:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
-            self.nbytes += min(storage.nbytes(), tensor.numel() * tensor.element_size())
+            self.nbytes += min(storage.nbytes(), tensor.nbytes)
 
     def __enter__(self) -> None:
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from mpitrain.config.named import find
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 
 _NEED_A_CLOSURE = ("LBFGS",)
 _SPARSE_ONLY = ("SparseAdam",)
@@ -45,11 +45,11 @@ def make_optimizer(
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         known = ", ".join(name for name in accepted if name not in ("params", "lr", "weight_decay"))
-        raise InputError(f"optim.options: {kind.__name__} has no {', '.join(unknown)}; it has {known}", agreed=True)
+        raise refusal(f"optim.options: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
     try:
         return kind(groups, **{"lr": section.lr, **options})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"optim: {kind.__name__} refuses its options: {error}", agreed=True) from None
+        raise refusal(f"optim: {kind.__name__} refuses its options: {error}") from None
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -76,13 +76,11 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
     kind = kinds.get(name.lower())
     if kind is None:
         near = difflib.get_close_matches(name.lower(), kinds, n=1, cutoff=0.0)[0]
-        raise InputError(
-            f"optim.name {name!r} is not a class of torch.optim; did you mean {kinds[near].__name__!r}?", agreed=True
-        )
+        raise refusal(f"optim.name {name!r} is not a class of torch.optim; did you mean {kinds[near].__name__!r}?")
     if kind.__name__ in _NEED_A_CLOSURE:
-        raise InputError(f"optim.name {name!r} calls the model itself, which is not supported; use adamw", agreed=True)
+        raise refusal(f"optim.name {name!r} calls the model itself, which is not supported; use adamw")
     if kind.__name__ in _SPARSE_ONLY:
-        raise InputError(f"optim.name {name!r} takes sparse gradients only, ours are dense; use adam", agreed=True)
+        raise refusal(f"optim.name {name!r} takes sparse gradients only, ours are dense; use adam")
     return kind
 
 

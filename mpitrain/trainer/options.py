@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpitrain.choices import Precision
 from mpitrain.comm import compression
 from mpitrain.config.batch import accumulation
 from mpitrain.config.deepspeed import DeepSpeedConfig
+from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusal
 from mpitrain.shard.sharding import Options
-from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.precision import DTYPES, LossScale
 
 
@@ -26,7 +27,7 @@ class Settings:
 
     microbatch: int
     accumulate: int
-    precision: str
+    precision: Precision
     clip: float
     recompute: bool
     options: Options
@@ -85,9 +86,8 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
     if unused:
         raise _refusal(unused, origin)
     batch = train.batch if "batch" in train.model_fields_set else None
-    micro, steps = accumulation(
-        batch, train.microbatch or None, None, ranks=ranks, names=("train.batch", "train.microbatch", "")
-    )
+    names = ("train.batch", "train.microbatch", "")
+    micro, steps = accumulation(batch, train.microbatch or None, None, ranks=ranks, names=names)
     return Settings(
         microbatch=micro,
         accumulate=steps,
@@ -124,9 +124,8 @@ def _is_default(config: Config, key: str) -> bool:
 def _refusal(unused: list[str], origin: str) -> InputError:
     shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
     why = " beside an optimizer of your own" if any(key in _FOR_RATES | _FOR_OPTIMIZER for key in unused) else ""
-    return InputError(
-        f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does",
-        agreed=True,
+    return refusal(
+        f"{origin}: mt.initialize does nothing with {shown}{why}; remove them, or run mpitrain.train, which does"
     )
 
 
@@ -163,6 +162,6 @@ def from_deepspeed(read: DeepSpeedConfig) -> Settings:
         scale=LossScale(**asdict(read.scale)) if read.scale is not None else None,
         any_optimizer=read.any_optimizer,
         optimizer=read.optimizer,
-        schedule=LearningRate(**asdict(read.schedule)) if read.schedule is not None else None,
+        schedule=read.schedule,
         without_effect=read.without_effect,
     )

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from mpitrain.choices import Precision
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @torch.no_grad()
-def convert(module: nn.Module, precision: str) -> None:
+def convert(module: nn.Module, precision: Precision) -> None:
     """Make the fp32 parameters 16-bit ones, except those of batch norms, whose statistics need fp32."""
     if precision == "fp32":
         return
@@ -29,7 +31,7 @@ def convert(module: nn.Module, precision: str) -> None:
                 parameter.data = parameter.data.to(DTYPES[precision])
 
 
-def narrowed(x: Any, precision: str) -> Any:
+def narrowed(x: Any, precision: Precision) -> Any:
     """Floating-point inputs in the precision of the model."""
     if precision != "fp32" and torch.is_tensor(x) and x.is_floating_point():
         return x.to(DTYPES[precision])
@@ -53,7 +55,7 @@ class LossScale:
     passed: int = 0
 
     @staticmethod
-    def of(precision: str, initial: float = 2.0**16) -> LossScale:
+    def of(precision: Precision, initial: float = 2.0**16) -> LossScale:
         return LossScale(initial, dynamic=True) if precision == "fp16" else LossScale()
 
     def update(self, overflowed: bool) -> None:

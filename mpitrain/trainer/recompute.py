@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.errors import InputError
+from mpitrain.errors import refusal
 from mpitrain.shard.units import blocks_of
 
 
@@ -33,10 +33,9 @@ def recompute_blocks(module: nn.Module) -> int:
     """
     blocks = blocks_of(module)
     if not blocks:
-        raise InputError(
+        raise refusal(
             "train.recompute finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it "
-            "to false",
-            agreed=True,
+            "to false"
         )
     for block in blocks:
         block.forward = partial(_recomputed, block, block.forward)

@@ -84,13 +84,11 @@ class EngineState:
     def _alike(self) -> list[Holding]:
         """What every data-parallel rank has whole: buffers, frozen parameters, and at stage 0 all parameters."""
         module = self._sharding.module
-        shared = (
-            {p for group in self._sharding.groups for p in group.parameters} if self._sharding.stage.states else set()
-        )
+        sharded = self._sharding.groups if self._sharding.stage.states else ()
+        shared = {p for group in sharded for p in group.parameters}
         kept = set(module.state_dict())
-        found = [
-            self._whole(MODEL + n, p, p.detach(), self._writes(p)) for p, n in self._names.items() if p not in shared
-        ]
+        own = [(n, p) for p, n in self._names.items() if p not in shared]
+        found = [self._whole(MODEL + n, p, p.detach(), self._writes(p)) for n, p in own]
         for name, buffer in module.named_buffers():
             if name in kept:
                 found.append(self._whole(MODEL + name, buffer, buffer, self._buffers))
@@ -247,10 +245,8 @@ class EngineState:
                 for key, spec in keys.get(name, ()):
                     if tuple(spec.shape) == logical_of(p).shape and spec.shape:
                         if key not in state:
-                            kind = getattr(torch, spec.dtype)
-                            state[key] = torch.zeros(
-                                flat_parameter.value.shape, dtype=kind, device=flat_parameter.value.device
-                            )
+                            kind, like = getattr(torch, spec.dtype), flat_parameter.value
+                            state[key] = torch.zeros(like.shape, dtype=kind, device=like.device)
                         data = state[key].view(-1)[at : at + last - first]
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
                     elif key not in state:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
+from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset, evaluation_batches
-from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, InputError
+from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, refusal
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.models.task import Task
@@ -36,7 +38,6 @@ from mpitrain.trainer.data import batches, microbatch_size, microbatches, open_d
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder, settled
 from mpitrain.trainer.fruitless import LearningCheck
-from mpitrain.trainer.learning_rate import LearningRate
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.stopping import StopInTime
@@ -81,7 +82,7 @@ class Trainer:
         self.config = shared_config(self.world, lambda: _config_of(config))
         self.device = torch.device("cpu")
         self.folder = RunFolder(self.config, self.world)
-        self.print: Callable[[str], None] = _print
+        self.print: Callable[[str], None] = partial(print, flush=True)
         learning, self.records = LearningCheck(), Records()
         self.callbacks = [StopInTime(), learning, SampleIds(), *callbacks, Console(learning), self.records]
         self.step = self.position = 0
@@ -166,8 +167,7 @@ class Trainer:
         task = self.make_model()
         self.mesh = Mesh.make(self.world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
         self.workers = VirtualWorkers.of(self.mesh.data, config.run.reproducible, config.run.workers)
-        assembled = assemble(config, self.mesh, task, self.data, self.make_optimizer)
-        self.engine, self.parameters = assembled.engine, assembled.parameters
+        self.engine, self.parameters = assemble(config, self.mesh, task, self.data, self.make_optimizer)
         self.schedule = LearningRate.of(config.optim, config.train.steps)
 
     def make_model(self) -> Task:
@@ -337,10 +337,9 @@ class Trainer:
                 self.say(f"passed over {folder}: {error}")
                 continue
             if of not in (None, self.data.description.identity):  # None: imported weights
-                raise InputError(
+                raise refusal(
                     f"{folder} was trained on another data set than data.path {self.config.data.path!r}; give that "
-                    "one, or another run.dir",
-                    agreed=True,
+                    "one, or another run.dir"
                 )
             self.engine.finish_load(manifest)
             for repaired in self.store.repairs:
@@ -356,7 +355,7 @@ def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
     """The settings that rank 0 makes, on all ranks. Raises InputError, on all, where they are wrong."""
     config = Config.from_dict(world.on_root(lambda: settled(make()).model_dump()))
     if config.monitor.timeline:
-        raise InputError("monitor.timeline: not available in this version; leave it at its default", agreed=True)
+        raise refusal("monitor.timeline: not available in this version; leave it at its default")
     return config
 
 
@@ -390,7 +389,3 @@ def _config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:
     if isinstance(config, Config):
         return config
     return Config.from_dict(config) if isinstance(config, Mapping) else Config.from_args([str(config)])
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

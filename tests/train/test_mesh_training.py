@@ -146,7 +146,7 @@ def assembled(world, sections):
     torch.manual_seed(config.run.seed)
     task = build_model(config.model, data.description)
     mesh = Mesh.make(world, "auto", config.parallel.pipeline, config.parallel.tensor)
-    return assemble(config, mesh, task, data, partial(make_optimizer, config.optim)).engine
+    return assemble(config, mesh, task, data, partial(make_optimizer, config.optim))[0]
 
 
 @pytest.mark.ranks(2, 4)

@@ -8,11 +8,11 @@ mapped, the members of a .npz are read as streams.
 
 from __future__ import annotations
 
-import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources.split import divide_rows, given_splits
-from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Block, Columns, Source
+from mpitrain.data.sources.split import partition, stream_rows
+from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Columns, Source
 from mpitrain.errors import InputError
 
 _NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
@@ -39,6 +39,7 @@ class _Array:
 
 
 def arrays_source(files: Sequence[Path]) -> Source:
+    """Describe one .npz file, or .npy files that are named like its members."""
     archives = [path for path in files if path.suffix.lower() == ".npz"]
     if len(archives) > 1 or (archives and len(files) > 1):
         raise InputError(f"source {files[0]}: give one .npz file, or .npy files named {_NAMES}")
@@ -57,9 +58,7 @@ def arrays_source(files: Sequence[Path]) -> Source:
     def rows(pair: tuple[_Array, _Array]) -> Iterator[Columns]:
         yield from zip(pair[0].blocks(step), pair[1].blocks(step), strict=True)
 
-    def blocks(held_out: float) -> Iterator[Block]:
-        return given_splits(rows(train), rows(test)) if test else divide_rows(rows(train), held_out)
-
+    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
     return Source("arrays", (x, y), blocks, files=len(files))
 
 
@@ -134,16 +133,10 @@ def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> _Array:
         raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
 
     def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
-        row_bytes = dtype.itemsize * math.prod(shape[1:])
         try:
             with os_errors(f"{label} cannot be read"), zipfile.ZipFile(path) as own, own.open(name) as member:
                 _header(member, label)
-                for start in range(0, shape[0], step):
-                    rows = min(step, shape[0] - start)
-                    raw = member.read(rows * row_bytes)
-                    if len(raw) != rows * row_bytes:
-                        raise InputError(f"{label} ends too early; save it again")
-                    yield np.frombuffer(raw, dtype).reshape(rows, *shape[1:])
+                yield from stream_rows(member, dtype, shape, step, f"{label} ends too early; save it again")
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
             raise InputError(f"{label} is damaged ({error}); save it again") from None
 

@@ -10,13 +10,13 @@ width] and handed over as value / 255.
 from __future__ import annotations
 
 import gzip
-import math
 import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources.split import divide_rows, given_splits
-from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Block, Columns, Source
+from mpitrain.data.sources.split import partition, stream_rows
+from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Columns, Source
 from mpitrain.errors import InputError
 
 _NAME = re.compile(r"[-.]idx\d-(ubyte|byte|short|int|float|double)(\.gz)?$", re.IGNORECASE)
@@ -40,26 +40,20 @@ class _Idx:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape[1:])
-
     def blocks(self, step: int) -> Iterator[npt.NDArray[Any]]:
         with _reading(self.path), _open(self.path) as file:
             _header(file, self.path)
-            for start in range(0, self.shape[0], step):
-                rows = min(step, self.shape[0] - start)
-                raw = file.read(rows * self.row_bytes)
-                if len(raw) != rows * self.row_bytes:
-                    raise InputError(f"IDX file {self.path} ends too early: it is cut off; get it again")
-                yield np.frombuffer(raw, self.dtype).reshape(rows, *self.shape[1:])
+            cut_off = f"IDX file {self.path} ends too early: it is cut off; get it again"
+            yield from stream_rows(file, self.dtype, self.shape, step, cut_off)
 
 
 def is_idx(path: Path) -> bool:
+    """Whether a file has the name of an IDX file."""
     return bool(_NAME.search(path.name))
 
 
 def idx_source(files: Sequence[Path]) -> Source:
+    """Describe IDX files: a pair of images and labels, and perhaps a second pair that is held out."""
     train, test = _pairs(files)
     images, labels = train
     channel = (1,) if len(images.shape) == 3 else ()
@@ -74,9 +68,7 @@ def idx_source(files: Sequence[Path]) -> Source:
         for pixels, classes in zip(pair[0].blocks(step), pair[1].blocks(step), strict=True):
             yield pixels.reshape(len(pixels), *x.shape), classes
 
-    def blocks(held_out: float) -> Iterator[Block]:
-        return given_splits(rows(train), rows(test)) if test else divide_rows(rows(train), held_out)
-
+    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
     return Source("arrays", (x, y), blocks, files=len(files))
 
 
@@ -124,7 +116,7 @@ def _open(path: Path) -> IO[bytes]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns every way in which reading such a file fails into one line."""
+    """Turn every way in which reading such a file fails into one line."""
     with os_errors(f"IDX file {path} cannot be read"):
         try:
             yield

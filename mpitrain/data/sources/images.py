@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import numpy.typing as npt
 
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources.split import divide_rows, given_splits
-from mpitrain.data.writer import GATHER_BYTES, Block, Columns, Source
+from mpitrain.data.sources.split import partition
+from mpitrain.data.writer import GATHER_BYTES, Columns, Source
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -37,7 +38,15 @@ class _Image:
 
 
 def images_source(files: Sequence[tuple[Path, Path]], size: tuple[int, int] | None) -> Source:
-    """files: (image, the folder it was found under). size: height and width in pixels."""
+    """Describe folders of images, one for each class.
+
+    Args:
+        files: Each image, and the folder it was found under.
+        size: The height and the width in pixels that images are scaled and cut to; None where all have one size.
+
+    Raises:
+        InputError: Pillow is missing, or there is only one class.
+    """
     try:
         from PIL import Image  # asked for before any work is done
     except ImportError:
@@ -50,7 +59,7 @@ def images_source(files: Sequence[tuple[Path, Path]], size: tuple[int, int] | No
             f"source {files[0][1]} has only the class {classes[0]}; put the images of each class into their own folder"
         )
     number = {label: i for i, label in enumerate(classes)}
-    height, width = size or _size_of(images[0].path)
+    height, width = size or _opened(images[0].path).shape[:2]
     step = max(1, GATHER_BYTES // (3 * height * width))
 
     def rows(chosen: Sequence[_Image]) -> Iterator[Columns]:
@@ -59,11 +68,9 @@ def images_source(files: Sequence[tuple[Path, Path]], size: tuple[int, int] | No
             pixels = [_pixels(image.path, (height, width), crop=size is not None) for image in block]
             yield np.stack(pixels), np.array([number[image.label] for image in block], np.int32)
 
-    def blocks(held_out: float) -> Iterator[Block]:
-        train = [image for image in images if not image.held_out]
-        test = [image for image in images if image.held_out]
-        return given_splits(rows(train), rows(test)) if test else divide_rows(rows(train), held_out)
-
+    train = [image for image in images if not image.held_out]
+    test = [image for image in images if image.held_out]
+    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
     x = FieldSpec(name="x", dtype="uint8", shape=(3, height, width), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
     return Source("arrays", (x, y), blocks, files=len(images), classes=tuple(classes))
@@ -79,11 +86,6 @@ def _labelled(files: Sequence[tuple[Path, Path]]) -> list[_Image]:
         below = parts[1:] if has_splits else parts
         images.append(_Image(path, below[0] if below else root.resolve().name, has_splits and parts[0] != "train"))
     return images
-
-
-def _size_of(path: Path) -> tuple[int, int]:
-    height, width = _opened(path).shape[:2]
-    return height, width
 
 
 def _pixels(path: Path, size: tuple[int, int], *, crop: bool) -> npt.NDArray[np.uint8]:

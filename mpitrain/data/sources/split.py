@@ -12,8 +12,10 @@ The first stretch gives its first row (mix64(0) is 0), so that even a few rows h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ import numpy.typing as npt
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.order import mix64
 from mpitrain.data.writer import Block, Columns
+from mpitrain.errors import InputError
 
 _FINEST = 10**6  # fractions are rounded to this denominator at most, so that row numbers times it fit 64 bits
 
@@ -40,8 +43,31 @@ def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.boo
     return held
 
 
+def partition(
+    train: Callable[[], Iterator[Columns]], test: Callable[[], Iterator[Columns]] | None = None
+) -> Callable[[float], Iterator[Block]]:
+    """How a source's rows come to the splits.
+
+    Args:
+        train: Reads the rows, in blocks.
+        test: Reads those of the input's own test set; without one, some rows of `train` are held out.
+
+    Returns:
+        The `blocks` of a `Source`.
+    """
+
+    def blocks(held_out: float) -> Iterator[Block]:
+        if test is None:
+            yield from divide_rows(train(), held_out)
+            return
+        yield from ((TRAIN, columns) for columns in train())
+        yield from ((HELD_OUT, columns) for columns in test())
+
+    return blocks
+
+
 def divide_rows(rows: Iterator[Columns], fraction: float) -> Iterator[Block]:
-    """Sends each block's rows to the split they belong to."""
+    """Send each block's rows to the split they belong to, where `fraction` of them are to be held out."""
     start = 0
     for columns in rows:
         count = len(columns[0])
@@ -54,10 +80,28 @@ def divide_rows(rows: Iterator[Columns], fraction: float) -> Iterator[Block]:
             yield TRAIN, columns
 
 
-def given_splits(train: Iterator[Columns], held_out: Iterator[Columns]) -> Iterator[Block]:
-    """For inputs that bring a test set of their own."""
-    yield from ((TRAIN, columns) for columns in train)
-    yield from ((HELD_OUT, columns) for columns in held_out)
+def stream_rows(
+    file: IO[bytes], dtype: np.dtype[Any], shape: Sequence[int], step: int, cut_off: str
+) -> Iterator[npt.NDArray[Any]]:
+    """Read the array that follows in a stream.
+
+    Args:
+        file: The stream.
+        dtype: The array's dtype.
+        shape: The array's shape.
+        step: How many rows are read at a time.
+        cut_off: The message of the InputError that is raised where the stream ends too early.
+
+    Yields:
+        Its rows in order, in blocks of `step` rows.
+    """
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    for start in range(0, shape[0], step):
+        rows = min(step, shape[0] - start)
+        raw = file.read(rows * row_bytes)
+        if len(raw) != rows * row_bytes:
+            raise InputError(cut_off)
+        yield np.frombuffer(raw, dtype).reshape(rows, *shape[1:])
 
 
 def held_out_files(sizes: Sequence[int], fraction: float) -> list[bool]:

@@ -15,14 +15,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources.split import divide_rows
-from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
+from mpitrain.data.sources.split import partition
+from mpitrain.data.writer import MOST_CLASSES, Columns, Source
 from mpitrain.errors import InputError
 
 SUFFIXES = frozenset((".csv", ".tsv"))
@@ -51,7 +52,13 @@ class _Table:
 
 
 def table_source(files: Sequence[Path], label: str | None) -> Source:
-    """label: a column's name, or its number counted from 1; None: the column called label, else the last."""
+    """Describe tables, each of whose rows is a sample.
+
+    Args:
+        files: The tables.
+        label: The name of the label's column, or its number counted from 1; None for the column called label, or else
+            the last one.
+    """
     tables = [_look(path) for path in files]
     first = tables[0]
     for table in tables[1:]:
@@ -77,14 +84,11 @@ def table_source(files: Sequence[Path], label: str | None) -> Source:
         if x:
             yield np.array(x, np.float32), np.array(y, y_dtype)
 
-    def blocks(held_out: float) -> Iterator[Block]:
-        return divide_rows(rows(), held_out)
-
     y_dtype = "int32" if classes else "float32"
     x_field = FieldSpec(name="x", dtype="float32", shape=(first.columns - 1,), given="float")
     y_field = FieldSpec(name="y", dtype=y_dtype, shape=(), given="integer" if classes else "float")
     note = f"label: column {_column_name(first, at)}"
-    return Source("arrays", (x_field, y_field), blocks, files=len(files), classes=classes, notes=(note,))
+    return Source("arrays", (x_field, y_field), partition(rows), files=len(files), classes=classes, notes=(note,))
 
 
 def _look(path: Path) -> _Table:
@@ -95,7 +99,7 @@ def _look(path: Path) -> _Table:
             f"table {path}: its first line is longer than {_LONGEST_LINE >> 20} Mi characters; is it a table?"
         )
     delimiter = max(",;\t", key=top.count)
-    lines = [cells for _, cells in _first_two(path, delimiter)]
+    lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
     if not lines:
         raise InputError(f"table {path} is empty; give a file with data")
     head = [_is_number(cell) for cell in lines[0]]
@@ -111,24 +115,12 @@ def _look(path: Path) -> _Table:
     return _Table(path, delimiter, header, len(lines[0]))
 
 
-def _first_two(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    for found, line in enumerate(_lines(path, delimiter, skip=False)):
-        if found == 2:
-            return
-        yield line
-
-
 def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells) of every line that is not blank."""
+    """(line number, cells) of every line that is not blank; skip: but the first."""
     with os_errors(f"table {path} cannot be read"), open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         try:
-            for cells in reader:
-                if not cells:
-                    continue
-                if skip:
-                    skip = False
-                    continue
+            for cells in islice(filter(None, reader), int(skip), None):
                 yield reader.line_num, cells
         except csv.Error as error:
             raise InputError(f"{path}, line {reader.line_num}: not CSV ({error}); mend it") from None
@@ -173,7 +165,7 @@ def _label_kind(tables: Sequence[_Table], at: int) -> tuple[dict[str, int], tupl
             if cell in found:
                 continue
             all_numbers = all_numbers and _is_number(cell)
-            any_fraction = any_fraction or not _is_whole(cell)
+            any_fraction = any_fraction or not cell.lstrip("+-").isdecimal()
             if len(found) <= MOST_CLASSES:  # one more than allowed shows that there are too many
                 found[cell] = None
     if all_numbers and any_fraction:
@@ -185,10 +177,6 @@ def _label_kind(tables: Sequence[_Table], at: int) -> tuple[dict[str, int], tupl
         )
     names = sorted(found, key=int) if all_numbers else sorted(found)
     return {name: i for i, name in enumerate(names)}, tuple(names)
-
-
-def _is_whole(cell: str) -> bool:
-    return cell.lstrip("+-").isdecimal()
 
 
 def _not_a_number(table: _Table, line: int, cells: list[str], at: int) -> InputError:

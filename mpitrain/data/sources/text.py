@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,19 @@ class _Range:
 
 
 def text_source(files: Sequence[Path], tokenizer: Path | None) -> Source:
-    """A stream of bytes (uint8, vocabulary 256), or of token numbers (uint16 or uint32)."""
+    """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
+
+    Args:
+        files: The text files, in order.
+        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
+    """
     encoder = _load(tokenizer) if tokenizer else None
     vocabulary = max(encoder.get_vocab().values()) + 1 if encoder else 256
     dtype = "uint8" if not encoder else "uint16" if vocabulary <= 1 << 16 else "uint32"
 
     def blocks(held_out: float) -> Iterator[Block]:
         for part in _ranges(files, held_out):
-            for tokens in _encoded(part, encoder) if encoder else _chunks(part):
+            for tokens in _encoded(part, encoder) if encoder else _bytes(part):
                 yield part.split, (np.asarray(tokens, dtype),)
 
     field = FieldSpec(name="tokens", dtype=dtype, shape=(), given="integer")
@@ -90,9 +96,8 @@ def _after_line(path: Path, offset: int, size: int) -> int:
     return offset + next((i for i, byte in enumerate(near[:4]) if byte & 0xC0 != 0x80), 0)
 
 
-def _chunks(part: _Range) -> Iterator[np.ndarray[Any, Any]]:
-    for chunk in _read(part, _CHUNK):
-        yield np.frombuffer(chunk, np.uint8)
+def _bytes(part: _Range) -> Iterator[np.ndarray[Any, Any]]:
+    return (np.frombuffer(chunk, np.uint8) for chunk in _read(part, _CHUNK))
 
 
 def _read(part: _Range, size: int) -> Iterator[bytes]:
@@ -105,19 +110,11 @@ def _read(part: _Range, size: int) -> Iterator[bytes]:
 
 
 def _encoded(part: _Range, encoder: Any) -> Iterator[np.ndarray[Any, Any]]:
-    waiting: list[str] = []
-    for piece in _pieces(part):
-        waiting.append(piece)
-        if len(waiting) == _PIECES_AT_ONCE:
-            yield from _encode(encoder, waiting)
-            waiting = []
-    yield from _encode(encoder, waiting)
-
-
-def _encode(encoder: Any, pieces: list[str]) -> Iterator[np.ndarray[Any, Any]]:
-    for encoding in encoder.encode_batch(pieces, add_special_tokens=False):
-        if encoding.ids:
-            yield np.array(encoding.ids, np.uint32)
+    pieces = _pieces(part)
+    while together := list(islice(pieces, _PIECES_AT_ONCE)):
+        for encoding in encoder.encode_batch(together, add_special_tokens=False):
+            if encoding.ids:
+                yield np.array(encoding.ids, np.uint32)
 
 
 def _pieces(part: _Range) -> Iterator[str]:

@@ -1,21 +1,37 @@
-"""The learning rate of each step."""
+"""The learning rate of each step, as a configuration says it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from mpitrain.choices import Decay
 from mpitrain.config.training import OptimSection
+
+# what is left of the way from the last rate to the peak, when so much of the steps after the warm-up is done
+DECAYS: dict[Decay, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate over steps: warm-up from `first` to `peak`, then constant, or down to `last` at `steps`.
+    """A learning rate that warms up from `first` to `peak`, then stays, or goes down to `last` at step `steps`.
 
-    kind: constant, linear or cosine. logarithmic: warm up with log(step) instead of linearly.
+    Attributes:
+        kind: What follows the warm-up.
+        peak: The rate after the warm-up.
+        first: The rate that the warm-up begins from.
+        last: The rate at the last step, where it decays.
+        warmup: How many steps the warm-up takes.
+        steps: How many steps there are.
+        logarithmic: Whether the warm-up follows log(step) instead of a line.
     """
 
-    kind: str
+    kind: Decay
     peak: float
     first: float = 0.0
     last: float = 0.0
@@ -36,8 +52,4 @@ class LearningRate:
                 return self.first + (self.peak - self.first) * done
             return self.first + (self.peak - self.first) * (step + 1) / self.warmup
         progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        if self.kind == "linear":
-            return self.last + (self.peak - self.last) * (1 - progress)
-        if self.kind == "cosine":
-            return self.last + (self.peak - self.last) * 0.5 * (1 + math.cos(math.pi * progress))
-        return self.peak
+        return self.last + (self.peak - self.last) * DECAYS[self.kind](progress)
