@@ -61,8 +61,9 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], folder: str
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # found already, in another environment
-    sys.path[:1] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    for place in sys.path:
+    given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[:1] = [cwd, *given]
+    for place in given:
         if Path(place, "sitecustomize.py").exists():
             runpy.run_path(f"{place}/sitecustomize.py")
     sys.argv = words if words[0] != "-c" else ["-c", *words[2:]]
