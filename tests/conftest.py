@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from warm import Warm
 
 RANKS = int(os.environ.get("MPITRAIN_TEST_RANKS", "0"))  # 0: serial
 LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
@@ -44,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             elsewhere.update(sizes.args)
         (chosen if wanted and here else dropped).append(item)
     if elsewhere and not RANKS and LABEL:
-        (FOLDER / "long-sizes").write_text(" ".join(map(str, sorted(elsewhere))))
+        (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
     items[:] = chosen
     config.hook.pytest_deselected(items=dropped)
 
@@ -61,6 +66,16 @@ def world():
 def folder(world, mpi_tmp_path) -> Path:
     """An empty folder, the same on all ranks."""
     return Path(world.broadcast_object(str(mpi_tmp_path)))
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Warm]:
+    """Runs commands in processes of their own that need not import torch."""
+    from warm import Warm
+
+    made = Warm()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

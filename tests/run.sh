@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the whole suite: lint and types, the tests of ranks under mpirun at 1, 2, 3, 4 and 8 of them (and under the
-# other MPI at 3, or at 2), then the serial tests, which start mpirun themselves.
+# other MPI what depends on that), and the serial tests, which start mpirun themselves: in two halves at once, since
+# much of their time is waiting.
 #   tests/run.sh [--campaign | --full] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
-#   --campaign     only the long tests: kills, clusters (about 25 minutes)
+#   --campaign     only the long tests: kills, clusters
 #   --full         the long tests at full length, for people
 #   tests/run.sh --sizes 3 --no-serial tests/comm/test_operations.py      one file at 3 ranks
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
-long= sizes="1 2 3 4 8" serial=yes
+long= sizes="1 2 3 4 8" serial=yes alone=
 while [ $# -gt 0 ]; do
     case $1 in
     --campaign | --full) long=${1#--} sizes= ;;
@@ -42,6 +43,26 @@ at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, 
     fi
 }
 
+serial_tests() { # serial_tests LABEL PYTEST ARGUMENTS...
+    local label=$1
+    shift
+    MPITRAIN_TEST_LABEL=$label python -m pytest -q --color=no ${long:+--$long} "$@"
+    local code=$?
+    [ $code -eq 0 ] || [ $code -eq 5 ]
+}
+
+in_two_halves() { # in_two_halves FILES...: these in the background, with what they say kept, and all but $alone
+    local log=$MPITRAIN_TESTS/beside.log others=(${alone:+"--ignore=$alone"}) code=0 beside
+    for file in "$@"; do others+=("--ignore=$file"); done
+    serial_tests beside "$@" >"$log" 2>&1 &
+    beside=$!
+    trap "kill $beside 2>/dev/null" EXIT
+    serial_tests serial tests "${others[@]}" || code=1
+    wait $beside || code=1
+    cat "$log"
+    return $code
+}
+
 if [ -z "$long" ] && [ -n "$all" ]; then
     ruff check . && ruff format --check . && mypy || failed=1
 fi
@@ -49,24 +70,31 @@ for size in $sizes; do
     at_ranks "$size" "$mpi" "${MPIRUN[@]}"
 done
 if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
-    # the other MPI, from an environment that borrows everything else from .venv: each test at one size
+    # the other MPI, from an environment that borrows everything else from .venv: what calls MPI, at one size
     (
         tests/second_mpi.sh mpich || exit 1
         PATH=$root/.venv-mpich/bin:$PATH
         if [ -n "$all" ]; then
-            targets=(tests/comm tests/pipe) && at_ranks 3 mpich mpiexec
-            targets=(tests --ignore=tests/comm --ignore=tests/pipe)
+            targets=(tests/comm tests/checkpoint tests/commands tests/test_choices.py tests/test_mesh.py
+                tests/backend/test_backend_{operations,clients}.py tests/pipe/test_pipe_training.py
+                tests/shard/test_{ddp,initialize}.py tests/train/test_{trainer,training}.py)
         fi
-        at_ranks 2 mpich mpiexec
+        at_ranks 3 mpich mpiexec
         exit $failed
     ) || failed=1
 fi
 if [ -n "$serial" ] || [ -n "$long" ]; then
     echo "== serial ${long:+($long)}"
-    MPITRAIN_TEST_LABEL=serial python -m pytest -q ${long:+--$long} "${targets[@]}"
-    code=$?
-    [ $code -eq 0 ] || [ $code -eq 5 ] || failed=1
-    for size in $(cat "$MPITRAIN_TESTS/long-sizes" 2>/dev/null); do # at which there are long tests of ranks
+    if [ -z "$all" ]; then
+        serial_tests serial "${targets[@]}" || failed=1
+    elif [ -z "$long" ]; then
+        in_two_halves tests/backend tests/bench tests/checkpoint tests/data tests/models tests/monitor || failed=1
+    else
+        alone=tests/cluster/test_shrink.py # which asks how fast a job recovers
+        in_two_halves tests/cluster/test_slurm.py tests/cluster/test_slurm_backend.py tests/jobs || failed=1
+        serial_tests alone $alone || failed=1
+    fi
+    for size in $(cat "$MPITRAIN_TESTS"/long-sizes-* 2>/dev/null | sort -un); do # at which there are long tests of ranks
         at_ranks "$size" "$mpi" "${MPIRUN[@]}"
     done
 fi

@@ -60,6 +60,23 @@ def job(
     )
 
 
+def one_line(
+    ended: subprocess.CompletedProcess[str] | tuple[int, str], *words: str, code: int = 2, alone: bool = True
+) -> str:
+    """The one line with which a command refuses its input, which has all these words in it.
+
+    ended: the process, or its exit code and what it said on stderr. alone: nothing else may stand there; False under
+    mpirun, which says more.
+    """
+    found, errors = ended if isinstance(ended, tuple) else (ended.returncode, ended.stderr)
+    assert found == code, errors
+    assert "Traceback" not in errors and "Logging error" not in errors, errors
+    (told,) = [line for line in errors.splitlines() if alone or line.startswith(("mpitrain: ", "error: "))]
+    assert told.startswith(("mpitrain: ", "error: ")) and len(told) < 1000, told
+    assert all(word in told for word in words), (told, words)
+    return told
+
+
 def next_handle(world: Communicator) -> int:
     """The number that MPI gives the next communicator. Where all are freed again it stays among a few. Collective."""
     made = world._comm.Dup()

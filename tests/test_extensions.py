@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import extensions
 import pytest
-from support import ROOT, clean_environment
+from support import ROOT, one_line
 
 import mpitrain as mt
 from mpitrain.data.__main__ import main as data_command
@@ -70,11 +68,9 @@ def test_each_of_them_takes_less_than_thirty_lines():
         assert len(inspect.getsource(made).splitlines()) < 30
 
 
-def test_what_is_not_there_is_one_line(tmp_path):
+def test_what_is_not_there_is_one_line(tmp_path, forked):
     with pytest.raises(InputError, match=r"parallel.schedule extensions:nothing: .* has no function 'nothing'"):
         make_schedule("extensions:nothing", 2, 2)
-    command = [sys.executable, "-m", "mpitrain.train", "--optim.name", "extensions:nothing", "--run.dir", "r"]
-    environment = clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=tmp_path)
-    assert done.returncode == 2 and "optim.name extensions:nothing: " in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    arguments = ("--optim.name", "extensions:nothing", "--run.dir", "r")
+    done = forked.run("train", *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT / "tests"))
+    one_line(done, "optim.name extensions:nothing: ")

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-RANKS = pytest.mark.ranks(2, 3, 4)
+RANKS = pytest.mark.ranks(2, 3)
 DTYPES = (
     torch.float32,
     torch.float64,

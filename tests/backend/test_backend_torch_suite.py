@@ -15,7 +15,7 @@ pytestmark = [
 ENOUGH = {2: 90, 4: 120}  # tests that run at least; fewer mean that the suite skips what it should not
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])  # at 3 the next test runs them
 def test_the_tests_that_ship_with_torch_pass(ranks):
     settled: list[str] = []
     ran = 0

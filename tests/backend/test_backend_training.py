@@ -153,7 +153,7 @@ RUNS = (
 GLOO_GROUPS: list[object] = []  # kept: gloo aborts the process when a thread of a group is the last to let go of it
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_training_is_what_it_is_over_gloo(world, tmp_path, run: Callable[[int], dict[str, torch.Tensor]]):
     import torch.distributed as dist

@@ -26,6 +26,7 @@ SMALL = Shape(vocabulary=32, layers=2, width=64, tokens=8)
 # -- the command ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     command = [sys.executable, "-m", "mpitrain.bench", "step", "--quick", "--ranks", "2", "--only", "ZeRO-2"]
     done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
@@ -56,7 +57,7 @@ def test_an_unknown_contender_is_named_with_those_there_are(capsys):
 # -- the contenders ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 def test_all_contenders_train_alike_on_the_same_batches(world):
     with gloo(world):
         trainees = {}

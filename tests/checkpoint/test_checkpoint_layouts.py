@@ -22,7 +22,7 @@ from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.errors import CheckpointError
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("files", ["rank", "node"])
 def test_every_layout_reads_what_every_layout_wrote(world, folder, files):
     tensors = small_tensors()

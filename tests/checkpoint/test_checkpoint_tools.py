@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_states import empty, in_slices, same, small_tensors, whole_parts
+from support import one_line
 
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.__main__ import main
@@ -149,9 +150,8 @@ def test_what_is_no_weights_file_is_refused_in_one_line(world, run, capsys, tmp_
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     for name in [*bad, "evil.pt", "list.pt", "missing.pt"]:
-        assert main(["import", str(tmp_path / name), str(tmp_path / "new")]) == 2
-        streams = capsys.readouterr()
-        assert streams.err.startswith("error: ") and streams.err.count("\n") == 1 and name in streams.err
+        code, streams = main(["import", str(tmp_path / name), str(tmp_path / "new")]), capsys.readouterr()
+        one_line((code, streams.err), name)
         assert "executed" not in streams.out
     assert not list((tmp_path / "new").glob("checkpoints/*"))
 

@@ -31,7 +31,7 @@ def _store(world, folder, redundancy, *, nodes=None, places=None, files="rank", 
     )
 
 
-@pytest.mark.ranks(2, 3, 4, 8)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("redundancy", ["partner", "xor"])
 @pytest.mark.parametrize("files", ["rank", "node"])
 def test_a_lost_node_loses_nothing(world, folder, redundancy, files):

@@ -19,7 +19,7 @@ from mpitrain.checkpoint.view import rectangles
 from mpitrain.layout import Box, Piece
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("files", ["rank", "node"])
 def test_every_parameter_is_seen_whole_under_its_name(world, folder, files):
     tensors = small_tensors() | {"optimizer/exp_avg/a.weight": torch.ones(11, 7)}

@@ -51,7 +51,7 @@ def _wholes(tensors):
     ]
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 def test_what_is_saved_is_loaded_whole_and_in_columns(world, folder):
     tensors = _tensors()
     store = Store(folder / "c", world, keep=2)

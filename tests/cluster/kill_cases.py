@@ -16,6 +16,8 @@ from kill_points import COMMIT, ENDING, HOWS, PRUNING, REPLACING, RESTORING, SIG
 STEPS, EVERY = 6, 2
 SAVES = STEPS // EVERY
 SIDES = ("before", "after")
+# after any other moment of a save is before the next one: where the act itself is the last of its kind
+LAST = ("save", "own file written", "pointer moved", "old one removed", "a file removed")
 SEVERAL = {"a piece written": 3, "a file removed": 3, "ranks agree": 2, "a block read": 2, "all-reduce": 3}  # calls
 SNAPSHOT = COMMIT[0]
 _Point = tuple[Moment, str]
@@ -52,16 +54,17 @@ class Case:
         return f"case {self.number}: {self.ranks} ranks, then {self.then}, zero {self.zero}, {saves}; {kills}{damage}"
 
 
-def cases(count: int, seed: int) -> list[Case]:
-    return list(itertools.islice(_cases(Random(seed)), count))
+def cases(count: int, seed: int, *, both_sides: bool) -> list[Case]:
+    """both_sides: every moment of a save is tried before and after it, also where that is before the next moment."""
+    return list(itertools.islice(_cases(Random(seed), both_sides), count))
 
 
-def _cases(chance: Random) -> Iterator[Case]:
-    firsts = itertools.cycle(_shuffled(chance, _firsts(chance)))
+def _cases(chance: Random, both_sides: bool) -> Iterator[Case]:
+    firsts = itertools.cycle(_shuffled(chance, _firsts(chance, both_sides)))
     seconds = itertools.cycle(_shuffled(chance, _seconds(chance)))
     waiting: list[_Point] = []
     for number in itertools.count():
-        if number % 3 == 2:
+        if number % 2:
             waiting.append(next(seconds))
         if waiting and waiting[0][0] in REPLACING:
             moment = chance.choice(TRAINING)
@@ -76,8 +79,9 @@ def _cases(chance: Random) -> Iterator[Case]:
         yield _case(chance, number, first, second)
 
 
-def _firsts(chance: Random) -> list[_Point]:
-    saving = [(moment, side) for moment in (*COMMIT, *PRUNING) for side in SIDES]
+def _firsts(chance: Random, both_sides: bool) -> list[_Point]:
+    saving = [(moment, "before") for moment in (*COMMIT, *PRUNING)]
+    saving += [(moment, "after") for moment in (*COMMIT, *PRUNING) if both_sides or moment.name in LAST]
     return [*saving, *((moment, _side(chance, moment)) for moment in (*TRAINING, *ENDING))]
 
 

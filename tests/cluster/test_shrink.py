@@ -147,8 +147,7 @@ def test_training_goes_on_without_a_rank_that_is_killed(tmp_path, arguments, und
     same_run(tmp_path / "r", undisturbed)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+@pytest.mark.parametrize(("axis", "zero"), [("pipeline", 0), ("pipeline", 3), ("tensor", 1), ("tensor", 2)])
 def test_a_mesh_goes_on_at_the_largest_size_that_fits_and_who_waits_takes_part_again(
     tmp_path, arguments, undisturbed, axis, zero
 ):
@@ -186,18 +185,18 @@ def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
 
 @pytest.mark.parametrize("delay", [0.0, 0.2])
 def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path, arguments, undisturbed, delay):
-    job = Job(tmp_path / "r", 8, (*arguments, "--parallel.zero", 2))
+    job = Job(tmp_path / "r", 6, (*arguments, "--parallel.zero", 2))
     try:
         job.until(lambda: job.rows() >= 15)
         job.signal(3)
-        job.until(lambda: "ranks died" in job.log(6))
+        job.until(lambda: "ranks died" in job.log(4))
         time.sleep(delay)
         job.signal(5)
     finally:
         job.end(seconds=180)
     found = job.recoveries()
     assert sorted(rank for lost, *_ in found for rank in lost) == [3, 5]
-    assert found[-1][2] == 6 and all(step >= 14 for _, step, *_ in found) and all(s < 5 for *_, s in found)
+    assert found[-1][2] == 4 and all(step >= 14 for _, step, *_ in found) and all(s < 5 for *_, s in found)
     same_run(tmp_path / "r", undisturbed)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from support import ROOT, job
+from support import job
 
 from mpitrain.comm.process.cores import Share, share_of
 
@@ -39,7 +39,8 @@ def test_threads_and_spare_cores_follow_from_the_share():
 SEEN = """
 import os, sys
 os.environ.pop("OMP_NUM_THREADS")
-cores = [int(c) for c in sys.argv[1 + int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])].split(",")]
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+cores = [int(core) for core in sys.argv[1 + rank].split(",")]
 os.sched_setaffinity(0, cores)
 import torch
 import mpitrain as mt
@@ -59,7 +60,7 @@ print(torch.get_num_threads(), world.process.spare_cores, flush=True)
         (("0,1",), {"2 1"}),
     ],
 )
-def test_ranks_see_how_they_are_bound(tmp_path, cores, seen):
-    (tmp_path / "seen.py").write_text(SEEN)
-    done = job(len(cores), [sys.executable, str(tmp_path / "seen.py"), *cores], PYTHONPATH=str(ROOT))
+def test_ranks_see_how_they_are_bound(forked, cores, seen):
+    alone = len(cores) == 1
+    done = forked.run("-c", SEEN, *cores) if alone else job(len(cores), [sys.executable, "-c", SEEN, *cores])
     assert done.returncode == 0 and set(done.stdout.splitlines()) == seen, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+from support import one_line
 
 from mpitrain import doctor, report
 from mpitrain.monitor.metrics import MetricsWriter
@@ -44,8 +45,7 @@ def test_report_sums_up_a_run(tmp_path, capsys):
 
 
 def test_report_of_nothing_is_refused(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2
-    assert "metrics" in capsys.readouterr().err
+    one_line((report.main([str(tmp_path)]), capsys.readouterr().err), "metrics")
 
 
 LINE = {"step": 1, "loss": 1.0, "step_s": 0.5, "samples": 8, "tokens": 0, "world_size": 2}
@@ -76,8 +76,7 @@ def test_report_refuses_what_is_no_metrics_file_in_one_line(tmp_path, capsys):
         (lambda: metrics.write_text('{"step": 1}\n'), metrics.unlink),
     ]:
         make()
-        assert report.main([str(tmp_path)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        one_line((report.main([str(tmp_path)]), capsys.readouterr().err))
         undo()
 
 
@@ -93,7 +92,6 @@ def test_report_refuses_a_recording_that_is_none_in_one_line(tmp_path, capsys):
         {name: wrong} for name in (*good, "runs") for wrong in ([], {}, "x", None, 10**9, -1, [[[]]], "9" * 99)
     ]:
         recording.write_text(json.dumps(good | {"runs": runs} | changed))
-        assert report.main(command) == 2, changed
-        assert capsys.readouterr().err.count("\n") == 1
+        one_line((report.main(command), capsys.readouterr().err))
     recording.write_text("[" * 200_000)
-    assert report.main(command) == 2
+    one_line((report.main(command), capsys.readouterr().err))

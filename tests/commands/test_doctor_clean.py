@@ -14,12 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support import clean_environment, job, launcher
+from support import clean_environment, job, launcher, one_line
+from warm import Warm
 
 from mpitrain.comm.process.cleanup import candidates, held_by_processes, unused
 
 SHM = Path("/dev/shm")
-CLEAN = [sys.executable, "-m", "mpitrain.doctor", "--clean"]
+CLEAN = ("doctor", "--clean")
 SEES_ALL = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC  # the first PID namespace of Linux: not a container
 CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]  # a PID namespace with a /proc of its own; root may
 RANK = """
@@ -115,7 +116,7 @@ def _wait_until(condition) -> None:
 
 
 @contextmanager
-def running(*folders: Path) -> Iterator[list[Job]]:
+def running(forked: Warm, *folders: Path) -> Iterator[list[Job]]:
     """A job in each folder, started at once. Killed at the end, and what they left removed."""
     jobs: list[Job] = []
     try:
@@ -126,24 +127,24 @@ def running(*folders: Path) -> Iterator[list[Job]]:
     finally:
         for started in jobs:
             started.kill()
-        job(0, CLEAN)
+        forked.run(*CLEAN)
 
 
-def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path):
+def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path, forked):
     before = of_nobody()
-    with running(tmp_path / "live", tmp_path / "dead") as (live, dead):
+    with running(forked, tmp_path / "live", tmp_path / "dead") as (live, dead):
         assert any(path.parent == SHM for path in live.files)
         dead.kill()
         _assert_only_the_librarys(of_nobody() - before)
         left = {path for path in dead.files if path.exists()}
         assert left, "the MPI library left nothing: this test shows nothing"
-        tried = job(0, [*CLEAN, "--dry-run"])
+        tried = forked.run(*CLEAN, "--dry-run")
         assert tried.returncode == 0 and all(str(path) in tried.stdout for path in left)
         assert all(path.exists() for path in left)
 
         sessions = {path for path in left if path.parent != SHM}
         if os.geteuid() == 0:
-            blind = job(0, [*CONTAINER, *CLEAN])
+            blind = job(0, [*CONTAINER, sys.executable, "-m", "mpitrain.doctor", "--clean"])
             assert blind.returncode == 0, blind.stderr
             assert all(path.exists() for path in live.files | sessions), blind.stdout
             assert all(map(_runs, live.ranks))
@@ -152,7 +153,7 @@ def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path
             assert not any(path.exists() for path in left - sessions)  # of segments the kernel knows, everywhere
             left = {path for path in left if path.exists()} | _new_segment()
 
-        done = job(0, CLEAN)
+        done = forked.run(*CLEAN)
         assert done.returncode == 0, done.stderr
         if not SEES_ALL:
             left -= sessions
@@ -172,9 +173,9 @@ def _new_segment() -> set[Path]:
     return {path}
 
 
-def test_nothing_of_ours_is_left_in_shared_memory_when_the_ranks_are_killed(tmp_path):
+def test_nothing_of_ours_is_left_in_shared_memory_when_the_ranks_are_killed(tmp_path, forked):
     before = of_nobody()
-    with running(tmp_path / "job") as [killed]:
+    with running(forked, tmp_path / "job") as [killed]:
         for pid in killed.ranks:
             _kill(pid)
         killed.process.wait(30)
@@ -187,7 +188,7 @@ def _assert_only_the_librarys(left: set[str]) -> None:
     assert not others, f"shared windows left: {others}"
 
 
-def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp_path):
+def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp_path, forked):
     mine = [SHM / f"mpich_shm_test{os.getpid()}", SHM / f"sm_segment.here.{os.getpid()}"]
     not_the_librarys = [SHM / f"sm_segment{os.getpid()}", tmp_path / "ompi.source"]
     open_one = SHM / f"mpich_shm_open{os.getpid()}"
@@ -203,7 +204,7 @@ def test_clean_takes_only_files_of_this_user_that_have_a_name_of_the_library(tmp
         os.chown(path, 12345, 12345)
     try:
         with open(open_one):
-            done = job(0, CLEAN, TMPDIR=str(tmp_path))
+            done = forked.run(*CLEAN, TMPDIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
         gone = [*mine, *((sessions[0], of_hosts[0] / "pid.4194305") if SEES_ALL else ())]
         kept = [*not_the_librarys, open_one, *others, sessions[1], of_hosts[1] / "pid.4194305"]
@@ -230,6 +231,6 @@ def test_clean_leaves_session_folders_that_other_hosts_may_share(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_doctor_refuses_what_it_does_not_know():
-    done = job(0, [*CLEAN, "--all"])
-    assert done.returncode == 2 and "mpitrain.doctor has no --all" in done.stderr and "Traceback" not in done.stderr
+def test_doctor_refuses_what_it_does_not_know(forked):
+    done = forked.run(*CLEAN, "--all")
+    one_line(done, "mpitrain.doctor has no --all")

@@ -27,7 +27,7 @@ def data(step):
     return x, x
 
 
-@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bytes_are_the_formulas_without_sharing(world, zero):
     numel, n = 2 * 64 * 128, world.size

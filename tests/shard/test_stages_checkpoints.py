@@ -32,8 +32,9 @@ def load(engine, comm, folder):
         engine.finish_load(store.load(folder, engine.parts_to_load))
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("sgd", marks=pytest.mark.ranks(2)), pytest.param("adamw", marks=pytest.mark.ranks(3))]
+)
 def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
     """Also on one rank: what N ranks wrote at a stage, one rank reads at another."""
     alone = world.subgroup([world.rank])
@@ -47,7 +48,7 @@ def test_any_stage_goes_on_from_any_other(world, folder, optimizer):
         saved[name] = save(engine, world, folder / name)
         engine.close()
     cases = list(itertools.product(PLACEMENTS, PLACEMENTS))
-    for source, target in cases:
+    for source, target in cases if optimizer == "adamw" else cases[1 :: len(PLACEMENTS) + 1]:
         engine = engine_of(gpt(), world, optimizer, bucket_mb=0.007, **PLACEMENTS[target])
         load(engine, world, saved[source])
         assert steps_of(engine, world, tokens, first=3, steps=3) == pytest.approx(wanted[3:], rel=1e-5), (
@@ -101,7 +102,7 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
         engine.close()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_states_in_mapped_files_train_the_same_bits(world, folder):
     for placement in ({"zero": 0}, {"zero": 2}):
         for precision in ("fp32", "bf16"):

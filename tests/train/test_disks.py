@@ -10,10 +10,9 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from support import clean_environment, job, train_command
+from support import clean_environment, job, one_line, train_command
 
 from mpitrain.checkpoint.folders import more_room
-from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics
 
 SMALL = {
@@ -27,19 +26,9 @@ SMALL = {
 }  # a checkpoint of 0.3 MB
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "a.txt").write_text(
-        "All happy families are alike; each unhappy family is unhappy in its own way.\n" * 400
-    )
-    prepare([str(folder / "a.txt")], folder / "text")
-    return folder / "text"
-
-
-def command(text, run, **more):
+def arguments(text, run, **more):
     options = {**SMALL, "data.path": text, "run.dir": run, **{key.replace("__", "."): v for key, v in more.items()}}
-    return train_command(*(word for key, value in options.items() for word in (f"--{key}", value)))
+    return [word for key, value in options.items() for word in (f"--{key}", value)]
 
 
 @contextmanager
@@ -53,29 +42,22 @@ def small_disk(folder, size):
         subprocess.run(["umount", folder], check=True)
 
 
-def line(ended):
-    """What a job that is refused says."""
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr and "Logging error" not in ended.stderr
-    (told,) = [text for text in ended.stderr.splitlines() if text.startswith("mpitrain: ")]
-    return told
-
-
 @pytest.mark.timeout(120)
-def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp_path, text):
+def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp_path, forked, sentence):
     with small_disk(tmp_path / "disk", "700k") as disk:
-        told = line(job(0, command(text, disk / "r")))
-        assert "checkpoint folder" in told and "3 checkpoints of" in told and "lower checkpoint.keep" in told
-        assert "are free" in told and not (disk / "r/metrics.jsonl").exists()
-        done = job(0, command(text, disk / "r", checkpoint__keep=1))
+        refused = forked.run("train", *arguments(sentence, disk / "r"))
+        one_line(refused, "checkpoint folder", "3 checkpoints of", "lower checkpoint.keep", "are free")
+        assert not (disk / "r/metrics.jsonl").exists()
+        done = forked.run("train", *arguments(sentence, disk / "r", checkpoint__keep=1))
         assert done.returncode == 0, done.stderr
-        told = line(job(0, command(text, tmp_path / "s", checkpoint__local=disk / "l", checkpoint__flush_every=9)))
-        assert "checkpoint.local" in told and "2 checkpoints of" in told
+        local = arguments(sentence, tmp_path / "s", checkpoint__local=disk / "l", checkpoint__flush_every=9)
+        one_line(forked.run("train", *local), "checkpoint.local", "2 checkpoints of")
         shutil.rmtree(disk / "r")
         with open(disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError, match="No space"):
             while True:
                 ballast.write(bytes(4096))
-        assert "the disk is full" in line(job(2, command(text, disk / "full")))
+        full = job(2, train_command(*arguments(sentence, disk / "full")))
+        one_line(full, "the disk is full", alone=False)
 
 
 def test_checkpoints_that_are_going_to_be_pruned_are_room():
@@ -96,14 +78,14 @@ int fallocate64(int descriptor, int mode, off_t offset, off_t length) { errno = 
 """
 
 
-def test_a_quota_that_is_too_small_is_found_at_the_start(tmp_path, text):
+def test_a_quota_that_is_too_small_is_found_at_the_start(tmp_path, sentence):
     if shutil.which("gcc") is None:
         pytest.skip("making a file system with a quota of a library needs gcc")
     (tmp_path / "quota.c").write_text(QUOTA)
     library = tmp_path / "quota.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "quota.c"], check=True)
-    told = line(job(0, command(text, tmp_path / "r"), LD_PRELOAD=str(library)))
-    assert "checkpoint folder" in told and "the disk quota is used up" in told and "checkpoint.keep" in told
+    done = job(0, train_command(*arguments(sentence, tmp_path / "r")), LD_PRELOAD=str(library))
+    one_line(done, "checkpoint folder", "the disk quota is used up", "checkpoint.keep")
 
 
 NO_FLOCK = """
@@ -115,24 +97,24 @@ fcntl.flock = flock
 
 
 @pytest.mark.timeout(120)
-def test_a_file_system_without_locks_has_one_job_in_a_run_folder_all_the_same(tmp_path, text):
+def test_a_file_system_without_locks_has_one_job_in_a_run_folder_all_the_same(tmp_path, forked, sentence):
     (tmp_path / "sitecustomize.py").write_text(NO_FLOCK)
     run = tmp_path / "r"
     run.mkdir()
     (run / "config.toml").write_text("# mine\n")
     without = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    endless = command(text, run, train__steps=10**6, checkpoint__every=10)
+    endless = train_command(*arguments(sentence, run, train__steps=10**6, checkpoint__every=10))
     first = subprocess.Popen(endless, env=clean_environment(**without), stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while not (run / "checkpoints/latest").exists():
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        assert "is in use by another job" in line(job(0, command(text, run), **without))
+        one_line(forked.run("train", *arguments(sentence, run), **without), "is in use by another job")
         first.send_signal(signal.SIGKILL)
         first.wait(30)
         reached = read_metrics(run)[-1]["step"]
-        done = job(0, command(text, run, train__steps=reached + 3), **without)
+        done = forked.run("train", *arguments(sentence, run, train__steps=reached + 3), **without)
         assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
         assert not (run / "lock.held").exists()
     finally:

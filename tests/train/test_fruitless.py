@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 from train.jobs import run
 
 from mpitrain.checkpoint.__main__ import main
 from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import FRUITLESS, read_manifest
-from mpitrain.data.prepare import prepare
 from mpitrain.errors import EXIT_FAILED, NothingLearned
 from mpitrain.report import summary
 from mpitrain.trainer.fruitless import Fruitless
 from mpitrain.trainer.precision import LossScale
-
-
-@pytest.fixture(scope="module")
-def text(world, tmp_path_factory):
-    path = Path(world.broadcast_object(str(tmp_path_factory.mktemp("fruitless")))) / "text"
-    if world.rank == 0:
-        prepare([str(Path(torch.__file__).with_name("functional.py"))], path)
-    world.barrier()
-    return str(path)
 
 
 def sections(text, options, parallel=None, steps=14, **checkpoint):

@@ -30,15 +30,6 @@ def place(world, tmp_path_factory):
     return Path(world.broadcast_object(str(tmp_path_factory.mktemp("mesh"))))
 
 
-@pytest.fixture(scope="module")
-def text(world, place):
-    path = place / "text"
-    if world.rank == 0:
-        prepare([str(Path(torch.__file__).with_name("functional.py"))], path)
-    world.barrier()
-    return str(path)
-
-
 def settings(text, **parallel):
     precision, microbatch = parallel.pop("precision", "fp32"), parallel.pop("microbatch", 2)
     return {
@@ -77,7 +68,7 @@ def check(lines, wanted, rel=1e-5):
 CASES = {
     4: [
         {"pipeline": 2, "tensor": 2},
-        {"pipeline": 2, "zero": 1},
+        {"pipeline": 2, "zero": 1, "schedule": "gpipe"},
         {"pipeline": 2, "zero": 2, "schedule": "interleaved", "chunks": 2},
         {"pipeline": 2, "zero": 3, "schedule": "zero-bubble"},
         {"tensor": 2, "zero": 1, "sequence": True},
@@ -89,8 +80,6 @@ CASES = {
     8: [
         {"data": 2, "pipeline": 2, "tensor": 2, "zero": 1},
         {"data": 1, "pipeline": 4, "tensor": 2},
-        {"data": 4, "pipeline": 1, "tensor": 2, "zero": 2},
-        {"data": 2, "pipeline": 4, "tensor": 1, "zero": 1, "schedule": "gpipe"},
         {"data": 8, "zero": 3},
     ],
     3: [{"pipeline": 3}, {"pipeline": 3, "cut": "time", "slices": 2}],
@@ -149,7 +138,7 @@ def assembled(world, sections):
     return assemble(config, mesh, task, data, partial(make_optimizer, config.optim))[0]
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(world, place, text):
     measured = settings(text, pipeline=2, cut="time") | {"model": SLOW}
     engine = assembled(world, measured)
@@ -225,7 +214,7 @@ def test_sharded_parameters_without_data_parallel_ranks_are_the_stages_own(world
     check(lines, wanted)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_a_job_leaves_a_recording_of_its_pipeline(world, place, text):
     path = place / "recording.json"
     run(world, place / "recorded", **settings(text, pipeline=2, recording=str(path), slices=2))

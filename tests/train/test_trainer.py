@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 import mpitrain as mt
-from mpitrain.data.prepare import prepare
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.monitor import read_metrics
-
-
-@pytest.fixture(scope="module")
-def text(world, tmp_path_factory):
-    path = Path(world.broadcast_object(str(tmp_path_factory.mktemp("trainer")))) / "text"
-    if world.rank == 0:
-        prepare([str(Path(torch.__file__).with_name("functional.py"))], path)
-    world.barrier()
-    return str(path)
 
 
 def settings(text, folder, **sections):

@@ -1,0 +1,63 @@
+"""Jobs whose ranks do not do what the others do: real ones, started under mpirun, that must end, or must not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from support import ROOT, job
+
+TIMEOUT = 3  # seconds an operation may take in these jobs
+PROLOGUE = """
+import time
+import numpy as np
+import torch
+import mpitrain as mt
+from mpitrain.errors import CommunicationError, InputError
+world = mt.init(timeout={timeout}, debug={debug})
+x = torch.ones(4, 256)
+"""
+
+
+def run(
+    tmp_path: Path, ranks: int, program: str, debug: bool, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """A job of ranks that each run the program, and say "done" at its end."""
+    prologue = PROLOGUE.format(timeout=TIMEOUT, debug=debug)
+    script = tmp_path / "job.py"
+    script.write_text(prologue + textwrap.dedent(program) + "\nprint('done', flush=True)\n")
+    return job(ranks, [sys.executable, str(script)], cwd=tmp_path, PYTHONPATH=str(ROOT), **environment)
+
+
+def failed_job(
+    tmp_path: Path, ranks: int, program: str, *, debug: bool = False, limit: float = 30, **environment: str
+) -> str:
+    """What a job that must fail says; limit: seconds it may take after its start, which is counted as well."""
+    begun = time.monotonic()
+    done = run(tmp_path, ranks, program, debug, environment)
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert time.monotonic() - begun < TIMEOUT + limit
+    assert "Traceback" not in done.stderr
+    return re.sub(r"\b[3-9] s\b", f"{TIMEOUT} s", done.stderr)  # a busy machine looks a little later
+
+
+def line(tmp_path: Path, text: str) -> str:
+    """job.py:LINE of the line that contains the text."""
+    lines = (tmp_path / "job.py").read_text().splitlines()
+    return f"job.py:{1 + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def rows(report: str) -> dict[int, str]:
+    """The table of a report: rank -> what is said of it. There must be one table."""
+    found = re.findall(r"^  rank (\d+)  (.*)$", report, flags=re.MULTILINE)
+    assert len(found) == len({rank for rank, _ in found}), report
+    return {int(rank): text for rank, text in found}
+
+
+def good_job(tmp_path: Path, ranks: int, program: str, *, debug: bool = False, **environment: str) -> None:
+    done = run(tmp_path, ranks, program, debug, environment)
+    assert done.returncode == 0 and done.stdout.count("done") == ranks, done.stdout + done.stderr

@@ -1,0 +1,105 @@
+"""Ranks that do not come to the start, or leave while others wait for them: they are named within seconds."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+
+import pytest
+from ranks_apart import TIMEOUT, failed_job, good_job, line
+from support import ROOT, job
+
+
+@pytest.mark.parametrize(
+    ("waits", "code"),
+    [
+        ("world.all_reduce(x)", 0),
+        pytest.param("world.recv(x, 1)", 3, marks=pytest.mark.campaign),
+        pytest.param("world.all_reduce(x, async_op=True).wait()", 3, marks=pytest.mark.campaign),
+        pytest.param("world.split(0)", 3, marks=pytest.mark.campaign),
+        pytest.param("world.irecv(x, 1).wait(timeout=50)", 3, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_rank_whose_interpreter_ends_while_others_wait_for_it_is_named_within_seconds(tmp_path, waits, code):
+    program = f"""
+        import sys
+        from mpitrain.comm import set_timeout
+        set_timeout(600)
+        half = world.split(world.rank % 2)
+        world.all_reduce(x)
+        if world.rank == 1:
+            sys.exit({code})
+        half.barrier()  # of ranks 0 and 2: rank 1 has nothing to do with it
+        {waits}  # in vain
+        """
+    report = failed_job(tmp_path, 3, program, limit=15)
+    assert (
+        report.count("rank 1 left: its interpreter ended" + (f" with exit code {code} while" if code else " while"))
+        == 1
+    )
+    assert re.search(rf"while rank [02] waits for it at {line(tmp_path, '# in vain')} in <module>", report)
+    assert "[mpi" not in report.split("mpitrain: ")[1].splitlines()[0]
+
+
+LATE = {
+    "stopped when MPI's library is loaded": """
+        import mpi4py
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+        os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    "hangs in its imports": "time.sleep(60)",
+    "stopped before init": "import mpitrain.comm; os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stopped when MPI's library is loaded",
+        *(pytest.param(kind, marks=pytest.mark.campaign) for kind in list(LATE)[1:]),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_start_is_named_with_its_process(tmp_path, kind):
+    script = tmp_path / "job.py"
+    late = textwrap.indent(textwrap.dedent(LATE[kind]), "    ")
+    script.write_text(
+        "import os, signal, time\n"
+        "if (os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('PMI_RANK')) == '1':\n"
+        f"    print('process', os.getpid(), flush=True)\n{late}\n"
+        "import mpitrain as mt\n"
+        f"mt.init(timeout={TIMEOUT})\n"
+    )
+    done = job(3, [sys.executable, str(script)], timeout=60, PYTHONPATH=str(ROOT), MPITRAIN_START_TIMEOUT="8")
+    assert done.returncode != 0
+    process = done.stdout.split("process ")[1].split()[0]
+    what = "has not come so far" if "imports" in kind else "is stopped"
+    ours = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(ours) == 1 and "not all 3 ranks came to the start of MPI in 8 s" in ours[0]
+    assert re.search(rf": rank 1 \(python\S*, process {process} on \S+\) {what}$", ours[0])
+
+
+def test_ranks_that_are_done_may_leave_long_before_the_others(tmp_path):
+    good_job(
+        tmp_path,
+        3,
+        """
+        import sys
+        from mpitrain.comm import set_timeout
+        set_timeout(600)
+        rest = world.split(0 if world.rank else None)
+        world.broadcast(x, 0)
+        if world.rank:
+            if world.rank == 1:
+                time.sleep(2)
+            rest.all_reduce(x, async_op=True).wait()  # without rank 0, which has left
+            sent = world.isend(x, 3 - world.rank)
+            world.recv(torch.empty(4, 256), 3 - world.rank)
+            sent.wait()
+        print("done", flush=True)
+        if world.rank == 1:
+            time.sleep(2)
+        sys.exit(0)
+        """,
+    )
