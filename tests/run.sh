@@ -9,7 +9,7 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
-long= sizes="1 2 3 4 8" serial=yes alone=
+long= sizes="1 2 3 4 8" serial=yes
 while [ $# -gt 0 ]; do
     case $1 in
     --campaign | --full) long=${1#--} sizes= ;;
@@ -51,9 +51,9 @@ serial_tests() { # serial_tests LABEL PYTEST ARGUMENTS...
     [ $code -eq 0 ] || [ $code -eq 5 ]
 }
 
-in_two_halves() { # in_two_halves FILES...: these in the background, with what they say kept, and all but $alone
-    local log=$MPITRAIN_TESTS/beside.log others=(${alone:+"--ignore=$alone"}) code=0 beside
-    for file in "$@"; do others+=("--ignore=$file"); done
+in_two_halves() { # in_two_halves FOLDERS...: these in the background, with what they say kept, beside all others
+    local log=$MPITRAIN_TESTS/beside.log others=() code=0 beside
+    for folder in "$@"; do others+=("--ignore=$folder"); done
     serial_tests beside "$@" >"$log" 2>&1 &
     beside=$!
     trap "kill $beside 2>/dev/null" EXIT
@@ -85,14 +85,10 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
 fi
 if [ -n "$serial" ] || [ -n "$long" ]; then
     echo "== serial ${long:+($long)}"
-    if [ -z "$all" ]; then
-        serial_tests serial "${targets[@]}" || failed=1
-    elif [ -z "$long" ]; then
+    if [ -n "$all" ] && [ -z "$long" ]; then
         in_two_halves tests/backend tests/bench tests/checkpoint tests/data tests/models tests/monitor || failed=1
-    else
-        alone=tests/cluster/test_shrink.py # which asks how fast a job recovers
-        in_two_halves tests/cluster/test_slurm.py tests/cluster/test_slurm_backend.py tests/jobs || failed=1
-        serial_tests alone $alone || failed=1
+    else # of the long ones some ask how fast a job recovers, or have daemons that must not be silent for seconds
+        serial_tests serial "${targets[@]}" || failed=1
     fi
     for size in $(cat "$MPITRAIN_TESTS"/long-sizes-* 2>/dev/null | sort -un); do # at which there are long tests of ranks
         at_ranks "$size" "$mpi" "${MPIRUN[@]}"
