@@ -22,12 +22,12 @@ from mpitrain.checkpoint.manifest import (
     decode_piece,
     encode_extent,
     encode_piece,
+    grouped,
     write_manifest,
 )
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.layout import Piece
 from mpitrain.storage.commit import begin_folder
 from mpitrain.storage.disk import write_durably
 
@@ -150,11 +150,9 @@ class FileLayout:
         """The bytes of model.h5. Raises CheckpointError where the ranks together lack elements of a tensor."""
         key = ([(e.piece, e.file) for e in extents], tensors, tied)
         if self._shown is None or self._shown[0] != key:
-            pieces: dict[str, list[Piece]] = {}
-            for extent in extents:
-                pieces.setdefault(extent.piece.name, []).append(extent.piece)
+            of_tensor = grouped(extents, lambda extent: extent.piece.name)
             for name, spec in tensors.items():
-                numel, found = spec.numel, covered(pieces[name])
+                numel, found = spec.numel, covered(extent.piece for extent in of_tensor[name])
                 if found != numel:
                     raise CheckpointError(
                         f"the ranks hold {found} of the {numel} elements of {name}; together they must hold them all"

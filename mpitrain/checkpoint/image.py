@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import h5py
@@ -67,18 +68,10 @@ class Image(io.RawIOBase):
 
     def content(self) -> Iterator[tuple[int, bytes]]:
         """What was written: (offset, bytes) in ascending order, neighbouring pages together."""
-        run: list[bytearray] = []
-        first = last = -2
-        for number in [*sorted(self._pages), None]:
-            if number is not None and number == last + 1:
-                run.append(self._pages[number])
-                last = number
-                continue
-            if run:
-                joined = b"".join(run)
-                yield first * _PAGE, joined[: max(0, self.size - first * _PAGE)]
-            if number is not None:
-                run, first, last = [self._pages[number]], number, number
+        for _, run in groupby(enumerate(sorted(self._pages)), lambda page: page[1] - page[0]):  # without a gap
+            numbers = [number for _, number in run]
+            first = numbers[0] * _PAGE
+            yield first, b"".join(self._pages[number] for number in numbers)[: max(0, self.size - first)]
 
 
 def image_bytes(image: Image) -> bytes:

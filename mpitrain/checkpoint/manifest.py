@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -134,16 +134,21 @@ class Manifest:
     @cached_property
     def extents_of(self) -> dict[str, list[Extent]]:
         """The extents of each tensor."""
-        found: dict[str, list[Extent]] = {}
-        for extent in self.extents:
-            found.setdefault(extent.piece.name, []).append(extent)
-        return found
+        return grouped(self.extents, lambda extent: extent.piece.name)
 
     def value(self, name: str) -> Any:
         """One of `values` without which a job cannot go on. Raises CheckpointError where it is missing."""
         if name not in self.values:
             raise CheckpointError(f"the checkpoint of step {self.step} has no {name!r} among its values")
         return self.values[name]
+
+
+def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str, list[Extent]]:
+    """The extents that have the same key, in their order, by it."""
+    found: dict[str, list[Extent]] = {}
+    for extent in extents:
+        found.setdefault(key(extent), []).append(extent)
+    return found
 
 
 def encode_piece(piece: Piece) -> list[Any]:

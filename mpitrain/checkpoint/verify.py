@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.checkpoint.files import gaps
-from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, missing_files, read_manifest
+from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, grouped, missing_files, read_manifest
 from mpitrain.checkpoint.reading import check, covered, read_exactly
 from mpitrain.errors import CheckpointError
 from mpitrain.storage.disk import opened
@@ -24,9 +24,7 @@ def damages(folder: Path) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    by_file: dict[str, list[Extent]] = {name: [] for name in manifest.files}
-    for extent in manifest.extents:
-        by_file[extent.file].append(extent)
+    by_file = grouped(manifest.extents, lambda extent: extent.file)
     sizes = manifest.files | {name: size for name, (size, _) in manifest.views.items()}
     complete = True
     for name, size in sizes.items():

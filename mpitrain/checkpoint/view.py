@@ -24,7 +24,7 @@ import numpy as np
 
 from mpitrain.checkpoint.files import dataset_names
 from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Extent, TensorSpec
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Extent, TensorSpec, grouped
 from mpitrain.checkpoint.reading import distinct
 from mpitrain.layout import Box, Piece
 
@@ -39,11 +39,10 @@ def make_view(tensors: Mapping[str, TensorSpec], extents: Sequence[Extent], tied
         extents: Where their pieces lie.
         tied: Further names of parameters, and the names that they are saved under.
     """
-    by_file: dict[str, list[Extent]] = {}
-    for extent in extents:
-        by_file.setdefault(extent.file, []).append(extent)
     sources: dict[str, list[tuple[Extent, str]]] = {}
-    for listed in by_file.values():  # in the order of the file, as its data sets were named
+    for listed in grouped(
+        extents, lambda extent: extent.file
+    ).values():  # in the order of the file, as its data sets were named
         for extent, dataset in zip(listed, dataset_names([e.piece.name for e in listed]), strict=True):
             sources.setdefault(extent.piece.name, []).append((extent, dataset))
     names = [name for name in tensors if name.startswith(MODEL)]

@@ -135,7 +135,8 @@ def read_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config"
     zero, offload, hints = _zero(values.get("zero_optimization", {}), origin)
     precision, scale, further = _precision(values, origin)
     reduce = _reduce_dtype(values, origin)
-    bucket = values.get("zero_optimization", {}).get("reduce_bucket_size")
+    bucket = values.get("zero_optimization", {}).get("reduce_bucket_size")  # in elements
+    itemsize = 4 if precision == "fp32" else 2
     optimizer = values.get("optimizer") or {}
     hints += [*further, *_only(optimizer, {"type", "params"}, f"{origin}: optimizer")]
     recompute = values.get("activation_checkpointing")
@@ -151,10 +152,7 @@ def read_deepspeed(values: Mapping[str, Any], ranks: int, origin: str = "config"
         zero=zero,
         offload=offload,
         reduce_dtype=reduce,
-        # DeepSpeed counts elements
-        bucket_mb=CommSection().bucket_mb
-        if bucket is None
-        else float(bucket) * (4 if precision == "fp32" else 2) / (1 << 20),
+        bucket_mb=CommSection().bucket_mb if bucket is None else float(bucket) * itemsize / (1 << 20),
         any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
         optimizer=_optimizer(optimizer, origin),
         schedule=_schedule(values.get("scheduler"), optimizer.get("params", {}), origin),

@@ -54,11 +54,8 @@ def unknown(name: str, sections: Sections, origin: str) -> InputError:
 def not_a_key(section: str, sections: Sections, origin: str) -> InputError:
     """The error for a value given to a whole section."""
     example = next(iter(sections[section]))
-    in_file, as_flag = (
-        f"[{section}] and its keys, as {example}, under it",
-        f"--{section}.KEY VALUE, as --{section}.{example}",
-    )
-    mend = as_flag if origin == COMMAND_LINE else in_file
+    in_file, as_flag = f"[{section}] and its keys, as {example}, under it", f"--{section}.KEY VALUE"
+    mend = f"{as_flag}, as --{section}.{example}" if origin == COMMAND_LINE else in_file
     return refusal(f"{origin}: {section} is a section; write {mend}")
 
 

@@ -63,7 +63,14 @@ class _Part(BaseModel):
 
 
 class FieldSpec(_Part):
-    """One array of a row: its name, stored dtype (a NumPy name such as uint8), shape per row, and form when read."""
+    """One array of a row.
+
+    Attributes:
+        name: Its name.
+        dtype: The dtype that it is stored in, by NumPy's name.
+        shape: The shape that it has in a row.
+        given: What form a reader hands it over in; see above.
+    """
 
     name: Literal["tokens", "x", "y"]
     dtype: Dtype
@@ -72,28 +79,37 @@ class FieldSpec(_Part):
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """The dtype of the bytes on disk: always little-endian."""
+        """The dtype of the bytes on the disk, which are always little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def handed(self) -> np.dtype[Any]:
-        """The dtype a reader hands over: int64 or float32."""
+        """The dtype that a reader hands over, int64 or float32."""
         return np.dtype(np.int64 if self.given == "integer" else np.float32)
 
     @property
     def row_bytes(self) -> int:
+        """How many bytes of it a row has."""
         return self.stored.itemsize * math.prod(self.shape)
 
     def extent_rows(self, extent_bytes: int) -> int:
+        """How many rows an extent of about so many bytes has."""
         return max(1, extent_bytes // max(1, self.row_bytes))
 
     def table_bytes(self, rows: int, extent_bytes: int) -> int:
-        """Of the hashes of so many rows."""
+        """How many bytes the hashes of so many rows take."""
         return 4 * -(-rows // self.extent_rows(extent_bytes))
 
 
 class ShardSpec(_Part):
-    """One shard: file name, rows, size of the file in bytes, and the CRC-32 of each field's hash table."""
+    """One shard.
+
+    Attributes:
+        file: The name of its file.
+        rows: How many rows it has.
+        bytes: How many bytes the file has.
+        tables: The CRC-32 of each field's table of hashes.
+    """
 
     file: StrictStr = Field(pattern=r"^[a-z_]+-[0-9]{5,}\.h5$", max_length=100)
     rows: Count = Field(ge=1)
@@ -102,13 +118,28 @@ class ShardSpec(_Part):
 
 
 class SplitSpec(_Part):
+    """One split.
+
+    Attributes:
+        rows: How many rows it has.
+        shards: Its shards, in order.
+        class_counts: How many rows of each class it has, where y are class numbers.
+    """
+
     rows: Count = Field(ge=1)
     shards: tuple[ShardSpec, ...]
     class_counts: tuple[Count, ...] | None = None
 
 
 class Origin(_Part):
-    """Where the data came from: what was given, how many files that was, and who made it when (UTC)."""
+    """Where the data came from.
+
+    Attributes:
+        sources: What was given.
+        files: How many files that was.
+        prepared: When the data set was made, in UTC.
+        notes: Sentences about the input, for people.
+    """
 
     sources: tuple[StrictStr, ...]
     files: Count
@@ -117,7 +148,20 @@ class Origin(_Part):
 
 
 class DatasetManifest(_Part):
-    """The content of dataset.json."""
+    """The content of dataset.json.
+
+    Attributes:
+        format: What kind of file it is.
+        version: The version of the format.
+        kind: "tokens" or "arrays".
+        fields: The arrays of a row.
+        extent_bytes: About how many bytes have a hash of their own.
+        vocabulary: The size of the vocabulary, where x are tokens or codes.
+        tokenizer_crc32: The CRC-32 of the copied tokenizer file, where there is one.
+        classes: The names of the classes, where y are class numbers.
+        splits: The splits, by their names.
+        origin: Where the data came from.
+    """
 
     format: Literal["mpitrain-dataset"]
     version: Literal[1]
@@ -164,19 +208,23 @@ def _canonical(content: Any) -> bytes:
 
 
 def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
-    """Writes dataset.json with its own CRC-32 as the last key, and makes it durable."""
+    """Write dataset.json, with its own CRC-32 as the last key. It is on the disk afterwards."""
     content = manifest.model_dump(mode="json")
     content["crc32"] = zlib.crc32(_canonical(content))
     write_durably(folder / MANIFEST, f"{json.dumps(content, indent=1)}\n".encode("ascii"))
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a finished data set is there. A half-made one never carries its final name."""
+    """Whether a finished data set is there. One that is half made never has its final name."""
     return (folder / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """Reads and checks dataset.json. Raises InputError: no such folder, not a data set, unreadable, damaged."""
+    """Read and check dataset.json.
+
+    Raises:
+        InputError: There is no such folder, it is no data set, or dataset.json cannot be read or is damaged.
+    """
     path = folder / MANIFEST
     try:
         text = read_plain(path, _LARGEST_MANIFEST)

@@ -14,7 +14,7 @@ _GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"
 
 
 def describe(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
-    """Lines `label   value`, labels aligned."""
+    """Lines about a data set, each of which is a label and a value, with the values under one another."""
     for label, value in _facts(folder, manifest):
         yield f"{label:<12}{value}"
 

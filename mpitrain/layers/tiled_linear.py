@@ -57,10 +57,9 @@ class TiledLinear(nn.Module):
     @staticmethod
     def of(linear: nn.Linear, *, in_tiles: int = 1, out_tiles: int = 1) -> TiledLinear:
         """A layer with the values of a plain one, in tiles."""
-        made = TiledLinear(
-            linear.in_features, linear.out_features, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles
-        )
-        columns, rows = split(linear.in_features, in_tiles), split(linear.out_features, out_tiles)
+        width, height = linear.in_features, linear.out_features
+        made = TiledLinear(width, height, linear.bias is not None, in_tiles=in_tiles, out_tiles=out_tiles)
+        columns, rows = split(width, in_tiles), split(height, out_tiles)
         tiles = iter(made.tiles)
         with torch.no_grad():
             for top, bottom in pairwise(rows):

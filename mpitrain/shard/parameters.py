@@ -36,13 +36,13 @@ class ReplicatedParameters(Parameters):
         return self._groups[group].parameters[number].data.view(-1)[first:last]
 
     def publish(self) -> None:
-        return
+        """Nothing is to be done: every rank has updated all of them."""
 
     def nbytes(self) -> float:
         return sum(p.numel() * p.element_size() for group in self._groups for p in group.parameters)
 
     def free(self) -> None:
-        return
+        """Nothing is to be done."""
 
 
 class PrivateParameters(Parameters):

@@ -95,10 +95,10 @@ class ShardedGradients(Gradients):
         return view.view_as(view)  # a tensor of its own: autograd keeps it only if nobody else does
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        return  # `start` takes it
+        """Nothing is to be done: `start` takes it."""
 
     def settle(self) -> None:
-        return  # `start` takes them, and zeros where there are none
+        """Nothing is to be done: `start` takes them, and zeros where there are none."""
 
     def start(self, bucket: int, background: bool) -> Work | None:
         g, b = self._numbers[bucket]

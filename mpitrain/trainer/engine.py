@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.shard.axes import Axes, Microbatch
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.offload import HOST, MappedFiles
@@ -33,6 +32,9 @@ from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
 from mpitrain.trainer.optimizer import state_bytes
 from mpitrain.trainer.precision import DTYPES, LossScale, convert, narrowed
 from mpitrain.trainer.state import EngineState
+
+if TYPE_CHECKING:
+    from mpitrain.pipe.pipeline import Pipeline
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
