@@ -134,15 +134,12 @@ def _fresh(store: Store, world: Communicator, folder: Path) -> None:
 
 
 def _raw(path: Path, slices: Sequence[torch.Tensor]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
+    with open(path, "wb", buffering=0) as file:
         for data in slices:
             raw = data.view(-1).view(torch.uint8).numpy().data
             for lo in range(0, len(raw), _BLOCK):
-                os.write(descriptor, raw[lo : lo + _BLOCK])
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                file.write(raw[lo : lo + _BLOCK])
+        os.fsync(file.fileno())
 
 
 def _torch_save(path: Path, state: BenchState) -> None:

@@ -22,7 +22,7 @@ from mpitrain.comm.algorithms.shared import shared_reduce_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
@@ -162,7 +162,7 @@ def _bind(
     return Compiled([inner, copying(out, whole[bounds[rank] : bounds[rank + 1]])], [inner, whole])
 
 
-OPERATION = Operation(
+OPERATION = CollectiveOperation(
     "reduce_scatter",
     2,
     _bind,
