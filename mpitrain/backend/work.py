@@ -23,7 +23,7 @@ _NAP = 5e-5  # seconds
 
 
 class GroupWork(dist.Work):
-    """What the handles of all operations have in common.
+    """What the handles of all operations have in common. Their methods are those that torch asks for.
 
     Attributes:
         outputs: The tensors that the operation writes.

@@ -50,6 +50,7 @@ Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     options = parser("data", __doc__ or "", ranks="1,2,4")
     options.add_argument("--mb", type=int, default=8, metavar="MB", help="MiB of tokens, a byte each [8]")
     options.add_argument("--batch", type=int, default=8, metavar="N", help="samples of a batch, each rank [8]")
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
     mb, repeats, steps = (1, 3, 4) if options.quick else (options.mb, options.repeats, options.steps)
     with temporary_folder(world, options, "data") as folder:
         world.on_root(lambda: _make(folder, mb << 20))
@@ -191,6 +193,7 @@ def _time(
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     tables, targets = [], []
     for ranks, result in results.items():
         speed = _speeds(result["loading"])
