@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,29 +164,21 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
     train(nothing, nothing)  # binds and touches what later steps use
     found = {}
     for workers in (0, 1):
-        batches = _ours(_opened(folder), order, batch, world, workers)
-        waited, whole = _time(world, batches, train, steps)
+        batches, waited = _ours(_opened(folder), order, batch, world, workers), 0.0
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):  # the first batch counts as well
+            asked = time.perf_counter()
+            x, y = next(batches)
+            waited += time.perf_counter() - asked
+            train(x, y)
+        whole = time.perf_counter() - began
         batches.close()
         share = torch.tensor([waited / whole], dtype=torch.float64)
         world.all_reduce(share, "max")
         found[f"workers {workers}"] = {"step": whole / steps, "waiting": waited / steps, "share": float(share)}
     engine.close()
     return found
-
-
-def _time(
-    world: Communicator, batches: Batches, train: Callable[[torch.Tensor, torch.Tensor], None], steps: int
-) -> tuple[float, float]:
-    """Seconds in all steps: waiting for batches, and altogether. The first batch counts as well."""
-    waited = 0.0
-    world.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        asked = time.perf_counter()
-        x, y = next(batches)
-        waited += time.perf_counter() - asked
-        train(x, y)
-    return waited, time.perf_counter() - began
 
 
 # -- the report ----------------------------------------------------------------------------------------------
