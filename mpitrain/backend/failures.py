@@ -4,7 +4,7 @@ argument a ValueError.
 
 from __future__ import annotations
 
-from mpitrain.errors import CommunicationError, InputError, MpitrainError
+from mpitrain.errors import CommunicationError, InputError
 
 
 class GroupError(CommunicationError, RuntimeError):
@@ -15,8 +15,8 @@ class ArgumentError(InputError, ValueError):
     """An argument that a process group cannot work with."""
 
 
-def translation(error: MpitrainError) -> MpitrainError:
-    """The communicator's error as one of a process group."""
+def translation(error: BaseException) -> BaseException:
+    """The communicator's error as one of a process group; another error as it is."""
     if isinstance(error, CommunicationError) and not isinstance(error, GroupError):
         return GroupError(str(error), agreed=error.agreed)
     if isinstance(error, InputError) and not isinstance(error, ArgumentError):

@@ -132,10 +132,8 @@ class Queue:
 
     def _next(self, wanted: Operation | None) -> None:
         with self._running:
-            if not self._pending:
-                operation = None
-            else:
-                operation = self._pending.popleft()
+            operation = self._pending.popleft() if self._pending else None
+            if operation is not None:
                 operation.run()
         if operation is not None:
             operation.announce()

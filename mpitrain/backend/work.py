@@ -23,7 +23,7 @@ _NAP = 5e-5  # seconds
 
 
 class GroupWork(dist.Work):
-    """What the handles of all operations have in common.
+    """What the handles of all operations have in common. Their methods are those that torch asks for.
 
     Attributes:
         outputs: The tensors that the operation writes.
@@ -84,10 +84,8 @@ class Operation(GroupWork):
         assert call is not None
         try:
             call()
-        except MpitrainError as error:  # surfaces in wait() and in the futures
+        except BaseException as error:  # surfaces in wait() and in the futures
             self.error = translation(error)
-        except BaseException as error:
-            self.error = error
 
     def announce(self) -> None:
         """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""

@@ -35,6 +35,14 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """The command.
+
+    Args:
+        arguments: The benchmark's name, and its own arguments.
+
+    Returns:
+        The exit code.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), end="")
         return EXIT_DONE if arguments else EXIT_BAD_INPUT
@@ -63,6 +71,7 @@ def names() -> list[str]:
 
 
 def usage() -> str:
+    """What --help shows."""
     found = _modules()
     width = max(map(len, found))
     return _USAGE + "".join(f"  {name:{width}}  {found[name]}\n" for name in sorted(found)) + _EXAMPLES

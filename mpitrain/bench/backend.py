@@ -40,12 +40,14 @@ _MIB = 1 << 20
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     options = parser("backend", "PyTorch's DDP, FSDP2 and all_reduce over our backend against gloo.", ranks="2,4")
     repeated(options, 21, 60, "one comparison")
     return run(Benchmark("backend", options, measure, report), arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
     import mpitrain.backend
 
     repeats = 5 if options.quick else options.repeats
@@ -114,6 +116,7 @@ def _agree(kind: str, losses: dict[str, list[float]]) -> None:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     tables, targets = [], []
     for ranks, result in results.items():
         rows = []

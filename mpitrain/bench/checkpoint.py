@@ -39,6 +39,7 @@ _SAVES = (_RAW, _OURS, _DCP, _TORCH)
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     options = parser("checkpoint", __doc__ or "", ranks="1,2")
     options.add_argument("--mb", type=int, default=256, metavar="MB", help="MiB of state, all ranks together [256]")
     options.add_argument("--dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class BenchState:
-    """Tensors of 4 MiB, this rank's rows of each; to be loaded: its columns."""
+    """Tensors of 4 MiB. This rank saves its rows of each, and loads its columns."""
 
     def __init__(self, world: Communicator, mb: int) -> None:
         self.world = world
@@ -59,6 +60,7 @@ class BenchState:
         self.nbytes = len(self.names) * _ROWS * _COLUMNS * 4
 
     def parts(self) -> list[Part]:
+        """What this rank saves."""
         lo, hi = (row * _COLUMNS for row in self.rows)
         whole = Box.whole(_ROWS * _COLUMNS)
         return [
@@ -67,11 +69,16 @@ class BenchState:
         ]
 
     def empty_parts(self) -> list[Part]:
+        """Where this rank loads."""
         box = Box.along((_ROWS, _COLUMNS), 1, *self.columns)
         return [Part(_spec(n), Piece(n, box, 0, box.numel), torch.zeros(box.numel)) for n in self.names]
 
     def distributed(self, axis: int) -> dict[str, Any]:
-        """DTensors: of the slices (axis 0), or zeros to be filled (axis 1)."""
+        """The tensors as torch has them divided.
+
+        Args:
+            axis: 0 for the slices that are saved, 1 for zeros to be filled.
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 
@@ -86,6 +93,7 @@ class BenchState:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
     import torch.distributed.checkpoint as dcp
 
     warnings.filterwarnings("ignore", module="torch.distributed")
@@ -134,15 +142,12 @@ def _fresh(store: Store, world: Communicator, folder: Path) -> None:
 
 
 def _raw(path: Path, slices: Sequence[torch.Tensor]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
+    with open(path, "wb", buffering=0) as file:
         for data in slices:
             raw = data.view(-1).view(torch.uint8).numpy().data
             for lo in range(0, len(raw), _BLOCK):
-                os.write(descriptor, raw[lo : lo + _BLOCK])
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                file.write(raw[lo : lo + _BLOCK])
+        os.fsync(file.fileno())
 
 
 def _torch_save(path: Path, state: BenchState) -> None:
@@ -153,6 +158,7 @@ def _torch_save(path: Path, state: BenchState) -> None:
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     tables, targets = [], []
     for ranks, result in results.items():
         median = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in result["seconds"].items()}

@@ -62,6 +62,7 @@ _MEMORIES = ("arena", "private")
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     return run(Benchmark("collectives", _parser(), measure, report), arguments)
 
 

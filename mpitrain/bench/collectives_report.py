@@ -23,6 +23,7 @@ Result = dict[str, Any]  # of one rank count
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     tables: list[ReportTable] = []
     for ranks, result in results.items():
         if "tuned" in result:
@@ -207,6 +208,7 @@ def _tuning_sentence(results: dict[int, Result]) -> str:
 
 
 def size_text(nbytes: int) -> str:
+    """A number of bytes as people write it."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"

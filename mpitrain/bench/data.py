@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     options = parser("data", __doc__ or "", ranks="1,2,4")
     options.add_argument("--mb", type=int, default=8, metavar="MB", help="MiB of tokens, a byte each [8]")
     options.add_argument("--batch", type=int, default=8, metavar="N", help="samples of a batch, each rank [8]")
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
     mb, repeats, steps = (1, 3, 4) if options.quick else (options.mb, options.repeats, options.steps)
     with temporary_folder(world, options, "data") as folder:
         world.on_root(lambda: _make(folder, mb << 20))
@@ -162,8 +164,15 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
     train(nothing, nothing)  # binds and touches what later steps use
     found = {}
     for workers in (0, 1):
-        batches = _ours(_opened(folder), order, batch, world, workers)
-        waited, whole = _time(world, batches, train, steps)
+        batches, waited = _ours(_opened(folder), order, batch, world, workers), 0.0
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):  # the first batch counts as well
+            asked = time.perf_counter()
+            x, y = next(batches)
+            waited += time.perf_counter() - asked
+            train(x, y)
+        whole = time.perf_counter() - began
         batches.close()
         share = torch.tensor([waited / whole], dtype=torch.float64)
         world.all_reduce(share, "max")
@@ -172,25 +181,11 @@ def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: i
     return found
 
 
-def _time(
-    world: Communicator, batches: Batches, train: Callable[[torch.Tensor, torch.Tensor], None], steps: int
-) -> tuple[float, float]:
-    """Seconds in all steps: waiting for batches, and altogether. The first batch counts as well."""
-    waited = 0.0
-    world.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        asked = time.perf_counter()
-        x, y = next(batches)
-        waited += time.perf_counter() - asked
-        train(x, y)
-    return waited, time.perf_counter() - began
-
-
 # -- the report ----------------------------------------------------------------------------------------------
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     tables, targets = [], []
     for ranks, result in results.items():
         speed = _speeds(result["loading"])

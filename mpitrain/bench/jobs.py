@@ -31,7 +31,15 @@ _GRACE = 10.0  # seconds from asking mpirun to end to making it
 
 @dataclass(frozen=True)
 class Benchmark:
-    """measure(world, options): collective; rank 0's result, which JSON can hold. report(results by ranks, options)."""
+    """What `run` needs of a benchmark.
+
+    Attributes:
+        name: Its name on the command line.
+        parser: Its options.
+        measure: Measures at one rank count, given the world and the options. Collective; what rank 0 returns, JSON can
+            hold.
+        report: Makes the report of the results by rank counts and the options.
+    """
 
     name: str
     parser: argparse.ArgumentParser
@@ -58,7 +66,14 @@ def parser(name: str, description: str, *, ranks: str = "2,4,8", limit: float = 
 
 
 def repeated(made: argparse.ArgumentParser, repeats: int, seconds: float, of: str) -> None:
-    """Give a parser the options of a benchmark that measures in turns, with their defaults. of: what takes seconds."""
+    """Give a parser the options of a benchmark that measures in turns.
+
+    Args:
+        made: The parser.
+        repeats: How many repetitions there are without the option.
+        seconds: How long they may take without the option.
+        of: What may take so long.
+    """
     made.add_argument(
         "--repeats", type=int, default=repeats, metavar="N", help=f"repetitions; the median counts [{repeats}]"
     )
@@ -122,7 +137,17 @@ def is_first() -> bool:
 
 
 def start(command: Sequence[str], ranks: int, limit: float, environment: dict[str, str] | None = None) -> int:
-    """Run this Python with `command` on `ranks` ranks of this machine; its exit code. At most `limit` seconds."""
+    """Run this Python on ranks of this machine.
+
+    Args:
+        command: What Python is to run.
+        ranks: How many ranks.
+        limit: Seconds after which they are ended.
+        environment: Variables to be set for them.
+
+    Returns:
+        The exit code.
+    """
     inherited = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
     job = subprocess.Popen(
         [*_mpirun(), "-n", str(ranks), sys.executable, *command],

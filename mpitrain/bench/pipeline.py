@@ -54,6 +54,7 @@ _RECORDED = 3  # batches, the median of which counts
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     return run(Benchmark("pipeline", _parser(), measure, report), arguments)
 
 
@@ -194,6 +195,7 @@ def _zero(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     rows: list[dict[str, Any]] = []
     targets = []
     for ranks, result in results.items():

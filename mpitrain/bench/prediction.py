@@ -39,9 +39,16 @@ _LEAST = 1e-8  # seconds
 
 
 class Probes:
-    """Measurements that give the figures of a `Machine`. arena: of the vector's size; each rank works on its block."""
+    """Measurements that give the figures of a `Machine`."""
 
     def __init__(self, world: Communicator, plain: PlainMPI, arena: Arena) -> None:
+        """Find out with whom this rank exchanges what.
+
+        Args:
+            world: The ranks.
+            plain: MPI's own calls.
+            arena: Memory of the vector's size, of which each rank works on its block.
+        """
         self.world, self.plain = world, plain
         block = arena.tensor.numel() // world.size
         mine = slice(world.rank * block, (world.rank + 1) * block)
@@ -56,6 +63,7 @@ class Probes:
         self.landing = torch.empty_like(self.message).zero_()
 
     def contenders(self) -> dict[str, Contender]:
+        """What is to be measured, by the names that `machine` knows."""
         tiny, landing = torch.zeros(2), torch.zeros(2)
         mine, theirs, few = self.block.numpy(), self.neighbour.numpy(), np.zeros(2, dtype=np.float32)
         calls: dict[str, Callable[[], object]] = {

@@ -21,7 +21,14 @@ Cell = str | float | int | None  # None: not measured
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows of cells under columns. note: one paragraph under the title."""
+    """Rows of cells under columns.
+
+    Attributes:
+        title: What stands above it.
+        columns: The heading of each column.
+        rows: The cells.
+        note: One paragraph under the title.
+    """
 
     title: str
     columns: Sequence[str]
@@ -31,7 +38,14 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class ReportTarget:
-    """What was wanted of a figure, and what was measured. met: None where this run could not tell."""
+    """What was wanted of a figure, and what was measured.
+
+    Attributes:
+        what: The figure.
+        wanted: What it should be.
+        measured: What it is.
+        met: Whether that will do; None where this run could not tell.
+    """
 
     what: str
     wanted: str
@@ -41,7 +55,14 @@ class ReportTarget:
 
 @dataclass(frozen=True)
 class Report:
-    """draw(figure): draws on a matplotlib figure; not called where matplotlib is missing."""
+    """What a benchmark has found.
+
+    Attributes:
+        title: What stands above all of it.
+        tables: The figures.
+        targets: What was wanted of them.
+        draw: Draws on a matplotlib figure; it is not called where matplotlib is missing.
+    """
 
     title: str
     tables: Sequence[ReportTable]
@@ -71,9 +92,18 @@ def facts(world: Communicator) -> dict[str, Any]:
 def write(
     name: str, report: Report, header: dict[int, dict[str, Any]], results: Any, folder: Path, quick: bool
 ) -> list[Path]:
-    """BENCH-<name>.json (header, targets, results), .md and .png in folder; the files written.
+    """Write BENCH-<name>.json (header, targets, results), .md and .png.
 
-    header: the facts of each rank count.
+    Args:
+        name: The benchmark's name.
+        report: What it has found.
+        header: The facts of each rank count.
+        results: What was measured, for the JSON file.
+        folder: Where the files go.
+        quick: Whether it was a quick run.
+
+    Returns:
+        The files that were written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     values = {
@@ -101,6 +131,7 @@ def write(
 
 
 def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> str:
+    """The report as the .md file holds it."""
     first = next(iter(header.values()))
     lines = [
         f"# {report.title}",
@@ -123,6 +154,7 @@ def markdown(report: Report, header: dict[int, dict[str, Any]], quick: bool) -> 
 
 
 def verdict(met: bool | None) -> str:
+    """Whether a target was met, in a word."""
     return "unknown" if met is None else "met" if met else "MISSED"
 
 

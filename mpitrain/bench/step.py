@@ -53,6 +53,7 @@ _ROOM = 0.7  # of the node's free memory that may be used
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     benchmark = Benchmark("step", _parser(), measure, report)
     if launched():
         return run(benchmark, arguments)

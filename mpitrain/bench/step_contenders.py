@@ -30,7 +30,14 @@ ALONE = "one process"
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model: a GPT, heads of 64 features. tokens: of a sample."""
+    """What is trained: a GPT, with heads of 64 features.
+
+    Attributes:
+        vocabulary: How many tokens there are.
+        layers: Its blocks.
+        width: Its features.
+        tokens: Those of a sample.
+    """
 
     vocabulary: int
     layers: int
@@ -44,7 +51,7 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Parameters."""
+        """How many parameters it has."""
         return self.layers * (12 * self.width**2 + 13 * self.width) + (self.vocabulary + 2) * self.width
 
 
@@ -56,16 +63,18 @@ class Batches:
         self._generator = torch.Generator().manual_seed(rank)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens, and the token after each: both [samples, tokens]."""
+        """Tokens, and the token after each; both [samples, tokens]."""
         size = (self._samples, self._shape.tokens + 1)
         drawn = torch.randint(self._shape.vocabulary, size, generator=self._generator)
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 class Trainee:
-    """A model in training. forward_backward(x, y) gives the gradients and this rank's part of the mean loss of all
-    ranks; update() applies them. release: what is to be ended before the memory goes. account: bytes by category,
-    where the contender counts them.
+    """A model in training.
+
+    Attributes:
+        loss: This rank's part of the mean loss of all ranks, in the last step.
+        account: Gives bytes by category, where the contender counts them.
     """
 
     def __init__(
@@ -76,6 +85,15 @@ class Trainee:
         release: Callable[[], None] | None = None,
         account: Callable[[], dict[str, int]] | None = None,
     ) -> None:
+        """Begin with the first batch.
+
+        Args:
+            batches: This rank's.
+            forward_backward: Gives the gradients of x and y, and returns the loss.
+            update: Applies them.
+            release: Ends what is to be ended before the memory goes.
+            account: Gives bytes by category, where the contender counts them.
+        """
         self._batches, self._forward_backward, self._update = batches, forward_backward, update
         self._release, self.account = release, account
         self._batch = batches.next()

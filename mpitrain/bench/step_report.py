@@ -27,6 +27,7 @@ Found = dict[str, dict[str, Any]]  # by contender, at one size and batch
 
 
 def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     if options.grow:
         tables = [_growth(results), *(_times(r, n, b, f) for r, n, b, f in _each(results))]
         return Report("A training step: how its cost grows", tables, draw=lambda figure: _draw_growth(figure, results))

@@ -43,6 +43,7 @@ CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
     options = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
     repeated(options, 31, 60, "one shape")
     return run(Benchmark("tensor", options, measure, report), arguments)
@@ -61,6 +62,7 @@ class DivisibleBlock(nn.Module):
         self.mlp.add_module("down", nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output, of the size of x."""
         qkv = self.attention["qkv"](self.attention_norm(x)).unflatten(-1, (-1, 3, HEAD)).transpose(1, 2)
         q, k, v = qkv.unbind(3)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -69,6 +71,7 @@ class DivisibleBlock(nn.Module):
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
     repeats, shapes = (5, QUICK_SHAPES) if options.quick else (options.repeats, SHAPES)
     if any(width // HEAD % world.size for _, _, width in shapes):
         raise InputError(
@@ -146,6 +149,7 @@ def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.
 
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
     tables, targets = [], []
     for ranks, result in results.items():
         rows = []

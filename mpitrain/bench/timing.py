@@ -25,9 +25,13 @@ _ALWAYS = 3  # repetitions that are made however long they take
 
 @dataclass(frozen=True)
 class Contender:
-    """call: the operation, collective over the ranks. prepare: before each measurement, not timed.
+    """What is measured.
 
-    single: never repeat it within one measurement, because the second time would find its data in the cache.
+    Attributes:
+        call: The operation, collective over the ranks.
+        prepare: Called before each measurement, and not timed.
+        single: Whether never to repeat it within one measurement, because the second time would find its data in the
+            cache.
     """
 
     call: Callable[[], object]
@@ -37,16 +41,22 @@ class Contender:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one operation in each repetition; the same on all ranks."""
+    """Seconds of one operation in each repetition; the same on all ranks.
+
+    Attributes:
+        all: The seconds.
+    """
 
     all: Sequence[float]
 
     @property
     def median(self) -> float:
+        """The median of them."""
         return float(np.median(self.all))
 
     @property
     def best(self) -> float:
+        """The least of them."""
         return float(min(self.all))
 
 
@@ -55,7 +65,11 @@ def interleaved(
 ) -> dict[str, Times]:
     """Times of each contender, measured in turns: A B C A B C … Collective.
 
-    budget: seconds after which no further repetition is begun, but for the first three.
+    Args:
+        world: The ranks.
+        contenders: What is measured, by name.
+        repeats: How many repetitions there are.
+        budget: Seconds after which no further repetition is begun, but for the first three.
     """
     began, all_of_them = time.perf_counter(), list(contenders.values())
     once = [extents(world, np.array(_round(world, all_of_them, [1] * len(all_of_them)))) for _ in range(2)]
@@ -114,7 +128,10 @@ def geometric_mean(values: Sequence[float]) -> float:
 def rank_correlation(a: Sequence[float], b: Sequence[float], tolerance: float = 0.0) -> float:
     """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant.
 
-    tolerance: positive values that differ by less than this fraction count as equal.
+    Args:
+        a: Values.
+        b: As many other values.
+        tolerance: Positive values that differ by less than this fraction count as equal.
     """
     x, y = _ranks(a, tolerance), _ranks(b, tolerance)
     x, y = x - x.mean(), y - y.mean()

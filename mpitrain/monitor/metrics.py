@@ -44,8 +44,9 @@ class MetricsWriter:
         self._last_step = -1
         self._board = _open_board(Path(run_dir), resume_step) if tensorboard else None
         try:
-            if resume_step is None:
-                _set_aside(self.path)
+            if resume_step is None:  # an earlier run's file, unless empty, gets the first free number
+                if self.path.exists() and self.path.stat().st_size:
+                    os.rename(self.path, free_name(self.path))
             elif self.path.exists():
                 self._last_step = _cut_after(self.path, resume_step)
             self._file = io.FileIO(self.path, "a")  # unbuffered
@@ -161,12 +162,6 @@ def _cut_after(path: Path, resume_step: int) -> int:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     return last
-
-
-def _set_aside(path: Path) -> None:
-    """An earlier run's file, unless empty, gets the first free number."""
-    if path.exists() and path.stat().st_size:
-        os.rename(path, free_name(path))
 
 
 def _finite(value: Any) -> Any:

@@ -74,16 +74,18 @@ def _marks_lines(command: list[str]) -> bool:
 
 def _command(process: int) -> list[str]:
     """The process's argument list; [""] where the system does not tell."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return [""]
+    return _of_process(process, "cmdline").split("\0")
 
 
 def _parent(process: int) -> int:
     """Process id of the parent; 0 where the system does not tell."""
+    fields = _of_process(process, "stat").rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    return int(fields[1]) if fields else 0
+
+
+def _of_process(process: int, name: str) -> str:
+    """A file of proc(5); empty where the system does not tell."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
+        return Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace")
     except OSError:
-        return 0
-    return int(status.rpartition(")")[2].split()[1])  # the name before it may hold spaces and brackets
+        return ""

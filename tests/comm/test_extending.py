@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from mpitrain.comm.collectives.dispatch import Invocation
-from mpitrain.comm.collectives.registry import Algorithm, Algorithms
+from mpitrain.comm.collectives.dispatch import CollectiveOperation
+from mpitrain.comm.collectives.registry import Algorithm, Algorithms, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.programs.program import (
@@ -71,19 +70,21 @@ def chain_scan(size, nodes):
 SCAN = Algorithms("scan", {"chain": Algorithm(lambda setting: chain_scan(setting.size, setting.nodes))})
 
 
+def bind_scan(binder, x, op, algorithm):
+    program = binder.chosen_program(SCAN, algorithm, x)
+    reduction = Reduction.of(op, x.dtype, binder.topology.size)
+    return binder.compile(program, binder.in_place(program, x), reduction)
+
+
+def scan_in_words(binder, x, op, algorithm):
+    return described("scan", x.numel(), x.dtype, op)
+
+
+SCANNING = CollectiveOperation("scan", 1, bind_scan, scan_in_words, never)
+
+
 def scan(comm, x, op="sum", algorithm="auto", async_op=False):
-    def bind(binder, x):
-        program = binder.chosen_program(SCAN, algorithm, x)
-        reduction = Reduction.of(op, x.dtype, binder.topology.size)
-        return binder.compile(program, binder.in_place(program, x), reduction)
-
-    x, said = as_tensor(x), partial(described, "scan", x.numel(), x.dtype, op)
-    key = "scan", x.data_ptr(), x.numel(), x.dtype, op, algorithm
-
-    def bound(binder, x):  # kept under the key for as long as x's memory, and signed for
-        return binder.bound(key, lambda: bind(binder, x), x, said=said, together=False)
-
-    return comm.dispatch(Invocation("scan", bound, (x,), (True,), key, alike=(op, algorithm)), async_op)
+    return comm.dispatch(SCANNING.on((as_tensor(x),), (True,), op, algorithm), async_op)
 
 
 @pytest.fixture

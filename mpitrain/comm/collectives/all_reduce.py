@@ -22,7 +22,7 @@ from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Invocation, Operation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, STAGED_PIECE, Setting, cache_chunks, segments_of
 from mpitrain.comm.compression.base import Bucket, Compression
@@ -189,4 +189,4 @@ def _said(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     return described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, place)
 
 
-OPERATION = Operation("all_reduce", 1, _bind, _said, always)
+OPERATION = CollectiveOperation("all_reduce", 1, _bind, _said, always)

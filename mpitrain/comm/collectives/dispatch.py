@@ -5,7 +5,7 @@ Most of what an operation's first call does is not done again when a loop repeat
     first     arguments checked -> (ranks compared) -> bound to memory -> performed
     again     found in `ready` by the addresses, sizes and types of its tensors -> performed
 
-Each file beside this one describes one `Operation`, makes an `Invocation` of each call, and looks in `ready` first.
+Each file beside this one describes one `CollectiveOperation`, and makes an `Invocation` of each call that is not found.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Invocation:
 
 
 @dataclass(frozen=True)
-class Operation:
+class CollectiveOperation:
     """What is alike in all calls of an operation.
 
     It is given one tensor or two, of which the first has its size, and then what else must be the same on all ranks.

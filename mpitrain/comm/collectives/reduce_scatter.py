@@ -22,7 +22,7 @@ from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scat
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, Dispatcher, Operation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.arena import Arena
@@ -186,7 +186,7 @@ def _bind(
     return Compiled([inner, copying(out, whole[first : first + out.numel()])], [inner, whole])
 
 
-OPERATION = Operation(
+OPERATION = CollectiveOperation(
     "reduce_scatter",
     2,
     _bind,

@@ -28,6 +28,7 @@ import stat
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -264,12 +265,8 @@ def _occupied(path: Path) -> int:
 def _remove(leftover: Leftover) -> str:
     """Why it could not be removed, or nothing."""
     try:
-        if leftover.path.is_dir():
-            shutil.rmtree(leftover.path)
-        else:
-            leftover.path.unlink()
-    except FileNotFoundError:  # another one of us, on this node
-        return ""
+        with suppress(FileNotFoundError):  # another one of us, on this node
+            shutil.rmtree(leftover.path) if leftover.path.is_dir() else leftover.path.unlink()
     except OSError as error:
         return f": cannot be removed: {error.strerror}"
     return ""
