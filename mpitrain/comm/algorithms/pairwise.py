@@ -82,11 +82,5 @@ def pairwise_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Prog
             yield Exchange(to, _span(rank), source, _span(source))
 
     return Program(
-        "pairwise all_reduce",
-        size,
-        all_reduce_of(size, size),
-        steps,
-        nodes or one_node(size),
-        blocks=size,
-        inbox=size,
+        "pairwise all_reduce", size, all_reduce_of(size, size), steps, nodes or one_node(size), blocks=size, inbox=size
     )

@@ -150,13 +150,7 @@ def _layout(
 
 
 def _bind(
-    binder: Binder,
-    x: Tensor,
-    out: Tensor,
-    op: str,
-    counts: Sequence[int] | None,
-    algorithm: str,
-    reproducible: bool,
+    binder: Binder, x: Tensor, out: Tensor, op: str, counts: Sequence[int] | None, algorithm: str, reproducible: bool
 ) -> Compiled:
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
     if x.numel() == 0:

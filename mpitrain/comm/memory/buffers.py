@@ -36,12 +36,7 @@ class _DeviceMemory:
     """Device memory by address, without owning it, as torch and CuPy accept it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:

@@ -110,13 +110,7 @@ class Plan:
 
 class _Compiler:
     def __init__(
-        self,
-        program: Program,
-        rank: int,
-        layout: Layout,
-        reduction: Reduction | None,
-        meet: Call,
-        sync: Sequence[Call],
+        self, program: Program, rank: int, layout: Layout, reduction: Reduction | None, meet: Call, sync: Sequence[Call]
     ) -> None:
         self.program, self.layout, self.reduction = program, layout, reduction
         self.sync, self.fence = sync, [*sync, meet, *sync]

@@ -136,11 +136,7 @@ class Watchdog:
     """The thread of one process that watches its operations and answers questions of other ranks."""
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        timeout: float,
-        end_job: Callable[..., None],
-        failures: FailureHandler | None = None,
+        self, comm: MPI.Intracomm, timeout: float, end_job: Callable[..., None], failures: FailureHandler | None = None
     ) -> None:
         """Prepare the thread, without starting it.
 
