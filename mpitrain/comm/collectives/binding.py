@@ -19,7 +19,7 @@ from mpitrain.comm.collectives.registry import Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
-from mpitrain.comm.memory.board import ROW, Board, is_whole_job
+from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.process.topology import Topology
@@ -190,17 +190,17 @@ class Binder:
     def board(self) -> Board:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
-            nbytes = self.node.size * ROW + signatures.NBYTES
-            self._board = self._shared_memory(nbytes, for_tensors=False)
+            end = self.node.size * (ROW + LINE)
+            self._board = self._shared_memory(end + signatures.NBYTES, for_tensors=False)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
-                segments, world, start = self._board.segments, self.topology.world_ranks, self.node.size * ROW
+                segments, world = self._board.segments, self.topology.world_ranks
                 self._register = Register(
                     self.topology.neighbours,
                     self.topology.rank,
-                    lambda rank: segments[world[rank]] + start,
+                    lambda rank: segments[world[rank]] + end,
                     syncs(self._board),
                 )
         return self._rows

@@ -1,10 +1,10 @@
 """What the ranks of a node tell each other before they touch each other's memory.
 
 Before the first fence of a program each rank writes a row on the board, memory that the node shares, and after that
-fence compares the others' rows with its own; after the last fence it takes its row back:
+fence compares the others' rows with its own:
 
-    rank 0   | address | digest | all_reduce of 300000 float32, sum, shared
-    rank 1   | address | digest | all_reduce of 600000 float32, sum, shared
+    rank 0   | address | digest | all_reduce of 300000 float32, sum, shared      | number, digest
+    rank 1   | address | digest | all_reduce of 600000 float32, sum, shared      | number, digest
 
 Rows that differ in more than the address, or are not there, are an error on all ranks before any of them has touched
 what is another's. The digest is that of the whole text, of which the row holds the beginning. Since a rank writes its
@@ -27,6 +27,9 @@ from mpitrain.errors import CommunicationError
 
 _ADDRESS, _DIGEST = 8, 8  # bytes
 ROW = 128  # bytes: an address, a digest, and the rest text
+LINE = 64  # bytes of a rank's word, which shares its cache line with nobody
+STEP = 1 << 40  # a word is number * STEP + digest; the number begins again when that is full
+_LARGEST = (1 << 64) - 1
 _BEGIN = _ADDRESS + _DIGEST
 _ABSENT = bytes(_DIGEST)
 
@@ -112,89 +115,98 @@ def is_whole_job(size: int) -> bool:
 
 
 class Board:
-    """The rows of the ranks of a node, for the programs of one communicator. One program uses it at a time.
+    """The rows of the ranks of a node, for the programs of one communicator, one at a time.
+
+    Beside the rows each rank has a word, the number of the program it is in and a digest of its row: while all words
+    are the same, nobody has to read the rows, and a rank that is elsewhere has another number.
 
     Attributes:
         shared: Whether the rows are in shared memory; else they are exchanged as messages.
-        own: This rank's row, to be written.
-        read: Returns the rows of all ranks of the node, one after the other.
+        own, word: This rank's row and word.
+        others: The other ranks' words.
+        last: The number of this rank's last program, times `STEP`; the one element of a list.
+        shown: Whose row this rank's is.
     """
 
     def __init__(self, node: MPI.Intracomm, ranks: Sequence[int], arena: Arena, agreed: bool) -> None:
-        """Use an arena as a board.
+        """Divide the arena's memory.
 
         Args:
             node: The communicator of the ranks of this node.
-            ranks: Their ranks in the communicator that the programs are of, for messages.
-            arena: A shared arena of ROW bytes for each rank of the node; if it is private, rows become messages.
-            agreed: Whether these are all ranks of the job, so that an error that they all raise is agreed.
+            ranks: Their numbers in the communicator the programs are of.
+            arena: A shared one of at least ROW + LINE bytes for each of these ranks; if it is private, the rows become
+                messages.
+            agreed: Whether these are all ranks of the job, which then all raise what one raises.
         """
         self._node, self._ranks, self._agreed = node, ranks, agreed
         self.shared = arena.kind == "shared"
-        nbytes = node.size * ROW
         first = next(iter(arena.segments.values())) if self.shared else arena.start  # all rows are in that of one
-        self._memory = tensor_at(first, nbytes, torch.uint8).numpy().data
-        self.own = self._memory[node.rank * ROW : (node.rank + 1) * ROW]
-        self.read: Callable[[], bytes] = self._memory.tobytes if self.shared else self._exchanged
+        memory = tensor_at(first, node.size * (ROW + LINE), torch.uint8).numpy().data
+        self._rows, lines = memory[: node.size * ROW], memory[node.size * ROW :]
+        self.own = self._rows[node.rank * ROW : (node.rank + 1) * ROW]
+        self._words = [lines[rank * LINE : rank * LINE + 8].cast("Q") for rank in range(node.size)]
+        self.word = self._words[node.rank]
+        self.others = [word for rank, word in enumerate(self._words) if rank != node.rank] if self.shared else []
+        self.last, self.shown = [0], b""
 
-    def _exchanged(self) -> bytes:
-        self._node.Allgather(MPI.IN_PLACE, [self._memory, ROW, MPI.BYTE])
-        return self._memory.tobytes()
+    def rows(self) -> bytes:
+        """The rows of all ranks. Collective where they are messages."""
+        if not self.shared:
+            self._node.Allgather(MPI.IN_PLACE, [self._rows, ROW, MPI.BYTE])
+        return self._rows.tobytes()
 
-    def check(self, rows: bytes) -> None:
-        """Compare the rows of all ranks of the node.
-
-        Args:
-            rows: All rows, one after the other.
-
-        Raises:
-            CommunicationError: They do not say the same; raised on all ranks whose rows these are.
-        """
+    def check(self) -> None:
+        """Raise CommunicationError, on all ranks that are here, unless all are, and say the same."""
+        rows = self.rows()
         each = [rows[lo : lo + ROW] for lo in range(0, len(rows), ROW)]
+        if self.shared:
+            here = [word[0] // STEP == self.last[0] // STEP for word in self._words]
+            each = [row if is_here else bytes(ROW) for row, is_here in zip(each, here, strict=True)]
         wrong = difference(each, self._ranks)
         if not wrong:
             return
         everybody = not any(map(_absent, each))
         if everybody:
             self._node.Barrier()  # before a rank that has read them all writes its next one
-        self.own[_ADDRESS:_BEGIN] = _ABSENT
+        else:  # the others have not counted it
+            self.last[0] = self.word[0] = (self.last[0] - STEP) & _LARGEST
         raise CommunicationError(wrong, agreed=self._agreed and everybody)
 
 
 class Notice:
-    """The row of one program on the board, and what it does there: around its first fence and after the last one."""
+    """A program's row on the board: its calls around the first fence."""
 
-    __slots__ = ("_board", "_digest", "_learn", "_own", "_read", "_row", "_seen")
+    __slots__ = ("_board", "_digest", "_last", "_learn", "_others", "_row", "_seen", "_word")
 
     def __init__(self, board: Board, row: bytes, learn: Callable[[bytes], None] | None = None) -> None:
-        """Prepare a row, which is not on the board before `publish`.
-
-        Args:
-            board: Where it goes.
-            row: See `row_of`.
-            learn: Called with the rows of all ranks whenever these have changed.
-        """
+        """learn: given the rows of all ranks when they have changed."""
         self._board, self._row, self._learn = board, row, learn
-        self._own, self._digest, self._read = board.own, board.own[_ADDRESS:_BEGIN], board.read
-        self._seen = b""  # rows that were right
+        self._word, self._others, self._last = board.word, board.others, board.last
+        self._digest = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % STEP
+        self._seen = b""
 
     def publish(self) -> None:
-        """Write the row onto the board."""
-        self._own[:] = self._row
+        """Say what this rank is about to do."""
+        board, last = self._board, self._last
+        if board.shown is not self._row:  # in a training loop it often is
+            board.own[:] = board.shown = self._row
+        last[0] = number = (last[0] + STEP) & _LARGEST
+        self._word[0] = number + self._digest
 
     def compare(self) -> None:
-        """Compare the rows that the ranks of the node have published.
+        """Compare with what the others are about to do.
 
         Raises:
-            CommunicationError: They are not about to do the same; raised on all ranks.
+            CommunicationError: On all ranks: they are not about to do the same.
         """
-        rows = self._read()
-        if rows != self._seen:  # in a training loop they stay as they are
-            self._board.check(rows)
-            if self._learn is not None:
+        word = self._word[0]
+        for other in self._others:
+            if other[0] != word:
+                self._board.check()
+        if not self._board.shared:
+            self._board.check()
+        if self._learn is not None:
+            rows = self._board.rows()
+            if rows != self._seen:  # in a training loop they stay as they are
                 self._learn(rows)
-            self._seen = rows
-
-    def withdraw(self) -> None:
-        """Take the row off the board."""
-        self._digest[:] = _ABSENT
+                self._seen = rows

@@ -82,7 +82,6 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
     except CommunicationError:
         works[0] = 0
     node.Barrier()
-    notice.withdraw()
     comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)
     return made if works[0] else None
 

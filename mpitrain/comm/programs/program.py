@@ -127,18 +127,13 @@ class Compare:
 
 
 @dataclass(frozen=True)
-class Withdraw:
-    """Take off the board what this rank was about to do."""
-
-
-@dataclass(frozen=True)
 class Finish:
     """Apply to a span that holds every contribution what comes once at the end: the division of `avg`."""
 
     span: Span
 
 
-Step = Exchange | Combine | Copy | Fence | Signal | Await | Tell | Compare | Withdraw | Finish
+Step = Exchange | Combine | Copy | Fence | Signal | Await | Tell | Compare | Finish
 
 
 @dataclass(frozen=True)
@@ -265,21 +260,12 @@ class Program:
         return sum(isinstance(step, Fence) for step in self.steps(0)) > 1
 
     def executed(self, rank: int) -> list[Step]:
-        """The steps of one rank, with those added by which ranks compare, around the first fence and after the last."""
+        """The steps of one rank, with those added around the first fence by which ranks compare."""
         steps = list(self.steps(rank))
         if not self.compares:
             return steps
-        fences = [number for number, step in enumerate(steps) if isinstance(step, Fence)]
-        first, last = fences[0], fences[-1]
-        return [
-            *steps[:first],
-            Tell(),
-            Fence(),
-            Compare(),
-            *steps[first + 1 : last + 1],
-            Withdraw(),
-            *steps[last + 1 :],
-        ]
+        first = next(number for number, step in enumerate(steps) if isinstance(step, Fence))
+        return [*steps[:first], Tell(), Fence(), Compare(), *steps[first + 1 :]]
 
     def phases(self, rank: int) -> list[list[Step]]:
         """The steps that one rank executes, cut before every `Await`."""

@@ -40,7 +40,6 @@ from mpitrain.comm.programs.program import (
     Span,
     Step,
     Tell,
-    Withdraw,
 )
 
 Order = Callable[[int], Iterable[tuple[int, int]]]
@@ -276,17 +275,14 @@ class _Verifier:
         state.advance()
         return True
 
-    def _on_board(self, state: _Rank, step: Tell | Compare | Withdraw) -> None:
+    def _on_board(self, state: _Rank, step: Tell | Compare) -> None:
         if isinstance(step, Compare):
             for member in self._members(state):
                 row = self._read(state, member.rank, (BOARD, 0, 0))
                 if row.run != state.run:
                     raise self._error(state, f"compares with what rank {member.rank} does in run {row.run}")
-        elif isinstance(step, Tell):
-            self._write(state, state.rank, (BOARD, 0, 0), Value(0, 1 << state.rank, state.run))
         else:
-            self._touch(state, state.rank, (BOARD, 0, 0), wrote=True)
-            state.memory.pop((BOARD, 0, 0))
+            self._write(state, state.rank, (BOARD, 0, 0), Value(0, 1 << state.rank, state.run))
 
     def _combine(self, state: _Rank, step: Combine) -> None:
         for offset, cell in enumerate(self._cells(state, step.into)):

@@ -36,7 +36,6 @@ from mpitrain.comm.programs.program import (
     Span,
     Step,
     Tell,
-    Withdraw,
 )
 from mpitrain.comm.runtime import executor
 from mpitrain.comm.runtime.executor import (
@@ -54,7 +53,7 @@ from mpitrain.comm.runtime.executor import (
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, CallOrder, Region
 
-_ON_BOARD = {Tell: executor.publish, Compare: executor.compare, Withdraw: executor.withdraw}
+_ON_BOARD = {Tell: executor.publish, Compare: executor.compare}
 _LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
 
 

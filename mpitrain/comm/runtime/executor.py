@@ -359,11 +359,6 @@ def compare(binding: Binding) -> list[Call]:
     return [binding.notice.compare] if binding.notice is not None else []
 
 
-def withdraw(binding: Binding) -> list[Call]:
-    """The call that takes this rank's row off the board, if there is one."""
-    return [binding.notice.withdraw] if binding.notice is not None else []
-
-
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:
     """The calls that perform some of the transfers to and from other processes."""
     assert binding.table is not None
