@@ -174,39 +174,42 @@ class Board:
 
 
 class Notice:
-    """A program's row on the board: its calls around the first fence."""
-
-    __slots__ = ("_board", "_digest", "_last", "_learn", "_others", "_row", "_seen", "_word")
+    """A program's row on the board, which its ranks compare at its first fence."""
 
     def __init__(self, board: Board, row: bytes, learn: Callable[[bytes], None] | None = None) -> None:
         """learn: given the rows of all ranks when they have changed."""
         self._board, self._row, self._learn = board, row, learn
-        self._word, self._others, self._last = board.word, board.others, board.last
         self._digest = int.from_bytes(row[_ADDRESS:_BEGIN], "little") % STEP
         self._seen = b""
 
-    def publish(self) -> None:
-        """Say what this rank is about to do."""
-        board, last = self._board, self._last
-        if board.shown is not self._row:  # in a training loop it often is
-            board.own[:] = board.shown = self._row
-        last[0] = number = (last[0] + STEP) & _LARGEST
-        self._word[0] = number + self._digest
+    def meeting(self, fence: Sequence[Callable[[], object]]) -> Callable[[], None]:
+        """A call that says what this rank is about to do, passes the fence and compares that with the others.
 
-    def compare(self) -> None:
-        """Compare with what the others are about to do.
-
-        Raises:
-            CommunicationError: On all ranks: they are not about to do the same.
+        It raises CommunicationError, on all ranks, where they are not about to do the same. It is one function, because
+        of a small operation calls between Python functions would be most of what comparing costs.
         """
-        word = self._word[0]
-        for other in self._others:
-            if other[0] != word:
-                self._board.check()
-        if not self._board.shared:
-            self._board.check()
-        if self._learn is not None:
-            rows = self._board.rows()
-            if rows != self._seen:  # in a training loop they stay as they are
-                self._learn(rows)
-                self._seen = rows
+        board, row, digest, learn = self._board, self._row, self._digest, self._learn
+        last, word, others, shared = board.last, board.word, board.others, board.shared
+
+        def meet() -> None:
+            if board.shown is not row:  # in a training loop it often is
+                board.own[:] = board.shown = row
+            last[0] = number = (last[0] + STEP) & _LARGEST
+            word[0] = mine = number + digest
+            for call in fence:
+                call()
+            for other in others:
+                if other[0] != mine:
+                    board.check()
+            if not shared:
+                board.check()
+            if learn is not None:
+                self._read(learn)
+
+        return meet
+
+    def _read(self, learn: Callable[[bytes], None]) -> None:
+        rows = self._board.rows()
+        if rows != self._seen:  # in a training loop they stay as they are
+            learn(rows)
+            self._seen = rows

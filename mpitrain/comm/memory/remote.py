@@ -71,9 +71,7 @@ def probe(comm: MPI.Intracomm, node: MPI.Intracomm, neighbours: Sequence[int], b
         transfers.add(rank, 0, found.itemsize, write=False)
     table = Table(transfers, [found[index:].ctypes.data for index in range(node.size)])
     notice = Notice(board, row_of(secret.ctypes.data, "probe"), table.fill)
-    notice.publish()
-    node.Barrier()
-    notice.compare()
+    notice.meeting([node.Barrier])()
     works = np.array([1], dtype=np.int64)
     try:
         for transfer in table.transfers:

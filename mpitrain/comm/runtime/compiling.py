@@ -35,7 +35,6 @@ from mpitrain.comm.programs.program import (
     Signal,
     Span,
     Step,
-    Tell,
 )
 from mpitrain.comm.runtime import executor
 from mpitrain.comm.runtime.executor import (
@@ -53,7 +52,6 @@ from mpitrain.comm.runtime.executor import (
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, CallOrder, Region
 
-_ON_BOARD = {Tell: executor.publish, Compare: executor.compare}
 _LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
 
 
@@ -153,7 +151,7 @@ class _Compiler:
                 self._copy(step)
             elif isinstance(step, Finish):
                 self._finish(step)
-            elif isinstance(step, Fence):
+            elif isinstance(step, Fence) and not isinstance(following, Compare):
                 self.order.barrier(lambda binding: self.fence)
             elif isinstance(step, Signal):
                 self.order.barrier(lambda binding: self.sync)
@@ -161,8 +159,8 @@ class _Compiler:
             elif isinstance(step, Await):
                 self.order.barrier(partial(executor.wait_for_all, step.event))
                 self.order.barrier(lambda binding: self.sync)
-            else:
-                self.order.barrier(_ON_BOARD[type(step)])
+            elif isinstance(step, Compare):  # and so are the two steps before it
+                self.order.barrier(partial(executor.meet, self.fence))
 
     @property
     def _scale(self) -> float | None:

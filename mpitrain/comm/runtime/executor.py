@@ -349,14 +349,9 @@ def wait_for_all(event: str, binding: Binding) -> list[Call]:
     return [binding.telling(event).wait]
 
 
-def publish(binding: Binding) -> list[Call]:
-    """The call that writes this rank's row onto the board, if there is one."""
-    return [binding.notice.publish] if binding.notice is not None else []
-
-
-def compare(binding: Binding) -> list[Call]:
-    """The call that compares this rank's row with those of the others, if there is a board."""
-    return [binding.notice.compare] if binding.notice is not None else []
+def meet(fence: Sequence[Call], binding: Binding) -> Sequence[Call]:
+    """Make the calls of a first fence, at which ranks compare what they do where there is a board."""
+    return fence if binding.notice is None else [binding.notice.meeting(fence)]
 
 
 def transfer(which: slice, binding: Binding) -> Sequence[Call]:
