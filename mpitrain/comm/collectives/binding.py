@@ -235,12 +235,16 @@ class Binder:
     # -- binding
 
     def in_place(
-        self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, multiple: int = CACHE_LINE
+        self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, bounds: Sequence[int] = ()
     ) -> Layout:
-        """x as the WORK of a program, in blocks of nearly equal length, which meet at multiples of `multiple` bytes."""
+        """x as the WORK of a program.
+
+        bounds: offsets of the blocks; without them these are of nearly equal length, and meet at cache lines.
+        """
         arena, staging = self.arena_of(x), self._staging
         world = self.topology.world_ranks
-        bounds = even_bounds(x.numel(), program.blocks, max(1, multiple // x.element_size()))
+        if not bounds:
+            bounds = even_bounds(x.numel(), program.blocks, max(1, CACHE_LINE // x.element_size()))
         return Layout(
             x.dtype,
             chunk_bounds(bounds, program.segments),
@@ -250,10 +254,10 @@ class Binder:
             neighbours=neighbours,
             seen=x.data_ptr(),
             slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
-            inbox_bounds=self.cells(program, bounds),
+            inbox_bounds=self._cells(program, bounds),
         )
 
-    def cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
+    def _cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
         """Bounds of an inbox of contributions to this rank's own block, where there is one block a rank."""
         if not program.inbox or program.segments > 1 or program.blocks != self.topology.size:
             return ()
