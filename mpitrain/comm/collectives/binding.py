@@ -37,6 +37,7 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order
 CACHE_LINE = 64  # bytes: slices of different ranks meet at multiples of it
 WINDOW = 8 << 20  # bytes of staging memory per rank
 NOTHING = Compiled(())
+_CPU = torch.device("cpu")
 
 
 class Binder:
@@ -54,7 +55,7 @@ class Binder:
 
         proofs: has every program proved before it is used first; for the debug mode.
         """
-        self.oversubscribed, self._proofs = oversubscribed, proofs
+        self.oversubscribed, self.proofs = oversubscribed, proofs
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
         self.nodes_shared = len(set(topology.nodes)) < topology.size  # whether some node has several ranks
         self.cache = BoundCache(arenas)
@@ -123,8 +124,8 @@ class Binder:
         program = self._programs.get(key)
         if program is None:
             program = kept(self._programs, key, algorithm.program(setting))
-            if self._proofs is not None:
-                self._proofs.require(program)
+            if self.proofs is not None:
+                self.proofs.require(program)
         return program
 
     def chosen_program(self, algorithms: Algorithms, name: str, x: torch.Tensor, **more: Any) -> Program:
@@ -191,7 +192,7 @@ class Binder:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
             nbytes = self.node.size * ROW + signatures.NBYTES
-            self._board = self._shared_memory(nbytes, for_tensors=False)
+            self._board = self.allocate(nbytes, for_tensors=False)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
@@ -225,12 +226,15 @@ class Binder:
         Collective the first time, which is in the same operation on all ranks.
         """
         if self._staging is None:
-            self._staging = self._shared_memory(WINDOW, for_tensors=True)
+            self._staging = self.allocate(WINDOW)
         return self._staging if self._staging.kind == "shared" else None
 
-    def _shared_memory(self, nbytes: int, *, for_tensors: bool) -> Arena:
-        world, cpu = [self.topology.world_ranks[r] for r in self.topology.neighbours], torch.device("cpu")
-        return allocate(self.comm, self.node, world, nbytes, torch.uint8, cpu, self.arenas, for_tensors=for_tensors)
+    def allocate(
+        self, numel: int, dtype: torch.dtype = torch.uint8, device: torch.device = _CPU, *, for_tensors: bool = True
+    ) -> Arena:
+        """An arena of numel elements a rank, see `mpitrain.comm.memory.arena.allocate`. Collective."""
+        world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
+        return allocate(self.comm, self.node, world, numel, dtype, device, self.arenas, for_tensors=for_tensors)
 
     # -- binding
 
