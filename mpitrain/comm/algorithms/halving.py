@@ -48,6 +48,10 @@ class _Fold:
         """The blocks of ranks are folded like the ranks: place p holds those from here to first_block(p + 1)."""
         return place + np.minimum(place, self.extra)
 
+    def blocks(self, place: Ints, places: int) -> Span:
+        """The blocks of so many places, this one the first."""
+        return Span(self.first_block(place), self.first_block(place + places))
+
     def hand_over(self, given: Span, *, reduce: bool) -> Iterator[Step]:
         """Each odd folded rank sends `given` to its even neighbour."""
         if self.extra:
@@ -105,13 +109,9 @@ def _pieces(peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, 
     """One exchange of `blocks` blocks, cut into as many messages as a block has segments."""
     for s in range(segments):
         lo, hi = blocks * s, blocks * (s + 1)
-        yield Exchange(
-            peer,
-            Span(sent * segments + lo, sent * segments + hi),
-            peer,
-            Span(received * segments + lo, received * segments + hi),
-            reduce,
-        )
+        leaving = Span(sent * segments + lo, sent * segments + hi)
+        arriving = Span(received * segments + lo, received * segments + hi)
+        yield Exchange(peer, leaving, peer, arriving, reduce)
 
 
 def doubling_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
@@ -160,13 +160,8 @@ def halving_reduce_scatter(size: int, nodes: tuple[int, ...] = ()) -> Program:
             half = 1 << k
             group = fold.place >> k << k  # first place of the half this rank keeps
             other = group ^ half
-            yield Exchange(
-                fold.partner(half),
-                Span(fold.first_block(other), fold.first_block(other + half)),
-                fold.partner(half),
-                Span(fold.first_block(group), fold.first_block(group + half)),
-                reduce=True,
-            )
+            peer = fold.partner(half)
+            yield Exchange(peer, fold.blocks(other, half), peer, fold.blocks(group, half), reduce=True)
         first = fold.first_block(fold.place)
         yield Finish(Span(first, np.where(fold.active, fold.first_block(fold.place + 1), first)))
         if fold.extra:
@@ -192,14 +187,10 @@ def doubling_all_gather(size: int, nodes: tuple[int, ...] = ()) -> Program:
         block = rank | 1
         yield from fold.hand_over(Span(block, block + 1), reduce=False)
         for k in range(fold.rounds):
+            held = 1 << k
             group = fold.place >> k << k
-            other = group ^ 1 << k
-            yield Exchange(
-                fold.partner(1 << k),
-                Span(fold.first_block(group), fold.first_block(group + (1 << k))),
-                fold.partner(1 << k),
-                Span(fold.first_block(other), fold.first_block(other + (1 << k))),
-            )
+            peer = fold.partner(held)
+            yield Exchange(peer, fold.blocks(group, held), peer, fold.blocks(group ^ held, held))
         yield from fold.hand_back(Span(0, size))
 
     return Program("doubling all_gather", size, all_gather_of(size), steps, nodes, blocks=size)

@@ -227,15 +227,8 @@ class Program:
             return steps
         fences = [number for number, step in enumerate(steps) if isinstance(step, Fence)]
         first, last = fences[0], fences[-1]
-        return [
-            *steps[:first],
-            Tell(),
-            Fence(),
-            Compare(),
-            *steps[first + 1 : last + 1],
-            Withdraw(),
-            *steps[last + 1 :],
-        ]
+        before, between, after = steps[:first], steps[first + 1 : last + 1], steps[last + 1 :]
+        return [*before, Tell(), Fence(), Compare(), *between, Withdraw(), *after]
 
     def phases(self, rank: int) -> list[list[Step]]:
         """The steps that one rank executes, cut before every `Await`."""
