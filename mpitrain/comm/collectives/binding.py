@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.cache import BoundCache, Ready, kept
+from mpitrain.comm.collectives.cache import BoundCache, kept
 from mpitrain.comm.collectives.registry import Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.tuning import Tuning
@@ -66,10 +66,6 @@ class Binder:
         self._register: Register | None = None
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
-
-    @property
-    def ready(self) -> dict[Hashable, Ready]:
-        return self.cache.ready
 
     def free(self) -> None:
         """Release what was bound, and the staging memory. Collective over the communicator."""
@@ -197,13 +193,8 @@ class Binder:
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
-                segments, world, start = self._board.segments, self.topology.world_ranks, self.node.size * ROW
-                self._register = Register(
-                    self.topology.neighbours,
-                    self.topology.rank,
-                    lambda rank: segments[world[rank]] + start,
-                    syncs(self._board),
-                )
+                words = self.peers(self._board.tensor[self.node.size * ROW :], self._board)
+                self._register = Register(self.topology.neighbours, self.topology.rank, words, syncs(self._board))
         return self._rows
 
     def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:

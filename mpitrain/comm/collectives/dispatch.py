@@ -134,7 +134,7 @@ class Dispatcher(Member):
         self._owned = OwnedCommunicators(process)
         self._comm = comm = self._owned.keep(comm)
         self.binder = self._make_binder(comm)
-        self.ready = self.binder.ready
+        self.ready = self.binder.cache.ready
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
