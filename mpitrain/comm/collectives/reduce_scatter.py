@@ -35,6 +35,12 @@ from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
 
 DEFERRED_EVENTS = COMPLETE, READ
+
+
+def _shared(s: Setting) -> Program:
+    return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
+
+
 _DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
 ALGORITHMS = Algorithms(
     "reduce_scatter",
@@ -43,12 +49,7 @@ ALGORITHMS = Algorithms(
         "ring": Algorithm(lambda s: ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
         "halving": Algorithm(lambda s: halving_reduce_scatter(s.size, s.nodes)),
         "pairwise": Algorithm(lambda s: pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
-        "shared": Algorithm(
-            lambda s: shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible),
-            one_node=True,
-            reach=True,
-            reproduces=always,
-        ),
+        "shared": Algorithm(_shared, one_node=True, reach=True, reproduces=always),
     },
 )
 
