@@ -132,11 +132,8 @@ class Departures:
     def _of_this_rank(self, code: int | None) -> dict[str, Any]:
         status = exit_status if code is None else code
         done = {record.key: record.sequence for record in self._records() if record.members}
-        return {
-            "rank": self._comm.rank,
-            "code": status if isinstance(status, int) else int(status is not None),
-            "done": done,
-        }
+        asked = status if isinstance(status, int) else int(status is not None)
+        return {"rank": self._comm.rank, "code": asked, "done": done}
 
     def look(self) -> None:
         """Take in, and on rank 0 pass on, who has left. Called again and again, from a thread."""
