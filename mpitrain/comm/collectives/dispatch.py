@@ -114,13 +114,12 @@ class CollectiveOperation:
             arguments: What else it is given.
             more: Further fields of the invocation.
         """
-        return Invocation(
-            self.name,
-            lambda binder, *tensors: self.bound(binder, *tensors, *arguments),
-            tensors,
-            written,
-            **{"key": self.key(*tensors, *arguments), "alike": arguments, **more},
-        )
+
+        def bind(binder: Binder, *tensors: torch.Tensor) -> Compiled:
+            return self.bound(binder, *tensors, *arguments)
+
+        fields = {"key": self.key(*tensors, *arguments), "alike": arguments, **more}
+        return Invocation(self.name, bind, tensors, written, **fields)
 
 
 class Dispatcher(Member):
