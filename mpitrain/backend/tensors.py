@@ -80,20 +80,21 @@ class Blocks:
         return len(set(self.sizes)) == 1
 
     def _parts(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors and their places in the buffer; none where they lie in it themselves."""
+        if self._together:
+            return []
         pieces = torch.split(self.whole, [t.numel() for t in self._tensors])
         return [(tensor, piece.view(tensor.shape)) for tensor, piece in zip(self._tensors, pieces, strict=True)]
 
     def collect(self) -> None:
         """Copy the tensors into the buffer."""
-        if not self._together:
-            for tensor, piece in self._parts():
-                piece.copy_(tensor)
+        for tensor, piece in self._parts():
+            piece.copy_(tensor)
 
     def spread(self) -> None:
         """Copy the buffer into the tensors."""
-        if not self._together:
-            for tensor, piece in self._parts():
-                tensor.copy_(piece)
+        for tensor, piece in self._parts():
+            tensor.copy_(piece)
 
 
 def row_counts(tensor: torch.Tensor, rows: Sequence[int]) -> list[int] | None:

@@ -27,11 +27,13 @@ class GroupWork(dist.Work):
 
     Attributes:
         outputs: The tensors that the operation writes.
+        error: What the operation raised, if it did.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.outputs = list(outputs)
+        self.error: BaseException | None = None
 
     def synchronize(self) -> None:
         """See `wait`."""
@@ -39,10 +41,15 @@ class GroupWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         """What the operation raised, if it did."""
-        return None
+        return self.error
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that the operation writes."""
+        return self.outputs
+
+    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
         return self.outputs
 
 
@@ -72,7 +79,6 @@ class Operation(GroupWork):
         super().__init__(outputs)
         self.name = name
         self.complete = False
-        self.error: BaseException | None = None
         self._call: Callable[[], None] | None = call
         self._queue = queue
         self._futures: list[torch.futures.Future] = []
@@ -128,9 +134,6 @@ class Operation(GroupWork):
     def is_success(self) -> bool:
         return self.complete and self.error is None
 
-    def exception(self) -> BaseException | None:
-        return self.error
-
     def get_future(self) -> torch.futures.Future:
         """A future that is resolved with the outputs. Its callbacks may run in any thread.
 
@@ -151,11 +154,6 @@ class Operation(GroupWork):
             if self.error is None:
                 return future
         return future.then(self._outcome)
-
-    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
-        if self.error is not None:
-            raise self.error
-        return self.outputs
 
 
 class MessageWork(GroupWork):
@@ -242,21 +240,15 @@ class MessageWork(GroupWork):
         if self._done():
             future.set_result(self.outputs)
             return future
-        outcome: list[BaseException] = []
 
         def finish() -> None:
             try:
                 self.wait()
-            except BaseException as error:
-                outcome.append(error)
+            except BaseException as error:  # surfaces in the future
+                self.error = error
             future.set_result(self.outputs)
 
-        def check(_: torch.futures.Future) -> list[torch.Tensor]:
-            if outcome:
-                raise outcome[0]
-            return self.outputs
-
-        checked = future.then(check)
+        checked = future.then(self._outcome)
         threading.Thread(target=finish, name="mpitrain-message", daemon=True).start()
         return checked
 

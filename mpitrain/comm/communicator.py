@@ -33,7 +33,7 @@ from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
 from mpitrain.comm.collectives.scatter import scatter
 from mpitrain.comm.memory import board
-from mpitrain.comm.memory.arena import Arena, allocate
+from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
 from mpitrain.comm.process.topology import Topology, ranks_in
 from mpitrain.comm.runtime.split_phase import SplitPhase
@@ -141,9 +141,7 @@ class Communicator(PointToPoint):
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
         board.compare(self._comm, board.described(f"arena on {torch.device(device).type}", numel, dtype))
-        neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
-        binder = self.binder
-        return allocate(self._comm, binder.node, neighbours, numel, dtype, torch.device(device), self.process.arenas)
+        return self.binder.allocate(numel, dtype, torch.device(device))
 
     def alternating(self, capacity: int) -> Alternating | None:
         """Two slots of `capacity` bytes a rank, filled in turns and read by all ranks where they are. Collective.
@@ -162,8 +160,4 @@ class Communicator(PointToPoint):
         None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_copy`.
         """
         board.compare(self._comm, board.described("node_copy", numel, dtype))
-        neighbours = [self.world_ranks[r] for r in self._topology.neighbours]
-        process = self.process
-        return allocate_node_copy(
-            self._comm, self.binder.node, neighbours, numel, dtype, process.arenas, process.proofs
-        )
+        return allocate_node_copy(self.binder, numel, dtype)

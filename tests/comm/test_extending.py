@@ -13,22 +13,8 @@ from mpitrain.comm.collectives.dispatch import CollectiveOperation
 from mpitrain.comm.collectives.registry import Algorithm, Algorithms, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.programs.program import (
-    NONE,
-    WORK,
-    Collective,
-    Exchange,
-    Finish,
-    Goal,
-    Program,
-    Span,
-    all_gather_of,
-    all_reduce_of,
-    broadcast_of,
-    one_node,
-    reduce_of,
-    reduce_scatter_of,
-)
+from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast_of, reduce_of, reduce_scatter_of
+from mpitrain.comm.programs.program import NONE, WORK, Collective, Exchange, Finish, Goal, Program, Span, one_node
 from mpitrain.comm.programs.verify import ProgramError, verify
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import InputError

@@ -6,20 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpitrain.comm.programs.program import (
-    INBOX,
-    NONE,
-    Copy,
-    Exchange,
-    Ints,
-    Program,
-    Span,
-    Step,
-    all_to_all_of,
-    gather_of,
-    one_node,
-    scatter_of,
-)
+from mpitrain.comm.programs.goals import all_to_all_of, gather_of, scatter_of
+from mpitrain.comm.programs.program import INBOX, NONE, Copy, Exchange, Ints, Program, Span, Step
 
 
 def _span(block: Ints) -> Span:
@@ -30,7 +18,7 @@ def _cell(index: Ints) -> Span:
     return Span(index, index + 1, INBOX)
 
 
-def direct_gather(size: int, root: int, nodes: tuple[int, ...] | None = None) -> Program:
+def direct_gather(size: int, root: int, nodes: tuple[int, ...] = ()) -> Program:
     """Gather by one message from every rank to the root.
 
     The rank's own block is in its WORK; the root ends with all blocks in its INBOX, cell r from rank r.
@@ -38,7 +26,7 @@ def direct_gather(size: int, root: int, nodes: tuple[int, ...] | None = None) ->
     Args:
         size: Number of ranks.
         root: The rank that gets the blocks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -49,10 +37,10 @@ def direct_gather(size: int, root: int, nodes: tuple[int, ...] | None = None) ->
             to, source = np.where(rank == other, root, NONE), np.where(at_root, other, NONE)
             yield Exchange(to, _span(0), source, _cell(other))
 
-    return Program("direct gather", size, gather_of(size, root), steps, nodes or one_node(size), inbox=size)
+    return Program("direct gather", size, gather_of(size, root), steps, nodes, inbox=size)
 
 
-def direct_scatter(size: int, root: int, nodes: tuple[int, ...] | None = None) -> Program:
+def direct_scatter(size: int, root: int, nodes: tuple[int, ...] = ()) -> Program:
     """Scatter by one message from the root to every rank.
 
     The root's WORK holds the blocks of all ranks; each rank ends with its own in its INBOX.
@@ -60,7 +48,7 @@ def direct_scatter(size: int, root: int, nodes: tuple[int, ...] | None = None) -
     Args:
         size: Number of ranks.
         root: The rank that has the blocks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -71,10 +59,10 @@ def direct_scatter(size: int, root: int, nodes: tuple[int, ...] | None = None) -
             to, source = np.where(at_root, other, NONE), np.where(rank == other, root, NONE)
             yield Exchange(to, _span(other), source, _cell(0))
 
-    return Program("direct scatter", size, scatter_of(size, root), steps, nodes or one_node(size), blocks=size, inbox=1)
+    return Program("direct scatter", size, scatter_of(size, root), steps, nodes, blocks=size, inbox=1)
 
 
-def direct_all_to_all(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+def direct_all_to_all(size: int, nodes: tuple[int, ...] = ()) -> Program:
     """All-to-all by one message between every two ranks, each way.
 
     In round t a rank sends to the one t places after it and receives from the one t places before it. WORK holds the
@@ -82,7 +70,7 @@ def direct_all_to_all(size: int, nodes: tuple[int, ...] | None = None) -> Progra
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -91,6 +79,4 @@ def direct_all_to_all(size: int, nodes: tuple[int, ...] | None = None) -> Progra
             to, source = (rank + t) % size, (rank - t) % size
             yield Exchange(to, _span(to), source, _cell(source))
 
-    return Program(
-        "direct all_to_all", size, all_to_all_of(size), steps, nodes or one_node(size), blocks=size, inbox=size
-    )
+    return Program("direct all_to_all", size, all_to_all_of(size), steps, nodes, blocks=size, inbox=size)

@@ -20,19 +20,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpitrain.comm.programs.program import (
-    NONE,
-    Exchange,
-    Finish,
-    Ints,
-    Program,
-    Span,
-    Step,
-    all_gather_of,
-    all_reduce_of,
-    one_node,
-    reduce_scatter_of,
-)
+from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, reduce_scatter_of
+from mpitrain.comm.programs.program import NONE, Exchange, Finish, Ints, Program, Span, Step
 
 
 class _Fold:
@@ -59,6 +48,10 @@ class _Fold:
         """The blocks of ranks are folded like the ranks: place p holds those from here to first_block(p + 1)."""
         return place + np.minimum(place, self.extra)
 
+    def blocks(self, place: Ints, places: int) -> Span:
+        """The blocks of so many places, this one the first."""
+        return Span(self.first_block(place), self.first_block(place + places))
+
     def hand_over(self, given: Span, *, reduce: bool) -> Iterator[Step]:
         """Each odd folded rank sends `given` to its even neighbour."""
         if self.extra:
@@ -73,7 +66,7 @@ class _Fold:
             yield Exchange(to, returned, source, returned)
 
 
-def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """All-reduce by recursive halving of the vector, then recursive doubling.
 
     It takes about 2 log2 N rounds, in which a rank sends about twice the vector in all.
@@ -81,7 +74,7 @@ def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | No
     Args:
         size: Number of ranks N. The vector has as many blocks as ranks take part: the power of two that is N or below.
         segments: Chunks of a block: an exchange goes in as many messages, so that adding one overlaps sending the next.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
 
     Reference:
         R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
@@ -108,38 +101,27 @@ def halving_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | No
             yield from _pieces(fold.partner(1 << k), held, wanted, half, segments, reduce=False)
         yield from fold.hand_back(everything)
 
-    return Program(
-        "halving all_reduce",
-        size,
-        all_reduce_of(size, blocks),
-        steps,
-        nodes or one_node(size),
-        blocks,
-        segments=segments,
-    )
+    goal = all_reduce_of(size, blocks)
+    return Program("halving all_reduce", size, goal, steps, nodes, blocks=blocks, segments=segments)
 
 
 def _pieces(peer: Ints, sent: Ints, received: Ints, blocks: int, segments: int, *, reduce: bool) -> Iterator[Step]:
     """One exchange of `blocks` blocks, cut into as many messages as a block has segments."""
     for s in range(segments):
         lo, hi = blocks * s, blocks * (s + 1)
-        yield Exchange(
-            peer,
-            Span(sent * segments + lo, sent * segments + hi),
-            peer,
-            Span(received * segments + lo, received * segments + hi),
-            reduce,
-        )
+        leaving = Span(sent * segments + lo, sent * segments + hi)
+        arriving = Span(received * segments + lo, received * segments + hi)
+        yield Exchange(peer, leaving, peer, arriving, reduce)
 
 
-def doubling_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+def doubling_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
     """All-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange the whole vector and add it.
 
     This has the fewest rounds, about log2 N, but the vector is sent in each. It is for vectors too short to halve.
 
     Args:
         size: Number of ranks N.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
 
     Reference:
         Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
@@ -155,17 +137,17 @@ def doubling_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Prog
         yield Finish(Span(0, fold.active + 0))
         yield from fold.hand_back(whole)
 
-    return Program("doubling all_reduce", size, all_reduce_of(size, 1), steps, nodes or one_node(size))
+    return Program("doubling all_reduce", size, all_reduce_of(size, 1), steps, nodes)
 
 
-def halving_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+def halving_reduce_scatter(size: int, nodes: tuple[int, ...] = ()) -> Program:
     """Reduce-scatter by recursive halving, with the farthest partner first.
 
     In that order of partners each rank that takes part ends with the blocks of its own place.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
 
     Reference:
         Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
@@ -178,28 +160,23 @@ def halving_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> P
             half = 1 << k
             group = fold.place >> k << k  # first place of the half this rank keeps
             other = group ^ half
-            yield Exchange(
-                fold.partner(half),
-                Span(fold.first_block(other), fold.first_block(other + half)),
-                fold.partner(half),
-                Span(fold.first_block(group), fold.first_block(group + half)),
-                reduce=True,
-            )
+            peer = fold.partner(half)
+            yield Exchange(peer, fold.blocks(other, half), peer, fold.blocks(group, half), reduce=True)
         first = fold.first_block(fold.place)
         yield Finish(Span(first, np.where(fold.active, fold.first_block(fold.place + 1), first)))
         if fold.extra:
             block = rank | 1  # the odd neighbour's
             yield from fold.hand_back(Span(block, block + 1))
 
-    return Program("halving reduce_scatter", size, reduce_scatter_of(size), steps, nodes or one_node(size), blocks=size)
+    return Program("halving reduce_scatter", size, reduce_scatter_of(size), steps, nodes, blocks=size)
 
 
-def doubling_all_gather(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+def doubling_all_gather(size: int, nodes: tuple[int, ...] = ()) -> Program:
     """All-gather by recursive doubling: in each round the number of blocks that a rank holds doubles.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
 
     Reference:
         Thakur, Rabenseifner and Gropp 2005, see `halving_all_reduce`.
@@ -210,14 +187,10 @@ def doubling_all_gather(size: int, nodes: tuple[int, ...] | None = None) -> Prog
         block = rank | 1
         yield from fold.hand_over(Span(block, block + 1), reduce=False)
         for k in range(fold.rounds):
+            held = 1 << k
             group = fold.place >> k << k
-            other = group ^ 1 << k
-            yield Exchange(
-                fold.partner(1 << k),
-                Span(fold.first_block(group), fold.first_block(group + (1 << k))),
-                fold.partner(1 << k),
-                Span(fold.first_block(other), fold.first_block(other + (1 << k))),
-            )
+            peer = fold.partner(held)
+            yield Exchange(peer, fold.blocks(group, held), peer, fold.blocks(group ^ held, held))
         yield from fold.hand_back(Span(0, size))
 
-    return Program("doubling all_gather", size, all_gather_of(size), steps, nodes or one_node(size), blocks=size)
+    return Program("doubling all_gather", size, all_gather_of(size), steps, nodes, blocks=size)

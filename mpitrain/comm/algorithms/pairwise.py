@@ -7,21 +7,10 @@ be taken in any order (the fixed tree of reproducible sums) and in a wider type 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from mpitrain.comm.programs.program import (
-    INBOX,
-    Combine,
-    Copy,
-    Exchange,
-    Finish,
-    Ints,
-    Program,
-    Span,
-    Step,
-    all_reduce_of,
-    one_node,
-    reduce_scatter_of,
-)
+from mpitrain.comm.programs.goals import all_reduce_of, reduce_scatter_of
+from mpitrain.comm.programs.program import INBOX, Combine, Copy, Exchange, Finish, Ints, Program, Span, Step
 
 
 def _span(block: Ints) -> Span:
@@ -49,30 +38,23 @@ def reduce_scatter_steps(rank: Ints, size: int) -> Iterator[Step]:
     yield Finish(_span(rank))
 
 
-def pairwise_reduce_scatter(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+def pairwise_reduce_scatter(size: int, nodes: tuple[int, ...] = ()) -> Program:
     """Reduce-scatter by pairwise exchange: rank r gets every contribution to block r and reduces these itself.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
-    return Program(
-        "pairwise reduce_scatter",
-        size,
-        reduce_scatter_of(size),
-        lambda rank: reduce_scatter_steps(rank, size),
-        nodes or one_node(size),
-        blocks=size,
-        inbox=size,
-    )
+    steps = partial(reduce_scatter_steps, size=size)
+    return Program("pairwise reduce_scatter", size, reduce_scatter_of(size), steps, nodes, blocks=size, inbox=size)
 
 
-def pairwise_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Program:
+def pairwise_all_reduce(size: int, nodes: tuple[int, ...] = ()) -> Program:
     """All-reduce by a pairwise reduce-scatter, after which each rank sends its block to every other.
 
     Args:
         size: Number of ranks.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -81,6 +63,4 @@ def pairwise_all_reduce(size: int, nodes: tuple[int, ...] | None = None) -> Prog
             to, source = (rank + t) % size, (rank - t) % size
             yield Exchange(to, _span(rank), source, _span(source))
 
-    return Program(
-        "pairwise all_reduce", size, all_reduce_of(size, size), steps, nodes or one_node(size), blocks=size, inbox=size
-    )
+    return Program("pairwise all_reduce", size, all_reduce_of(size, size), steps, nodes, blocks=size, inbox=size)

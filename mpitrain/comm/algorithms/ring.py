@@ -17,19 +17,10 @@ being added the next is already on its way.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from mpitrain.comm.programs.program import (
-    Exchange,
-    Finish,
-    Ints,
-    Program,
-    Span,
-    Step,
-    all_gather_of,
-    all_reduce_of,
-    one_node,
-    reduce_scatter_of,
-)
+from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, reduce_scatter_of
+from mpitrain.comm.programs.program import Exchange, Finish, Ints, Program, Span, Step
 
 
 def _block(index: Ints, segments: int) -> Span:
@@ -67,55 +58,41 @@ def all_gather_steps(rank: Ints, size: int, segments: int) -> Iterator[Step]:
             yield Exchange(right, Span(sent + s, sent + s + 1), left, Span(received + s, received + s + 1))
 
 
-def ring_reduce_scatter(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def ring_reduce_scatter(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """Reduce-scatter round a ring: rank r ends with block r, reduced over all ranks.
 
     Args:
         size: Number of ranks.
         segments: Chunks of a block; one is added while the next is on its way.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
 
     Reference:
         P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", Journal of
         Parallel and Distributed Computing 69 (2009).
     """
-    return Program(
-        "ring reduce_scatter",
-        size,
-        reduce_scatter_of(size),
-        lambda rank: reduce_scatter_steps(rank, size, segments),
-        nodes or one_node(size),
-        blocks=size,
-        segments=segments,
-    )
+    steps = partial(reduce_scatter_steps, size=size, segments=segments)
+    return Program("ring reduce_scatter", size, reduce_scatter_of(size), steps, nodes, blocks=size, segments=segments)
 
 
-def ring_all_gather(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def ring_all_gather(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """All-gather round a ring: every rank ends with every rank's block.
 
     Args:
         size: Number of ranks.
         segments: Chunks of a block; one is passed on while the next is on its way.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
-    return Program(
-        "ring all_gather",
-        size,
-        all_gather_of(size),
-        lambda rank: all_gather_steps(rank, size, segments),
-        nodes or one_node(size),
-        blocks=size,
-        segments=segments,
-    )
+    steps = partial(all_gather_steps, size=size, segments=segments)
+    return Program("ring all_gather", size, all_gather_of(size), steps, nodes, blocks=size, segments=segments)
 
 
-def ring_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def ring_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """All-reduce round a ring: a reduce-scatter, then an all-gather, in 2(N-1) rounds of one block each.
 
     Args:
         size: Number of ranks N.
         segments: Chunks of a block; one is added while the next is on its way.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
 
     Reference:
         Patarasuk and Yuan 2009, see `ring_reduce_scatter`.
@@ -125,12 +102,4 @@ def ring_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None 
         yield from reduce_scatter_steps(rank, size, segments)
         yield from all_gather_steps(rank, size, segments)
 
-    return Program(
-        "ring all_reduce",
-        size,
-        all_reduce_of(size, size),
-        steps,
-        nodes or one_node(size),
-        blocks=size,
-        segments=segments,
-    )
+    return Program("ring all_reduce", size, all_reduce_of(size, size), steps, nodes, blocks=size, segments=segments)

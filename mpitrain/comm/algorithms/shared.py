@@ -19,6 +19,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from mpitrain.comm.programs.goals import (
+    all_gather_of,
+    all_gather_to_caller_of,
+    all_reduce_of,
+    broadcast_of,
+    reduce_of,
+    reduce_scatter_of,
+)
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,
@@ -26,23 +34,15 @@ from mpitrain.comm.programs.program import (
     SLOT,
     WORK,
     Await,
-    Collective,
     Combine,
     Copy,
     Fence,
     Finish,
-    Goal,
     Ints,
     Program,
     Signal,
     Span,
     Step,
-    all_gather_of,
-    all_reduce_of,
-    broadcast_of,
-    one_node,
-    reduce_of,
-    reduce_scatter_of,
 )
 
 COMPLETE, READ = "complete", "read"  # events of a deferred reduction
@@ -79,9 +79,7 @@ def shared_all_reduce(size: int, segments: int = 1, *, tree: bool = False) -> Pr
                 yield Copy((rank + t) % size, _span(chunk), rank, _span(chunk))
         yield Fence()
 
-    return Program(
-        "shared all_reduce", size, all_reduce_of(size, size), steps, one_node(size), blocks=size, segments=segments
-    )
+    return Program("shared all_reduce", size, all_reduce_of(size, size), steps, blocks=size, segments=segments)
 
 
 def _own_block(rank: Ints, size: int, segments: int, tree: bool) -> Iterator[Step]:
@@ -104,9 +102,7 @@ def shared_reduce_scatter(size: int, segments: int = 1, *, tree: bool = False) -
         yield from _own_block(rank, size, segments, tree)
         yield Fence()
 
-    return Program(
-        "shared reduce_scatter", size, reduce_scatter_of(size), steps, one_node(size), blocks=size, segments=segments
-    )
+    return Program("shared reduce_scatter", size, reduce_scatter_of(size), steps, blocks=size, segments=segments)
 
 
 def deferred_reduce_scatter(size: int, segments: int = 1) -> Program:
@@ -146,7 +142,7 @@ def alternating_all_gather(size: int) -> Program:
         for owner in range(size):
             yield Copy(rank, _span(owner, CALLER), rank * 0 + owner, _span(owner))
 
-    return Program("alternating all_gather", size, _read_by_caller(size), steps, one_node(size), size, vectors=2)
+    return Program("alternating all_gather", size, all_gather_to_caller_of(size), steps, blocks=size, vectors=2)
 
 
 def node_copy(size: int) -> Program:
@@ -163,14 +159,8 @@ def node_copy(size: int) -> Program:
         for block in range(size):
             yield Copy(rank, _span(block, CALLER), first, _span(block, SLOT))
 
-    collective, nodes = _read_by_caller(size), one_node(size)
-    return Program("node copy", size, collective, steps, nodes, blocks=size, slots=size, meets_between=True)
-
-
-def _read_by_caller(size: int) -> Collective:
-    """An all-gather whose result the caller reads where it is."""
-    ends = [Goal(CALLER, b, b, (b,)) for b in range(size)]
-    return Collective("all_gather", all_gather_of(size).holds, lambda r: ends)
+    collective = all_gather_to_caller_of(size)
+    return Program("node copy", size, collective, steps, blocks=size, slots=size, meets_between=True)
 
 
 def shared_all_gather(size: int) -> Program:
@@ -183,7 +173,7 @@ def shared_all_gather(size: int) -> Program:
             yield Copy(rank, _span(owner), owner, _span(owner))
         yield Fence()
 
-    return Program("shared all_gather", size, all_gather_of(size), steps, one_node(size), blocks=size)
+    return Program("shared all_gather", size, all_gather_of(size), steps, blocks=size)
 
 
 def shared_broadcast(size: int, root: int) -> Program:
@@ -194,7 +184,7 @@ def shared_broadcast(size: int, root: int) -> Program:
         yield Copy(np.where(rank == root, NONE, rank), _span(0), rank * 0 + root, _span(0))
         yield Fence()
 
-    return Program("shared broadcast", size, broadcast_of(size, root), steps, one_node(size))
+    return Program("shared broadcast", size, broadcast_of(size, root), steps)
 
 
 def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False) -> Program:
@@ -218,16 +208,7 @@ def shared_reduce(size: int, root: int, segments: int = 1, *, tree: bool = False
             yield Copy(rank * 0 + root, _span(chunk), rank, Span(0, 1, INBOX))
         yield Fence()
 
-    return Program(
-        "shared reduce",
-        size,
-        reduce_of(size, size, root),
-        steps,
-        one_node(size),
-        blocks=size,
-        segments=segments,
-        inbox=1,
-    )
+    return Program("shared reduce", size, reduce_of(size, size, root), steps, blocks=size, segments=segments, inbox=1)
 
 
 def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
@@ -276,12 +257,5 @@ def staged_all_reduce(size: int, pieces: int, *, tree: bool = False) -> Program:
             yield from drain(rank, piece)
         yield Fence()  # for the next vector, which may be of another size and cut the slots differently
 
-    return Program(
-        "staged all_reduce",
-        size,
-        all_reduce_of(size, pieces * size),
-        steps,
-        one_node(size),
-        blocks=pieces * size,
-        slots=_DEPTH * size,
-    )
+    blocks = pieces * size
+    return Program("staged all_reduce", size, all_reduce_of(size, blocks), steps, blocks=blocks, slots=_DEPTH * size)

@@ -12,22 +12,12 @@ always ((0+1)+(2+3))+((4+5)+…): the order of `program.tree_order`. A broadcast
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
-from mpitrain.comm.programs.program import (
-    NONE,
-    Exchange,
-    Finish,
-    Ints,
-    Program,
-    Span,
-    Step,
-    all_reduce_of,
-    broadcast_of,
-    one_node,
-    reduce_of,
-)
+from mpitrain.comm.programs.goals import all_reduce_of, broadcast_of, reduce_of
+from mpitrain.comm.programs.program import NONE, Exchange, Finish, Ints, Program, Span, Step
 
 
 def _rounds(size: int) -> range:
@@ -80,7 +70,7 @@ def _finish_at(rank: Ints, root: int, segments: int) -> Finish:
     return Finish(Span(0, np.where(rank == root, segments, 0)))
 
 
-def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """Reduce along a binomial tree: the root ends with the reduced vector.
 
     The other ranks' vectors may be overwritten with sums in progress.
@@ -89,42 +79,36 @@ def tree_reduce(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, .
         size: Number of ranks.
         root: The rank that gets the result.
         segments: Chunks of the vector, which go up the tree one after the other.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
         yield from reduce_steps(rank, size, root, segments)
         yield _finish_at(rank, root, segments)
 
-    return Program("tree reduce", size, reduce_of(size, 1, root), steps, nodes or one_node(size), segments=segments)
+    return Program("tree reduce", size, reduce_of(size, 1, root), steps, nodes, segments=segments)
 
 
-def tree_broadcast(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def tree_broadcast(size: int, root: int = 0, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """Broadcast along a binomial tree: every rank ends with the root's vector.
 
     Args:
         size: Number of ranks.
         root: The rank that has the vector.
         segments: Chunks of the vector, which go down the tree one after the other.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
-    return Program(
-        "tree broadcast",
-        size,
-        broadcast_of(size, root),
-        lambda rank: broadcast_steps(rank, size, root, segments),
-        nodes or one_node(size),
-        segments=segments,
-    )
+    steps = partial(broadcast_steps, size=size, root=root, segments=segments)
+    return Program("tree broadcast", size, broadcast_of(size, root), steps, nodes, segments=segments)
 
 
-def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None = None) -> Program:
+def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] = ()) -> Program:
     """All-reduce along a binomial tree: reduce to rank 0, then broadcast from there.
 
     Args:
         size: Number of ranks.
         segments: Chunks of the vector, which follow each other along the tree.
-        nodes: The node of each rank; None if all are on one.
+        nodes: The node of each rank; without it all are on one.
     """
 
     def steps(rank: Ints) -> Iterator[Step]:
@@ -132,4 +116,4 @@ def tree_all_reduce(size: int, segments: int = 1, nodes: tuple[int, ...] | None 
         yield _finish_at(rank, 0, segments)
         yield from broadcast_steps(rank, size, 0, segments)
 
-    return Program("tree all_reduce", size, all_reduce_of(size, 1), steps, nodes or one_node(size), segments=segments)
+    return Program("tree all_reduce", size, all_reduce_of(size, 1), steps, nodes, segments=segments)

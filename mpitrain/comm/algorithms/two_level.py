@@ -21,19 +21,8 @@ from functools import cached_property
 import numpy as np
 
 from mpitrain.comm.algorithms import ring
-from mpitrain.comm.programs.program import (
-    NONE,
-    Combine,
-    Copy,
-    Exchange,
-    Fence,
-    Finish,
-    Ints,
-    Program,
-    Span,
-    Step,
-    all_reduce_of,
-)
+from mpitrain.comm.programs.goals import all_reduce_of
+from mpitrain.comm.programs.program import NONE, Combine, Copy, Exchange, Fence, Finish, Ints, Program, Span, Step
 
 
 class Places:
@@ -128,13 +117,8 @@ class _Slices:
     def on_ring(self, step: Exchange) -> Exchange:
         """A ring step between nodes, moved to this rank's slice and to ranks."""
         offset = self.base * self.segments
-        return Exchange(
-            self.peer(step.to),
-            Span(step.send.lo + offset, step.send.hi + offset),
-            self.peer(step.source),
-            Span(step.recv.lo + offset, step.recv.hi + offset),
-            step.reduce,
-        )
+        send, recv = (Span(span.lo + offset, span.hi + offset) for span in (step.send, step.recv))
+        return Exchange(self.peer(step.to), send, self.peer(step.source), recv, step.reduce)
 
     def round_the_ring(self) -> Iterator[Step]:
         """Sums and results go from node to node round a ring."""

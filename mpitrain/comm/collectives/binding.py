@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.cache import BoundCache, Ready, kept
+from mpitrain.comm.collectives.cache import BoundCache, kept
 from mpitrain.comm.collectives.registry import Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.tuning import Tuning
@@ -37,6 +37,7 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order
 CACHE_LINE = 64  # bytes: slices of different ranks meet at multiples of it
 WINDOW = 8 << 20  # bytes of staging memory per rank
 NOTHING = Compiled(())
+_CPU = torch.device("cpu")
 
 
 class Binder:
@@ -54,7 +55,7 @@ class Binder:
 
         proofs: has every program proved before it is used first; for the debug mode.
         """
-        self.oversubscribed, self._proofs = oversubscribed, proofs
+        self.oversubscribed, self.proofs = oversubscribed, proofs
         self.comm, self.node, self.topology, self.arenas, self.tuning = comm, node, topology, arenas, tuning
         self.nodes_shared = len(set(topology.nodes)) < topology.size  # whether some node has several ranks
         self.cache = BoundCache(arenas)
@@ -65,10 +66,6 @@ class Binder:
         self._register: Register | None = None
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
-
-    @property
-    def ready(self) -> dict[Hashable, Ready]:
-        return self.cache.ready
 
     def free(self) -> None:
         """Release what was bound, and the staging memory. Collective over the communicator."""
@@ -123,8 +120,8 @@ class Binder:
         program = self._programs.get(key)
         if program is None:
             program = kept(self._programs, key, algorithm.program(setting))
-            if self._proofs is not None:
-                self._proofs.require(program)
+            if self.proofs is not None:
+                self.proofs.require(program)
         return program
 
     def chosen_program(self, algorithms: Algorithms, name: str, x: torch.Tensor, **more: Any) -> Program:
@@ -191,18 +188,13 @@ class Binder:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
             end = self.node.size * (ROW + LINE)
-            self._board = self._shared_memory(end + signatures.NBYTES, for_tensors=False)
+            self._board = self.allocate(end + signatures.NBYTES, for_tensors=False)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:
                 self._neighbours = probe(self.comm, self.node, self.topology.neighbours, self._rows)
-                segments, world = self._board.segments, self.topology.world_ranks
-                self._register = Register(
-                    self.topology.neighbours,
-                    self.topology.rank,
-                    lambda rank: segments[world[rank]] + end,
-                    syncs(self._board),
-                )
+                words = self.peers(self._board.tensor[end:], self._board)
+                self._register = Register(self.topology.neighbours, self.topology.rank, words, syncs(self._board))
         return self._rows
 
     def signed(self, said: str, compiled: Compiled, *, together: bool = True) -> Compiled:
@@ -225,22 +217,29 @@ class Binder:
         Collective the first time, which is in the same operation on all ranks.
         """
         if self._staging is None:
-            self._staging = self._shared_memory(WINDOW, for_tensors=True)
+            self._staging = self.allocate(WINDOW)
         return self._staging if self._staging.kind == "shared" else None
 
-    def _shared_memory(self, nbytes: int, *, for_tensors: bool) -> Arena:
-        world, cpu = [self.topology.world_ranks[r] for r in self.topology.neighbours], torch.device("cpu")
-        return allocate(self.comm, self.node, world, nbytes, torch.uint8, cpu, self.arenas, for_tensors=for_tensors)
+    def allocate(
+        self, numel: int, dtype: torch.dtype = torch.uint8, device: torch.device = _CPU, *, for_tensors: bool = True
+    ) -> Arena:
+        """An arena of numel elements a rank, see `mpitrain.comm.memory.arena.allocate`. Collective."""
+        world = [self.topology.world_ranks[r] for r in self.topology.neighbours]
+        return allocate(self.comm, self.node, world, numel, dtype, device, self.arenas, for_tensors=for_tensors)
 
     # -- binding
 
     def in_place(
-        self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, multiple: int = CACHE_LINE
+        self, program: Program, x: torch.Tensor, neighbours: Neighbours | None = None, bounds: Sequence[int] = ()
     ) -> Layout:
-        """x as the WORK of a program, in blocks of nearly equal length, which meet at multiples of `multiple` bytes."""
+        """x as the WORK of a program.
+
+        bounds: offsets of the blocks; without them these are of nearly equal length, and meet at cache lines.
+        """
         arena, staging = self.arena_of(x), self._staging
         world = self.topology.world_ranks
-        bounds = even_bounds(x.numel(), program.blocks, max(1, multiple // x.element_size()))
+        if not bounds:
+            bounds = even_bounds(x.numel(), program.blocks, max(1, CACHE_LINE // x.element_size()))
         return Layout(
             x.dtype,
             chunk_bounds(bounds, program.segments),
@@ -250,10 +249,10 @@ class Binder:
             neighbours=neighbours,
             seen=x.data_ptr(),
             slots=(lambda rank: staging.segments[world[rank]]) if staging is not None else None,
-            inbox_bounds=self.cells(program, bounds),
+            inbox_bounds=self._cells(program, bounds),
         )
 
-    def cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
+    def _cells(self, program: Program, bounds: Sequence[int]) -> Sequence[int]:
         """Bounds of an inbox of contributions to this rank's own block, where there is one block a rank."""
         if not program.inbox or program.segments > 1 or program.blocks != self.topology.size:
             return ()

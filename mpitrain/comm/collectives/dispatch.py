@@ -28,8 +28,8 @@ from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.repeating import repeated
 from mpitrain.comm.runtime.watchdog import Record
-from mpitrain.comm.runtime.work import Work, Worker
-from mpitrain.errors import CommunicationError, InputError
+from mpitrain.comm.runtime.work import Work, Worker, seen
+from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
     from mpitrain.comm.world import Process
@@ -66,6 +66,11 @@ class Invocation:
     uneven: bool = False
     staged: bool = True
     placed: torch.Tensor | None = None
+
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The tensor that has the operation's size, if it is on any."""
+        return self.tensors[0] if self.tensors else None
 
 
 @dataclass(frozen=True)
@@ -109,13 +114,12 @@ class CollectiveOperation:
             arguments: What else it is given.
             more: Further fields of the invocation.
         """
-        return Invocation(
-            self.name,
-            lambda binder, *tensors: self.bound(binder, *tensors, *arguments),
-            tensors,
-            written,
-            **{"key": self.key(*tensors, *arguments), "alike": arguments, **more},
-        )
+
+        def bind(binder: Binder, *tensors: torch.Tensor) -> Compiled:
+            return self.bound(binder, *tensors, *arguments)
+
+        fields = {"key": self.key(*tensors, *arguments), "alike": arguments, **more}
+        return Invocation(self.name, bind, tensors, written, **fields)
 
 
 class Dispatcher(Member):
@@ -134,7 +138,7 @@ class Dispatcher(Member):
         self._owned = OwnedCommunicators(process)
         self._comm = comm = self._owned.keep(comm)
         self.binder = self._make_binder(comm)
-        self.ready = self.binder.ready
+        self.ready = self.binder.cache.ready
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
@@ -169,11 +173,11 @@ class Dispatcher(Member):
         """
         known = None if async_op or call.key is None else self.ready.get(call.key)
         if known is not None:
-            known(call.tensors[0] if call.tensors else None)
+            known(call.first)
             return None
         self.compare(call.name, call.tensors, call.alike, call.uneven, call.placed)
         if async_op:
-            numel = call.tensors[0].numel() if call.tensors and call.tensors[0] is not None else 0
+            numel = call.first.numel() if call.first is not None else 0
             binder = self._background or self.binder
             perform = partial(self._perform, call, binder, self._background_record)
             return self._worker.submit(f"{call.name} of {numel} elements on {self.label}", perform)
@@ -201,16 +205,13 @@ class Dispatcher(Member):
             self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
 
     def _perform(self, call: Invocation, binder: Binder, record: Record) -> None:
-        record.begin(call.name, call.tensors[0] if call.tensors else None)
-        try:
+        def act() -> None:
             if call.staged:
                 self.carry_out(binder, call.bind, call.tensors, call.written)
             else:
                 call.bind(binder, *call.tensors)()
-        except MPI.Exception as error:
-            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
-        finally:
-            record.end()
+
+        seen(record, call.name, call.first, act)
 
     def carry_out(self, binder: Binder, bind: Bind, tensors: Tensors, written: Sequence[bool]) -> None:
         """Bind and perform an operation, or a part of one, on host copies of what the library cannot read."""

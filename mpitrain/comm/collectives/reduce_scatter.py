@@ -25,17 +25,22 @@ from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets,
 from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
-from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, as_tensor
 from mpitrain.comm.memory.remote import Neighbours
-from mpitrain.comm.programs.program import Program, chunk_bounds
+from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
 
 DEFERRED_EVENTS = COMPLETE, READ
+
+
+def _shared(s: Setting) -> Program:
+    return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
+
+
 _DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
 ALGORITHMS = Algorithms(
     "reduce_scatter",
@@ -44,12 +49,7 @@ ALGORITHMS = Algorithms(
         "ring": Algorithm(lambda s: ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
         "halving": Algorithm(lambda s: halving_reduce_scatter(s.size, s.nodes)),
         "pairwise": Algorithm(lambda s: pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
-        "shared": Algorithm(
-            lambda s: shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible),
-            one_node=True,
-            reach=True,
-            reproduces=always,
-        ),
+        "shared": Algorithm(_shared, one_node=True, reach=True, reproduces=always),
     },
 )
 
@@ -116,7 +116,7 @@ def deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[st
 def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
-    layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, arena, None)
+    layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
     layout = replace(layout, events=events, said=(_in_words(binder, x, None, op), ""))
     return Compiled((), binder.compile_phases(program, layout, reduction, arena))
 
@@ -127,26 +127,12 @@ def _in_words(binder: Binder, x: Tensor, counts: Sequence[int] | None, op: str) 
 
 
 def _layout(
-    binder: Binder,
-    program: Program,
-    x: Tensor,
-    out: Tensor,
-    blocks: Sequence[int],
-    arena: Arena | None,
-    neighbours: Neighbours | None,
+    binder: Binder, program: Program, x: Tensor, out: Tensor, blocks: Sequence[int], neighbours: Neighbours | None
 ) -> Layout:
+    """x as the input, and out as where the own block is the only one written."""
     bounds = offsets(blocks)
-    return Layout(
-        x.dtype,
-        chunk_bounds(bounds, program.segments),
-        source=x.data_ptr(),
-        # where the own block is the only one written
-        target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size(),
-        peers=binder.peers(x, arena) if arena is not None else None,
-        neighbours=neighbours,
-        seen=x.data_ptr(),
-        inbox_bounds=binder.cells(program, bounds),
-    )
+    layout = binder.in_place(program, x, neighbours, bounds)
+    return replace(layout, target=out.data_ptr() - bounds[binder.topology.rank] * x.element_size())
 
 
 def _bind(
@@ -171,7 +157,7 @@ def _bind(
     if program is None:
         return _by_library(binder, out, x, blocks, reduction)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
-    layout = _layout(binder, program, x, out, blocks, arena, neighbours)
+    layout = _layout(binder, program, x, out, blocks, neighbours)
     if not program.sends_partial_sums:
         return binder.compile(program, layout, reduction, arena, said=_in_words(binder, x, counts, op))
     whole = torch.empty(x.numel(), dtype=x.dtype)

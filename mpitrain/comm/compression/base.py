@@ -19,8 +19,7 @@ Shapes = Sequence[tuple[int, Sequence[int]]]  # (offset in elements, shape) of t
 class Collectives(Protocol):
     """What a compression needs of a `Communicator`, or of what stands for it in the background."""
 
-    @property
-    def size(self) -> int: ...
+    size: int
 
     def all_reduce(self, x: Any, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False) -> object: ...
 

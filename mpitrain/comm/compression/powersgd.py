@@ -162,19 +162,10 @@ class PowerSGD(Remembering):
         tensors = {"right": right, "steps": steps} if made.matrices else {}
         if self.error_feedback and made.matrices:
             tensors["error"] = error
-        return _Factors(
-            name,
-            x.numel(),
-            x.dtype,
-            shapes,
-            tensors,
-            made,
-            sent,
-            right,
-            _pieces(sent, [(m.rows, m.rank) for m in made.matrices]),
-            _pieces(right, [(m.columns, m.rank) for m in made.matrices]),
-            [m.of(error) for m in made.matrices],
-        )
+        ps = _pieces(sent, [(m.rows, m.rank) for m in made.matrices])
+        qs = _pieces(right, [(m.columns, m.rank) for m in made.matrices])
+        errors = [m.of(error) for m in made.matrices]
+        return _Factors(name, x.numel(), x.dtype, shapes, tensors, made, sent, right, ps, qs, errors)
 
     def _reduce(
         self, comm: Collectives, x: torch.Tensor, op: str, algorithm: str, key: Hashable | None, shapes: Shapes | None

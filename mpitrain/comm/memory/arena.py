@@ -292,5 +292,5 @@ def _warn(node: MPI.Intracomm, wanted: int, free: int, index: ArenaIndex) -> Non
             f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} MiB are wanted on this node: using "
             "private memory and messages instead, which is slower; enlarge it "
             "(mount -o remount,size=50% /dev/shm; containers: --shm-size)",
-            stacklevel=5,
+            stacklevel=6,
         )

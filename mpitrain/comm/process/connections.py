@@ -47,16 +47,12 @@ def start_mpi() -> frozenset[int]:
         of_python = [own.fileno() for own in gc.get_objects() if issubclass(type(own), socket.socket)]
         others = {_socket_at(str(descriptor)) for descriptor in of_python}
     else:
-        others = {name for name, connection in _connections() if _listens(connection)}
+        others = set(_listening())
     if starting.is_due():
         starting.start_mpi()
     from mpi4py import MPI  # noqa: F401
 
-    return frozenset(
-        connection.getsockname()[1]
-        for name, connection in _connections()
-        if _listens(connection) and name not in others
-    )
+    return frozenset(port for name, port in _listening().items() if name not in others)
 
 
 def find(world: Communicator) -> Connections:
@@ -117,6 +113,11 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
             with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     yield name, found
+
+
+def _listening() -> dict[str, int]:
+    """The ports at which this process listens, by the names of the sockets."""
+    return {name: connection.getsockname()[1] for name, connection in _connections() if _listens(connection)}
 
 
 def _listens(connection: socket.socket) -> bool:

@@ -18,7 +18,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,15 @@ def note_exit_status() -> None:
         original(status)
 
     setattr(sys, "exit", leave)  # noqa: B010 - mypy knows that the original never returns
+
+
+def arrived(comm: MPI.Intracomm, tag: int) -> Iterator[tuple[int, Any]]:
+    """The JSON values that have arrived under a tag by now, and the ranks that sent them."""
+    status = MPI.Status()
+    while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+        text = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        comm.Recv(text, status.source, tag)
+        yield status.source, json.loads(text.tobytes())
 
 
 @dataclass(frozen=True)
@@ -132,11 +141,8 @@ class Departures:
     def _of_this_rank(self, code: int | None) -> dict[str, Any]:
         status = exit_status if code is None else code
         done = {record.key: record.sequence for record in self._records() if record.members}
-        return {
-            "rank": self._comm.rank,
-            "code": status if isinstance(status, int) else int(status is not None),
-            "done": done,
-        }
+        asked = status if isinstance(status, int) else int(status is not None)
+        return {"rank": self._comm.rank, "code": asked, "done": done}
 
     def look(self) -> None:
         """Take in, and on rank 0 pass on, who has left. Called again and again, from a thread."""
@@ -144,11 +150,7 @@ class Departures:
         own, self._own = self._own, []
         if own:
             self._send(own, [0])
-        status, news = MPI.Status(), []
-        while self._comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
-            text = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-            self._comm.Recv(text, status.source, _TAG)
-            news += json.loads(text.tobytes())
+        news = [told for _, several in arrived(self._comm, _TAG) for told in several]
         for told in news:
             if told["rank"] != self._comm.rank:
                 self._known[told["rank"]] = Departure(**told, noticed=time.monotonic())

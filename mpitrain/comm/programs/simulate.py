@@ -15,19 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpitrain.comm.programs.program import (
-    NONE,
-    WORK,
-    Await,
-    Combine,
-    Copy,
-    Exchange,
-    Fence,
-    Ints,
-    Program,
-    Signal,
-    Span,
-)
+from mpitrain.comm.programs.program import NONE, WORK, Await, Combine, Copy, Exchange, Fence, Program, Signal, Span
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,7 @@ class _Simulation:
         """How many of a node's ranks that work share a core; for each rank."""
         return np.maximum(1.0, np.bincount(self.node, weights=works)[self.node] / self.machine.cores)
 
-    def _busy(self, peer: Ints, span: Span, rate: np.ndarray) -> None:
+    def _busy(self, peer: int | np.ndarray, span: Span, rate: np.ndarray) -> None:
         """Local work of the ranks whose peer is not NONE."""
         size = self._bytes(span)
         works = np.broadcast_to(np.asarray(peer) != NONE, self.ranks.shape) & (size > 0)

@@ -37,18 +37,7 @@ from mpitrain.comm.programs.program import (
     Step,
 )
 from mpitrain.comm.runtime import executor
-from mpitrain.comm.runtime.executor import (
-    PEER,
-    SCRATCH,
-    SOURCE,
-    TARGET,
-    Binding,
-    Compiled,
-    Layout,
-    Maker,
-    Message,
-    Place,
-)
+from mpitrain.comm.runtime.executor import PEER, SCRATCH, SOURCE, TARGET, Compiled, Layout, Maker, Message, Place
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, CallOrder, Region
 
@@ -94,7 +83,7 @@ class Plan:
 
     def bind_phases(self, layout: Layout) -> list[Compiled]:
         """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
-        binding = Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
+        binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
         bound: list[Compiled] = []
         for makers, event in zip(self._phases, self._awaited, strict=True):
             first = len(binding.made)

@@ -102,12 +102,8 @@ class Compiled:
         meets: bool = False,
         awaits: Telling | None = None,
     ) -> None:
-        self.awaits = awaits
-        self._calls = tuple(calls)
-        self._keeps = keeps
-        self._requests = requests
-        self._computes = computes
-        self._meets = meets
+        self._calls, self._keeps, self._requests = tuple(calls), keeps, requests
+        self._computes, self._meets, self.awaits = computes, meets, awaits
 
     def __call__(self) -> None:
         if self._computes:
@@ -301,11 +297,8 @@ def wait(number: int, messages: Sequence[Message], binding: Binding) -> list[Cal
     if all(message.sends for message in messages):
         return [requests[0].Wait if len(requests) == 1 else partial(MPI.Request.Waitall, requests)]
     statuses = [MPI.Status() for _ in requests]
-    arriving = [
-        (status, message.peer, nbytes)
-        for status, (message, nbytes) in zip(statuses, pieces, strict=True)
-        if not message.sends
-    ]
+    each = zip(statuses, pieces, strict=True)
+    arriving = [(status, message.peer, nbytes) for status, (message, nbytes) in each if not message.sends]
     return [partial(_receive, requests, statuses, arriving)]
 
 

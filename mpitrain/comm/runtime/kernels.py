@@ -147,7 +147,7 @@ class Reduction:
                 total = parts[0].float()
                 for part in parts[1:]:
                     join(total, part, out=total)
-            out.copy_(_scaled(total, scale))
+            out.copy_(total if scale is None else total.mul_(scale))
 
         return run
 
@@ -177,7 +177,3 @@ def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bo
     if dtype in HALVES or (device is not None and device.type != "cpu"):
         return False
     return numel < _FOR_THREADS or torch.get_num_threads() == 1
-
-
-def _scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
-    return tensor if scale is None else tensor.mul_(scale)

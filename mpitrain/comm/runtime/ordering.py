@@ -27,11 +27,7 @@ class _Entry(Generic[T]):
     writes: Sequence[Region] = ()
 
     def conflicts(self, other: _Entry[T]) -> bool:
-        return (
-            _overlap(self.writes, other.writes)
-            or _overlap(self.writes, other.reads)
-            or _overlap(self.reads, other.writes)
-        )
+        return _overlap(self.writes, [*other.reads, *other.writes]) or _overlap(self.reads, other.writes)
 
 
 def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:

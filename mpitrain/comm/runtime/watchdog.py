@@ -35,7 +35,7 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.process.abort import say
-from mpitrain.comm.process.leaving import Departures
+from mpitrain.comm.process.leaving import Departures, arrived
 from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags
@@ -303,15 +303,12 @@ class Watchdog:
                 self._comm.Isend(question, other, _QUESTION).Free()
         places: dict[int, dict[str, object]] = {rank: self.place()}
         deadline = time.monotonic() + _PATIENCE
-        status = MPI.Status()
         while len(places) < size and time.monotonic() < deadline:
             self._answer_questions()
-            if not self._comm.Iprobe(MPI.ANY_SOURCE, _ANSWER, status):
+            answers = dict(arrived(self._comm, _ANSWER))
+            places |= answers
+            if not answers:
                 time.sleep(0.02)
-                continue
-            text = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-            self._comm.Recv(text, status.source, _ANSWER)
-            places[status.source] = json.loads(text.tobytes())
         return places
 
 

@@ -46,13 +46,13 @@ class Work:
         self.wait()
 
 
-def seen(record: Record, name: str, tensor: torch.Tensor, act: Callable[[], object]) -> None:
+def seen(record: Record, name: str, tensor: torch.Tensor | None, act: Callable[[], object]) -> None:
     """Do something that may wait, so that the watchdog sees it.
 
     Args:
         record: Where the operation is to be seen.
         name: Of the operation.
-        tensor: What it is on.
+        tensor: What it is on; None for no data.
         act: What to do.
 
     Raises:
