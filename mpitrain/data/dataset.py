@@ -175,22 +175,9 @@ class TokenDataset(Dataset):
                 f"data set {folder} has {tokens} {split} tokens, one sample of model.sequence {sequence} takes "
                 f"{sequence + 1}; give more data or a shorter sequence"
             )
-        integers = np.dtype(np.int64)
-        super().__init__(
-            Description(
-                kind=manifest.kind,
-                split=split,
-                samples=samples,
-                x_shape=(sequence,),
-                x_dtype=integers,
-                y_shape=(sequence,),
-                y_dtype=integers,
-                vocabulary=manifest.vocabulary,
-                classes=None,
-                identity=manifest.identity,
-            ),
-            reader,
-        )
+        form = (sequence,), np.dtype(np.int64)
+        facts = Description(manifest.kind, split, samples, *form, *form, manifest.vocabulary, None, manifest.identity)
+        super().__init__(facts, reader)
         self._sequence, self._field = sequence, manifest.fields[0]
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -209,21 +196,9 @@ class ArrayDataset(Dataset):
 
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
         x, y = manifest.fields
-        super().__init__(
-            Description(
-                kind=manifest.kind,
-                split=split,
-                samples=manifest.splits[split].rows,
-                x_shape=x.shape,
-                x_dtype=x.handed,
-                y_shape=y.shape,
-                y_dtype=y.handed,
-                vocabulary=manifest.vocabulary,
-                classes=manifest.classes,
-                identity=manifest.identity,
-            ),
-            reader,
-        )
+        samples, forms = manifest.splits[split].rows, (x.shape, x.handed, y.shape, y.handed)
+        named = manifest.vocabulary, manifest.classes, manifest.identity
+        super().__init__(Description(manifest.kind, split, samples, *forms, *named), reader)
         self._fields = (x, y)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
