@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -58,7 +57,7 @@ def arrays_source(files: Sequence[Path]) -> Source:
     def rows(pair: tuple[_Array, _Array]) -> Iterator[Columns]:
         yield from zip(pair[0].blocks(step), pair[1].blocks(step), strict=True)
 
-    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
+    blocks = partition(rows, train, test)
     return Source("arrays", (x, y), blocks, files=len(files))
 
 

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -68,7 +67,7 @@ def idx_source(files: Sequence[Path]) -> Source:
         for pixels, classes in zip(pair[0].blocks(step), pair[1].blocks(step), strict=True):
             yield pixels.reshape(len(pixels), *x.shape), classes
 
-    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
+    blocks = partition(rows, train, test)
     return Source("arrays", (x, y), blocks, files=len(files))
 
 
