@@ -54,13 +54,16 @@ class Target:
     alone: bool
 
 
-def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None = None) -> T | None:
+def attempt(
+    comm: Communicator, act: Callable[[], T] | None, folder: Path | None = None, *, saving: bool = False
+) -> T | None:
     """Do something that may fail on this rank alone. Collective.
 
     Args:
         comm: The ranks.
         act: What this rank does; None where it has nothing to do.
-        folder: The checkpoint that is read, which an OSError is then said to be of; None where one is written.
+        folder: The checkpoint that an OSError is said to be of; None for one that says it itself.
+        saving: Whether the checkpoint is written, and not read.
 
     Returns:
         What `act` returned on this rank.
@@ -74,8 +77,9 @@ def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None
         try:
             value = act()
         except OSError as caught:
-            reason = caught.strerror or str(caught)
-            error = CheckpointError(f"{folder} cannot be read: {reason}") if folder is not None else caught
+            error = caught
+            if folder is not None:
+                error = folders.unwritable(folder, caught) if saving else folders.unreadable(folder, caught)
         except Exception as caught:
             error = caught
     if quiet_min(comm, comm.rank if error is not None else comm.size) < comm.size:
@@ -190,7 +194,7 @@ def write_checkpoint(
     """
     temporary = _begin(comm, target)
     try:
-        told = _attempt_save(comm, target, lambda: _write_own(layout, temporary, parts))
+        told = attempt(comm, lambda: _write_own(layout, temporary, parts), target.final, saving=True)
         everyone = comm.gather_objects(told) if target.alone else comm.all_gather_object(told)
         if not target.alone:
             values = comm.broadcast_object(values)
@@ -198,14 +202,14 @@ def write_checkpoint(
         if protect is not None:
             owners = {of[0]: rank for rank, of in enumerate(everyone) if of[0]}
             sizes = {of[0]: of[1] for of in everyone if of[0]}
-            parity = _attempt_save(comm, target, partial(protect, temporary, owners, sizes)) or ()
+            parity = attempt(comm, partial(protect, temporary, owners, sizes), target.final, saving=True) or ()
 
         def commit() -> None:
             manifest, view = _contents(layout, target, step, everyone, values, parity)
             finish_folder(temporary, target.final, manifest, view)
             after()
 
-        _attempt_save(comm, target, commit if target.leader else None)
+        attempt(comm, commit if target.leader else None, target.final, saving=True)
     except BaseException:
         if target.leader:
             folders.remove(temporary)
@@ -216,7 +220,7 @@ def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
     if not target.alone:
         temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
-        _attempt_save(comm, target, partial(begin_folder, temporary) if target.leader else None)
+        attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
         return temporary
     name = why = ""
     if target.leader:
@@ -230,17 +234,6 @@ def _begin(comm: Communicator, target: Target) -> Path:
     if why:
         raise refusal(why)
     return target.final.parent / name
-
-
-def _attempt_save(comm: Communicator, target: Target, act: Callable[[], T] | None) -> T | None:
-    def saving() -> T:
-        assert act is not None
-        try:
-            return act()
-        except OSError as error:
-            raise folders.unwritable(target.final, error) from error
-
-    return attempt(comm, saving if act is not None else None)
 
 
 def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
