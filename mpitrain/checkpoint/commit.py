@@ -128,12 +128,12 @@ class FileLayout:
         Returns:
             The offsets of the parts; the bytes of the file; and its CRC-32 outside of all parts.
         """
-        places = [PlannedPiece(part.spec, part.piece) for part in parts]
+        places = [(part.spec, part.piece) for part in parts]
         if self.group is None:
             structure = self._made(places)
             begin_file(path, structure)
             return structure.offsets, structure.size, structure.rest
-        told = self.group.gather_objects([[p.spec.shape, p.spec.dtype, *encode_piece(p.piece)] for p in places])
+        told = self.group.gather_objects([[spec.shape, spec.dtype, *encode_piece(piece)] for spec, piece in places])
 
         def make() -> list[Any]:
             structure = self._made([_planned(*values) for of in told for values in of])
@@ -283,4 +283,4 @@ def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes 
 
 
 def _planned(shape: Sequence[int], dtype: str, name: str, numbers: Sequence[int]) -> PlannedPiece:
-    return PlannedPiece(TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers))
+    return TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers)

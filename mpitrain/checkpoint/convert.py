@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, readable, whole
-from mpitrain.checkpoint.files import Part, PlannedPiece, begin_file, bytes_of, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, begin_file, bytes_of, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec
 from mpitrain.checkpoint.payload import Shape, Size
@@ -188,7 +188,7 @@ def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> 
     temporary = folders.begin(final)
     try:
         path = temporary / "rank-00000.h5"
-        structure = make_structure([PlannedPiece(part.spec, part.piece) for part in parts])
+        structure = make_structure([(part.spec, part.piece) for part in parts])
         begin_file(path, structure)
         extents = tuple(write_parts(path, parts, structure.offsets))
         tensors = {part.spec.name: part.spec for part in parts}
