@@ -47,18 +47,15 @@ class LocalFolders:
         base: The folder on the disk of this rank's node.
         nodes: The node of each rank.
         redundancy: How a node's part is protected: "none", "partner" or "xor".
+
+    Attributes:
+        root: The folder of this run on this rank's node, once `prepare` has made it; `base` until then.
     """
 
     def __init__(self, base: Path, nodes: Sequence[int], redundancy: str) -> None:
         self._base, self._nodes, self._redundancy = base, tuple(nodes), redundancy
         self._leaders = {node: ranks[0] for node, ranks in parity.ranks_of(nodes).items()}
-        self._root: Path | None = None
-
-    @property
-    def root(self) -> Path:
-        """The folder of this run on this rank's node, once `prepare` has made it."""
-        assert self._root is not None, "prepare() comes first"
-        return self._root
+        self.root = base
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -66,7 +63,7 @@ class LocalFolders:
 
     def owns(self, folder: Path) -> bool:
         """Whether a folder is that of one of these checkpoints."""
-        return self._root is not None and folder.parent == self._root
+        return folder.parent == self.root
 
     def _leads(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
@@ -86,7 +83,7 @@ class LocalFolders:
             InputError: A folder cannot be used, or several nodes see one and the same.
         """
         identity = comm.on_root(lambda: _identity(shared))
-        self._root = self._base / f"mpitrain-{identity}"
+        self.root = self._base / f"mpitrain-{identity}"
         probe = comm.broadcast_object(secrets.token_hex(4))
         own = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
         self._on_leaders(comm, self._make)
