@@ -21,11 +21,9 @@ import numpy.typing as npt
 
 from mpitrain.data.format import (
     EXTENT_BYTES,
-    FORMAT,
     HELD_OUT,
     TOKENIZER,
     TRAIN,
-    VERSION,
     DatasetManifest,
     FieldSpec,
     Origin,
@@ -113,8 +111,6 @@ def write_dataset(
     write_manifest(
         folder,
         DatasetManifest(
-            format=FORMAT,
-            version=VERSION,
             kind=source.kind,
             fields=source.fields,
             extent_bytes=EXTENT_BYTES,
