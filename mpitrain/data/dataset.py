@@ -86,7 +86,7 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             raise InputError(
                 f"data set {folder}: shard {shard.file} is missing; restore that file or prepare the data set again"
             )
-    reader = RowReader(folder, spec, manifest.fields, manifest.extent_bytes)
+    reader = RowReader(folder, spec, manifest)
     reader.shard(0)  # so that a first file that cannot be read is told at once
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence)
@@ -228,12 +228,11 @@ class RowReader:
     Args:
         folder: The data set's folder.
         spec: The split, as the manifest lists it.
-        fields: The fields of a row.
-        extent_bytes: About how many bytes have a hash of their own.
+        manifest: The data set's manifest.
     """
 
-    def __init__(self, folder: Path, spec: SplitSpec, fields: tuple[FieldSpec, ...], extent_bytes: int) -> None:
-        self._folder, self._spec, self._fields, self._extent_bytes = folder, spec, fields, extent_bytes
+    def __init__(self, folder: Path, spec: SplitSpec, manifest: DatasetManifest) -> None:
+        self._folder, self._spec, self._manifest = folder, spec, manifest
         self._starts = list(accumulate((shard.rows for shard in spec.shards), initial=0))
         self._bounds = np.array(self._starts, np.int64)
         self._open_shards: OrderedDict[int, OpenShard] = OrderedDict()
@@ -290,10 +289,9 @@ class RowReader:
         with self._lock:
             shard = self._open_shards.get(number)
             if shard is None:
-                shard = self._open_shards[number] = OpenShard(
-                    self._folder, self._spec.shards[number], self._fields, self._extent_bytes
-                )
-                self._trusted.setdefault(number, [bytearray(shard.extents(i)) for i in range(len(self._fields))])
+                shard = self._open_shards[number] = OpenShard(self._folder, self._spec.shards[number], self._manifest)
+                extents = map(shard.extents, range(len(self._manifest.fields)))
+                self._trusted.setdefault(number, [*map(bytearray, extents)])
                 if len(self._open_shards) > OPEN_FILES:
                     self._open_shards.popitem(last=False)  # a thread that still reads it holds it open
             else:
@@ -315,7 +313,7 @@ def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
     for split in (TRAIN, HELD_OUT):
         for spec in manifest.splits[split].shards if split in manifest.splits else ():
             try:
-                shard = OpenShard(folder, spec, manifest.fields, manifest.extent_bytes)
+                shard = OpenShard(folder, spec, manifest)
             except InputError as error:
                 yield str(error)
                 continue

@@ -194,7 +194,7 @@ class _SplitWriter:
         while taken < rows:
             if self._shard is None:
                 path = self._folder / f"{self._split}-{len(self._done):05d}.h5"
-                self._shard = ShardWriter(path, self._fields, EXTENT_BYTES, self._capacity)
+                self._shard = ShardWriter(path, self._fields, self._capacity)
             shard = self._shard
             stop = min(rows, taken + shard.room)
             shard.append([column[taken:stop] for column in columns])
