@@ -18,6 +18,7 @@ from mpitrain.checkpoint.manifest import (
     Manifest,
     ParitySet,
     TensorSpec,
+    Values,
     decode_extent,
     decode_piece,
     encode_extent,
@@ -171,7 +172,7 @@ def write_checkpoint(
     target: Target,
     step: int,
     parts: Sequence[Part],
-    values: dict[str, Any],
+    values: Values,
     protect: Protect | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
@@ -245,12 +246,7 @@ def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> li
 
 
 def _contents(
-    layout: FileLayout,
-    target: Target,
-    step: int,
-    everyone: Sequence[Any],
-    values: dict[str, Any],
-    parity: Sequence[ParitySet],
+    layout: FileLayout, target: Target, step: int, everyone: Sequence[Any], values: Values, parity: Sequence[ParitySet]
 ) -> tuple[Manifest, bytes | None]:
     """The manifest of what all ranks have written, and the view, where the folder gets one."""
     tensors = {name: TensorSpec(name, tuple(shape), dtype) for *_, of, _ in everyone for name, shape, dtype in of}

@@ -26,7 +26,7 @@ from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, readable, whole
 from mpitrain.checkpoint.files import Part, begin_file, bytes_of, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, Values
 from mpitrain.checkpoint.payload import Shape, Size
 from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError, first_problem
@@ -183,7 +183,7 @@ def _unusable(name: str, spec: TensorSpec) -> str:
     return "" if spec.possible else f"has the shape {list(spec.shape)}"
 
 
-def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> None:
+def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
     """A checkpoint of whole tensors in one file, written by this process alone."""
     temporary = folders.begin(final)
     try:

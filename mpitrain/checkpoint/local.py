@@ -21,13 +21,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.exchange import FileTransfer, exchange
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, read_manifest
+from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, Values, decode, read_manifest
 from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import remove_folder
@@ -130,9 +130,7 @@ class LocalFolders:
 
     # -- saving
 
-    def save(
-        self, comm: Communicator, layout: FileLayout, step: int, parts: Sequence[Part], values: dict[str, Any]
-    ) -> None:
+    def save(self, comm: Communicator, layout: FileLayout, step: int, parts: Sequence[Part], values: Values) -> None:
         """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
         target = Target(self.folder(step), self._leads(comm), alone=False)
         write_checkpoint(comm, layout, target, step, parts, values, partial(self._protect, comm))

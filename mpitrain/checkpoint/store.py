@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkp
 from mpitrain.checkpoint.cooperative_read import cooperative_read
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
-from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_manifest, require_files
+from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, Values, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.replicas import Replicas
 from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot, require_threads
@@ -196,13 +196,7 @@ class Store:
     # -- saving
 
     def save(
-        self,
-        step: int,
-        parts: Sequence[Part],
-        values: dict[str, Any],
-        *,
-        background: bool = False,
-        durable: bool = False,
+        self, step: int, parts: Sequence[Part], values: Values, *, background: bool = False, durable: bool = False
     ) -> Path:
         """Write a checkpoint of what the ranks hold together, when the last save has ended.
 
@@ -298,7 +292,7 @@ class Store:
             with suppress(MpitrainError):
                 self.close()
 
-    def _write(self, step: int, parts: Sequence[Part], values: dict[str, Any], *, shared: bool) -> None:
+    def _write(self, step: int, parts: Sequence[Part], values: Values, *, shared: bool) -> None:
         comm, layout = self._saving, self._layout
         assert comm is not None and layout is not None
         if not shared and self._local is not None:
