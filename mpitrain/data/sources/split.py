@@ -59,27 +59,18 @@ def partition(
     """
 
     def blocks(held_out: float) -> Iterator[Block]:
-        if not test:
-            yield from divide_rows(rows(train), held_out)
-            return
-        yield from ((TRAIN, columns) for columns in rows(train))
-        yield from ((HELD_OUT, columns) for columns in rows(test))
+        start = 0
+        for columns in rows(train):
+            held = held_out_mask(start, len(columns[0]), 0.0 if test else held_out)
+            start += len(held)
+            if held.any():
+                yield HELD_OUT, tuple(column[held] for column in columns)
+                columns = tuple(column[~held] for column in columns)
+            if len(columns[0]):
+                yield TRAIN, columns
+        yield from ((HELD_OUT, columns) for columns in (rows(test) if test else ()))
 
     return blocks
-
-
-def divide_rows(rows: Iterator[Columns], fraction: float) -> Iterator[Block]:
-    """Send each block's rows to the split they belong to, where `fraction` of them are to be held out."""
-    start = 0
-    for columns in rows:
-        count = len(columns[0])
-        held = held_out_mask(start, count, fraction)
-        start += count
-        if held.any():
-            yield HELD_OUT, tuple(column[held] for column in columns)
-            columns = tuple(column[~held] for column in columns)
-        if len(columns[0]):
-            yield TRAIN, columns
 
 
 def stream_rows(
