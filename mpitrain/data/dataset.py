@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.defaults import resolve
-from mpitrain.data.format import HELD_OUT, TRAIN, DatasetManifest, FieldSpec, SplitSpec, read_manifest
+from mpitrain.data.format import TRAIN, DatasetManifest, FieldSpec, SplitSpec, read_manifest
 from mpitrain.data.shards import OpenShard
 from mpitrain.errors import InputError
 
@@ -310,16 +310,15 @@ def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
     Yields:
         One line for each extent or file that is damaged.
     """
-    for split in (TRAIN, HELD_OUT):
-        for spec in manifest.splits[split].shards if split in manifest.splits else ():
-            try:
-                shard = OpenShard(folder, spec, manifest)
-            except InputError as error:
-                yield str(error)
-                continue
-            for field in range(len(manifest.fields)):
-                for extent in range(shard.extents(field)):
-                    try:
-                        shard.checked_extent(field, extent)
-                    except InputError as error:
-                        yield str(error)
+    for spec in manifest.shards:
+        try:
+            shard = OpenShard(folder, spec, manifest)
+        except InputError as error:
+            yield str(error)
+            continue
+        for field in range(len(manifest.fields)):
+            for extent in range(shard.extents(field)):
+                try:
+                    shard.checked_extent(field, extent)
+                except InputError as error:
+                    yield str(error)

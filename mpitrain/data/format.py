@@ -196,6 +196,11 @@ class DatasetManifest(_Part):
         return self
 
     @property
+    def shards(self) -> list[ShardSpec]:
+        """The shards of all splits."""
+        return [shard for split in self.splits.values() for shard in split.shards]
+
+    @property
     def identity(self) -> str:
         """Eight hexadecimal digits that change when any stored value does (not with time or place of the making)."""
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
