@@ -99,15 +99,15 @@ class FileLayout:
         files: Whose file it is: "rank" or "node".
 
     Attributes:
-        number: The number of this rank's file.
+        comm: The ranks that save together; it is released with what they share.
         file: The name of this rank's file.
         owner: Whether this rank makes its file.
         group: The ranks that share this file; None where each has its own.
     """
 
     def __init__(self, comm: Communicator, nodes: Sequence[int], files: str) -> None:
-        self.number = comm.rank if files == "rank" else nodes[comm.rank]
-        self.file = f"{files}-{self.number:05d}.h5"
+        self.comm = comm
+        self.file = f"{files}-{comm.rank if files == 'rank' else nodes[comm.rank]:05d}.h5"
         self.group = comm.split(nodes[comm.rank], comm.rank, "checkpoint node") if files == "node" else None
         self.owner = self.group is None or self.group.rank == 0
         self._places: list[PlannedPiece] = []
@@ -115,9 +115,10 @@ class FileLayout:
         self._shown: tuple[object, bytes] | None = None
 
     def free(self) -> None:
-        """Release what the ranks of a node share. Collective."""
+        """Release what the ranks share. Collective."""
         if self.group is not None:
             self.group.free()
+        self.comm.free()
 
     def begin(self, path: Path, parts: Sequence[Part]) -> tuple[Sequence[int], int, int]:
         """Make this rank's file. Collective over the ranks that share it.
@@ -167,7 +168,6 @@ class FileLayout:
 
 
 def write_checkpoint(
-    comm: Communicator,
     layout: FileLayout,
     target: Target,
     step: int,
@@ -179,8 +179,7 @@ def write_checkpoint(
     """Write a checkpoint. Collective; where it fails on any rank it raises on all, and leaves no trace.
 
     Args:
-        comm: The ranks that save together.
-        layout: Whose file is whose.
+        layout: The ranks that save together, and whose file is whose.
         target: Where the checkpoint goes.
         step: The step that it is saved at.
         parts: What this rank writes.
@@ -193,6 +192,7 @@ def write_checkpoint(
         InputError: The folder cannot be written.
         CheckpointError: The ranks together lack elements of a tensor.
     """
+    comm = layout.comm
     temporary = _begin(comm, target)
     try:
         told = attempt(comm, lambda: _write_own(layout, temporary, parts), target.final, saving=True)

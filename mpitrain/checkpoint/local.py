@@ -130,11 +130,11 @@ class LocalFolders:
 
     # -- saving
 
-    def save(self, comm: Communicator, layout: FileLayout, step: int, parts: Sequence[Part], values: Values) -> None:
+    def save(self, layout: FileLayout, step: int, parts: Sequence[Part], values: Values) -> None:
         """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
-        target = Target(self.folder(step), self._leads(comm), alone=False)
-        write_checkpoint(comm, layout, target, step, parts, values, partial(self._protect, comm))
-        self.forget(comm, step - 1, fruitful=not values.get(FRUITLESS))
+        target = Target(self.folder(step), self._leads(layout.comm), alone=False)
+        write_checkpoint(layout, target, step, parts, values, partial(self._protect, layout.comm))
+        self.forget(layout.comm, step - 1, fruitful=not values.get(FRUITLESS))
 
     def _protect(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
