@@ -290,8 +290,8 @@ class RowReader:
             shard = self._open_shards.get(number)
             if shard is None:
                 shard = self._open_shards[number] = OpenShard(self._folder, self._spec.shards[number], self._manifest)
-                extents = map(shard.extents, range(len(self._manifest.fields)))
-                self._trusted.setdefault(number, [*map(bytearray, extents)])
+                fields = range(len(self._manifest.fields))
+                self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
                 if len(self._open_shards) > OPEN_FILES:
                     self._open_shards.popitem(last=False)  # a thread that still reads it holds it open
             else:
