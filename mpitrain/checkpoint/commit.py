@@ -18,6 +18,7 @@ from mpitrain.checkpoint.manifest import (
     Manifest,
     ParitySet,
     TensorSpec,
+    Values,
     decode_extent,
     decode_piece,
     encode_extent,
@@ -54,13 +55,16 @@ class Target:
     alone: bool
 
 
-def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None = None) -> T | None:
+def attempt(
+    comm: Communicator, act: Callable[[], T] | None, folder: Path | None = None, *, saving: bool = False
+) -> T | None:
     """Do something that may fail on this rank alone. Collective.
 
     Args:
         comm: The ranks.
         act: What this rank does; None where it has nothing to do.
-        folder: The checkpoint that is read, which an OSError is then said to be of; None where one is written.
+        folder: The checkpoint that an OSError is said to be of; None for one that says it itself.
+        saving: Whether the checkpoint is written, and not read.
 
     Returns:
         What `act` returned on this rank.
@@ -74,8 +78,9 @@ def attempt(comm: Communicator, act: Callable[[], T] | None, folder: Path | None
         try:
             value = act()
         except OSError as caught:
-            reason = caught.strerror or str(caught)
-            error = CheckpointError(f"{folder} cannot be read: {reason}") if folder is not None else caught
+            error = caught
+            if folder is not None:
+                error = folders.unwritable(folder, caught) if saving else folders.unreadable(folder, caught)
         except Exception as caught:
             error = caught
     if quiet_min(comm, comm.rank if error is not None else comm.size) < comm.size:
@@ -94,15 +99,15 @@ class FileLayout:
         files: Whose file it is: "rank" or "node".
 
     Attributes:
-        number: The number of this rank's file.
+        comm: The ranks that save together; it is released with what they share.
         file: The name of this rank's file.
         owner: Whether this rank makes its file.
         group: The ranks that share this file; None where each has its own.
     """
 
     def __init__(self, comm: Communicator, nodes: Sequence[int], files: str) -> None:
-        self.number = comm.rank if files == "rank" else nodes[comm.rank]
-        self.file = f"{files}-{self.number:05d}.h5"
+        self.comm = comm
+        self.file = f"{files}-{comm.rank if files == 'rank' else nodes[comm.rank]:05d}.h5"
         self.group = comm.split(nodes[comm.rank], comm.rank, "checkpoint node") if files == "node" else None
         self.owner = self.group is None or self.group.rank == 0
         self._places: list[PlannedPiece] = []
@@ -110,9 +115,10 @@ class FileLayout:
         self._shown: tuple[object, bytes] | None = None
 
     def free(self) -> None:
-        """Release what the ranks of a node share. Collective."""
+        """Release what the ranks share. Collective."""
         if self.group is not None:
             self.group.free()
+        self.comm.free()
 
     def begin(self, path: Path, parts: Sequence[Part]) -> tuple[Sequence[int], int, int]:
         """Make this rank's file. Collective over the ranks that share it.
@@ -124,12 +130,12 @@ class FileLayout:
         Returns:
             The offsets of the parts; the bytes of the file; and its CRC-32 outside of all parts.
         """
-        places = [PlannedPiece(part.spec, part.piece) for part in parts]
+        places = [(part.spec, part.piece) for part in parts]
         if self.group is None:
             structure = self._made(places)
             begin_file(path, structure)
             return structure.offsets, structure.size, structure.rest
-        told = self.group.gather_objects([[p.spec.shape, p.spec.dtype, *encode_piece(p.piece)] for p in places])
+        told = self.group.gather_objects([[spec.shape, spec.dtype, *encode_piece(piece)] for spec, piece in places])
 
         def make() -> list[Any]:
             structure = self._made([_planned(*values) for of in told for values in of])
@@ -162,20 +168,18 @@ class FileLayout:
 
 
 def write_checkpoint(
-    comm: Communicator,
     layout: FileLayout,
     target: Target,
     step: int,
     parts: Sequence[Part],
-    values: dict[str, Any],
+    values: Values,
     protect: Protect | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint. Collective; where it fails on any rank it raises on all, and leaves no trace.
 
     Args:
-        comm: The ranks that save together.
-        layout: Whose file is whose.
+        layout: The ranks that save together, and whose file is whose.
         target: Where the checkpoint goes.
         step: The step that it is saved at.
         parts: What this rank writes.
@@ -188,9 +192,10 @@ def write_checkpoint(
         InputError: The folder cannot be written.
         CheckpointError: The ranks together lack elements of a tensor.
     """
+    comm = layout.comm
     temporary = _begin(comm, target)
     try:
-        told = _attempt_save(comm, target, lambda: _write_own(layout, temporary, parts))
+        told = attempt(comm, lambda: _write_own(layout, temporary, parts), target.final, saving=True)
         everyone = comm.gather_objects(told) if target.alone else comm.all_gather_object(told)
         if not target.alone:
             values = comm.broadcast_object(values)
@@ -198,14 +203,14 @@ def write_checkpoint(
         if protect is not None:
             owners = {of[0]: rank for rank, of in enumerate(everyone) if of[0]}
             sizes = {of[0]: of[1] for of in everyone if of[0]}
-            parity = _attempt_save(comm, target, partial(protect, temporary, owners, sizes)) or ()
+            parity = attempt(comm, partial(protect, temporary, owners, sizes), target.final, saving=True) or ()
 
         def commit() -> None:
             manifest, view = _contents(layout, target, step, everyone, values, parity)
             finish_folder(temporary, target.final, manifest, view)
             after()
 
-        _attempt_save(comm, target, commit if target.leader else None)
+        attempt(comm, commit if target.leader else None, target.final, saving=True)
     except BaseException:
         if target.leader:
             folders.remove(temporary)
@@ -216,7 +221,7 @@ def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
     if not target.alone:
         temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
-        _attempt_save(comm, target, partial(begin_folder, temporary) if target.leader else None)
+        attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
         return temporary
     name = why = ""
     if target.leader:
@@ -232,17 +237,6 @@ def _begin(comm: Communicator, target: Target) -> Path:
     return target.final.parent / name
 
 
-def _attempt_save(comm: Communicator, target: Target, act: Callable[[], T] | None) -> T | None:
-    def saving() -> T:
-        assert act is not None
-        try:
-            return act()
-        except OSError as error:
-            raise folders.unwritable(target.final, error) from error
-
-    return attempt(comm, saving if act is not None else None)
-
-
 def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> list[Any]:
     path = temporary / layout.file
     offsets, size, rest = layout.begin(path, parts)
@@ -252,12 +246,7 @@ def _write_own(layout: FileLayout, temporary: Path, parts: Sequence[Part]) -> li
 
 
 def _contents(
-    layout: FileLayout,
-    target: Target,
-    step: int,
-    everyone: Sequence[Any],
-    values: dict[str, Any],
-    parity: Sequence[ParitySet],
+    layout: FileLayout, target: Target, step: int, everyone: Sequence[Any], values: Values, parity: Sequence[ParitySet]
 ) -> tuple[Manifest, bytes | None]:
     """The manifest of what all ranks have written, and the view, where the folder gets one."""
     tensors = {name: TensorSpec(name, tuple(shape), dtype) for *_, of, _ in everyone for name, shape, dtype in of}
@@ -290,4 +279,4 @@ def finish_folder(temporary: Path, final: Path, manifest: Manifest, view: bytes 
 
 
 def _planned(shape: Sequence[int], dtype: str, name: str, numbers: Sequence[int]) -> PlannedPiece:
-    return PlannedPiece(TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers))
+    return TensorSpec(name, tuple(shape), dtype), decode_piece(name, numbers)

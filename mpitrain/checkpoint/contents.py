@@ -73,7 +73,7 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
     try:
         read(folder, plan(folder, manifest, [part]))
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from None
+        raise folders.unreadable(folder, error) from None
     return data.view(spec.shape)
 
 

@@ -24,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, readable, whole
-from mpitrain.checkpoint.files import Part, PlannedPiece, begin_file, bytes_of, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, begin_file, bytes_of, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
-from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, Values
 from mpitrain.checkpoint.payload import Shape, Size
 from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError, first_problem
@@ -183,12 +183,12 @@ def _unusable(name: str, spec: TensorSpec) -> str:
     return "" if spec.possible else f"has the shape {list(spec.shape)}"
 
 
-def _make_checkpoint(final: Path, parts: list[Part], values: dict[str, Any]) -> None:
+def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
     """A checkpoint of whole tensors in one file, written by this process alone."""
     temporary = folders.begin(final)
     try:
         path = temporary / "rank-00000.h5"
-        structure = make_structure([PlannedPiece(part.spec, part.piece) for part in parts])
+        structure = make_structure([(part.spec, part.piece) for part in parts])
         begin_file(path, structure)
         extents = tuple(write_parts(path, parts, structure.offsets))
         tensors = {part.spec.name: part.spec for part in parts}

@@ -71,10 +71,7 @@ class Numbering:
         self._firsts = list(accumulate((len(extent.hashes) for extent in manifest.extents), initial=0))
         places = zip(manifest.extents, self._firsts, strict=False)
         self._first_at = {(extent.file, extent.offset): first for extent, first in places if extent.hashes}
-
-    @property
-    def count(self) -> int:
-        return self._firsts[-1]
+        self.count = self._firsts[-1]
 
     def number(self, block: Block) -> int:
         return self._first_at[block.extent.file, block.extent.offset] + block.number

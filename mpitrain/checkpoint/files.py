@@ -26,6 +26,7 @@ from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import ExtentHasher, write_at
 from mpitrain.storage.hdf5 import contiguous
 
+PlannedPiece = tuple[TensorSpec, Piece]  # a piece in a file that is yet to be written, and its tensor
 _WRITTEN = 8 << 20  # bytes of one write
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2), which Python's os lacks
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -44,24 +45,6 @@ class Part:
     spec: TensorSpec
     piece: Piece
     data: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PlannedPiece:
-    """A piece in a file that is yet to be written.
-
-    Attributes:
-        spec: The tensor.
-        piece: The piece of it.
-    """
-
-    spec: TensorSpec
-    piece: Piece
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return self.piece.numel * self.spec.itemsize
 
 
 @dataclass(frozen=True)
@@ -113,34 +96,19 @@ def make_structure(places: Sequence[PlannedPiece]) -> Structure:
     offsets = []
     image = Image()
     with hdf5_image(image) as file:
-        for place, name in zip(places, dataset_names([p.spec.name for p in places]), strict=True):
-            space = h5py.h5s.create_simple((place.piece.numel,)) if place.spec.shape else scalar
-            made = h5py.h5d.create(file.id, None, hdf5_type(DTYPES[place.spec.dtype]), space, how)
+        for (spec, piece), name in zip(places, dataset_names([spec.name for spec, _ in places]), strict=True):
+            space = h5py.h5s.create_simple((piece.numel,)) if spec.shape else scalar
+            made = h5py.h5d.create(file.id, None, hdf5_type(DTYPES[spec.dtype]), space, how)
             link(file, name, made)
-            elements = np.array([place.piece.lo, place.piece.hi], dtype=np.int64)
-            h5py.h5a.create(made, b"elements", number, pair).write(elements)
-            shape = np.array(place.spec.shape, dtype=np.int64)
+            h5py.h5a.create(made, b"elements", number, pair).write(np.array([piece.lo, piece.hi], dtype=np.int64))
+            shape = np.array(spec.shape, dtype=np.int64)
             h5py.h5a.create(made, b"shape", number, h5py.h5s.create_simple(shape.shape)).write(shape)
             offsets.append(made.get_offset() or 0)
-    content = tuple(image.content())
-    return Structure(image.size, content, tuple(offsets), _rest_of(content, image.size, places, offsets))
-
-
-def _rest_of(
-    content: Sequence[tuple[int, bytes]], size: int, places: Sequence[PlannedPiece], offsets: Sequence[int]
-) -> int:
-    def read(lo: int, hi: int) -> bytes:
-        data = bytearray(hi - lo)
-        for offset, piece in content:
-            first, last = max(lo, offset), min(hi, offset + len(piece))
-            if first < last:
-                data[first - lo : last - lo] = piece[first - offset : last - offset]
-        return bytes(data)
-
     crc = 0
-    for lo, hi in gaps([(o, p.nbytes) for o, p in zip(offsets, places, strict=True)], size):
-        crc = crc32(read(lo, hi), crc)
-    return crc
+    for lo, hi in gaps([(o, p.numel * s.itemsize) for o, (s, p) in zip(offsets, places, strict=True)], image.size):
+        image.seek(lo)
+        crc = crc32(image.read(hi - lo), crc)
+    return Structure(image.size, tuple(image.content()), tuple(offsets), crc)
 
 
 def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:

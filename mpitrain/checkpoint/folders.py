@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
-from mpitrain.errors import InputError
+from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
 from mpitrain.storage.disk import free_name, reason, sync
 from mpitrain.storage.hdf5 import SIGNATURE
@@ -304,6 +304,11 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
         raise InputError(
             f"{what} {root} is to hold {many}, for which {readable(needed)} more are needed, but {lacks}; {mend}"
         )
+
+
+def unreadable(folder: Path, error: OSError) -> CheckpointError:
+    """The error of a checkpoint folder that could not be read."""
+    return CheckpointError(f"{folder} cannot be read: {error.strerror or error}")
 
 
 def unwritable(folder: Path, error: OSError) -> InputError:

@@ -76,10 +76,8 @@ class Image(io.RawIOBase):
 
 def image_bytes(image: Image) -> bytes:
     """The bytes of the whole file."""
-    data = bytearray(image.size)
-    for offset, piece in image.content():
-        data[offset : offset + len(piece)] = piece
-    return bytes(data)
+    image.seek(0)
+    return image.readall()
 
 
 def hdf5_image(image: Image) -> h5py.File:

@@ -21,22 +21,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpitrain.checkpoint import folders
+from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
 from mpitrain.checkpoint.exchange import FileTransfer, exchange
 from mpitrain.checkpoint.files import Part
-from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, decode, read_manifest
-from mpitrain.checkpoint.parity import (
-    Move,
-    copy_rounds,
-    parity_rounds,
-    parity_sets,
-    partner_copies,
-    ranks_of,
-    rebuild_rounds,
-)
+from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, Values, decode, read_manifest
 from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import remove_folder
@@ -56,18 +47,15 @@ class LocalFolders:
         base: The folder on the disk of this rank's node.
         nodes: The node of each rank.
         redundancy: How a node's part is protected: "none", "partner" or "xor".
+
+    Attributes:
+        root: The folder of this run on this rank's node, once `prepare` has made it; `base` until then.
     """
 
     def __init__(self, base: Path, nodes: Sequence[int], redundancy: str) -> None:
         self._base, self._nodes, self._redundancy = base, tuple(nodes), redundancy
-        self._leaders = {node: ranks[0] for node, ranks in ranks_of(nodes).items()}
-        self._root: Path | None = None
-
-    @property
-    def root(self) -> Path:
-        """The folder of this run on this rank's node, once `prepare` has made it."""
-        assert self._root is not None, "prepare() comes first"
-        return self._root
+        self._leaders = {node: ranks[0] for node, ranks in parity.ranks_of(nodes).items()}
+        self.root = base
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -75,7 +63,7 @@ class LocalFolders:
 
     def owns(self, folder: Path) -> bool:
         """Whether a folder is that of one of these checkpoints."""
-        return self._root is not None and folder.parent == self._root
+        return folder.parent == self.root
 
     def _leads(self, comm: Communicator) -> bool:
         return self._leaders[self._nodes[comm.rank]] == comm.rank
@@ -95,7 +83,7 @@ class LocalFolders:
             InputError: A folder cannot be used, or several nodes see one and the same.
         """
         identity = comm.on_root(lambda: _identity(shared))
-        self._root = self._base / f"mpitrain-{identity}"
+        self.root = self._base / f"mpitrain-{identity}"
         probe = comm.broadcast_object(secrets.token_hex(4))
         own = self.root / f"{folders.PROBE}-{self._nodes[comm.rank]}.tmp-{probe}"
         self._on_leaders(comm, self._make)
@@ -130,7 +118,7 @@ class LocalFolders:
             of_ranks: The bytes of each rank's tensors in a checkpoint.
             saves: How many saves there will be.
         """
-        of_nodes = [sum(of_ranks[rank] for rank in ranks) for _, ranks in sorted(ranks_of(self._nodes).items())]
+        of_nodes = [sum(of_ranks[rank] for rank in ranks) for _, ranks in sorted(parity.ranks_of(self._nodes).items())]
         number, nodes = sorted(self._leaders).index(self._nodes[comm.rank]), len(of_nodes)
         size = of_nodes[number]
         if nodes > 1 and self._redundancy == "partner":
@@ -142,27 +130,26 @@ class LocalFolders:
 
     # -- saving
 
-    def save(
-        self, comm: Communicator, layout: FileLayout, step: int, parts: Sequence[Part], values: dict[str, Any]
-    ) -> None:
+    def save(self, layout: FileLayout, step: int, parts: Sequence[Part], values: Values) -> None:
         """Write a checkpoint onto the nodes' disks, then remove the older ones there."""
-        target = Target(self.folder(step), self._leads(comm), alone=False)
-        write_checkpoint(comm, layout, target, step, parts, values, partial(self._protect, comm))
-        self.forget(comm, step - 1, fruitful=not values.get(FRUITLESS))
+        target = Target(self.folder(step), self._leads(layout.comm), alone=False)
+        write_checkpoint(layout, target, step, parts, values, partial(self._protect, layout.comm))
+        self.forget(layout.comm, step - 1, fruitful=not values.get(FRUITLESS))
 
     def _protect(
         self, comm: Communicator, folder: Path, owners: dict[str, int], sizes: dict[str, int]
     ) -> Sequence[ParitySet]:
         if self._redundancy == "partner":
-            exchange(comm, copy_rounds(partner_copies(owners, sizes, self._nodes), folder, folder))
+            copies = parity.partner_copies(owners, sizes, self._nodes)
+            exchange(comm, parity.copy_rounds(copies, folder, folder))
         if self._redundancy != "xor":
             return ()
-        sets = parity_sets(owners, sizes, self._nodes)
-        exchange(comm, parity_rounds(sets, sizes, folder))
+        sets = parity.parity_sets(owners, sizes, self._nodes)
+        exchange(comm, parity.parity_rounds(sets, sizes, folder))
         for one, ranks in sets:
-            for parity, rank in zip(one.parities, ranks, strict=True):
-                if rank == comm.rank and (folder / parity).exists():
-                    sync(folder / parity)
+            for name, rank in zip(one.parities, ranks, strict=True):
+                if rank == comm.rank and (folder / name).exists():
+                    sync(folder / name)
         return [one for one, _ in sets]
 
     def forget(self, comm: Communicator, step: int, *, fruitful: bool = True) -> None:
@@ -254,10 +241,10 @@ class LocalFolders:
         moves = []
         for node, leader in self._leaders.items():
             lacking = sorted(n for n in wanted[node] if n not in held[leader] and built.get(n) != leader)
-            moves += [Move(name, manifest.files[name], where[name], leader) for name in lacking]
+            moves += [parity.Move(name, manifest.files[name], where[name], leader) for name in lacking]
         brought = folder / _BROUGHT
         self._on_leaders(comm, partial(brought.mkdir, exist_ok=True), folder)
-        attempt(comm, lambda: exchange(comm, copy_rounds(moves, folder, brought)), folder)
+        attempt(comm, lambda: exchange(comm, parity.copy_rounds(moves, folder, brought)), folder)
         arrived = [m.file for m in moves if m.dest == comm.rank]
 
         def settle() -> None:
@@ -287,12 +274,12 @@ def _rebuild(
         raise CheckpointError(f"{problem}, and there is no {'whole ' * damaged}copy", agreed=True)
     lost = one.files.index(name)
     others = [file for file in one.files if file not in ("", name)]
-    others += [parity for holder, parity in enumerate(one.parities) if holder != lost]
+    others += [held for holder, held in enumerate(one.parities) if holder != lost]
     absent = [other for other in others if other not in where]
     if absent:
         raise CheckpointError(f"{problem}, and cannot be rebuilt without {absent[0]}", agreed=True)
     target = folder / f"{name}{_BROUGHT}"
-    return rebuild_rounds(one, lost, manifest.files, where.__getitem__, builder, folder, target)
+    return parity.rebuild_rounds(one, lost, manifest.files, where.__getitem__, builder, folder, target)
 
 
 def _clear(folder: Path) -> None:

@@ -37,6 +37,7 @@ HASHED = 4 << 20  # bytes under one hash
 _LARGEST = 1 << 30  # bytes of a manifest: millions of pieces
 
 _NAMES = "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool complex64 complex128"
+Values = dict[str, Any]  # what a job needs beside the tensors, as JSON has it
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
@@ -126,7 +127,7 @@ class Manifest:
     tensors: dict[str, TensorSpec]
     files: dict[str, int]
     extents: tuple[Extent, ...]
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     rest: dict[str, int] = field(default_factory=dict)
     views: dict[str, tuple[int, int]] = field(default_factory=dict)
     parity: tuple[ParitySet, ...] = ()

@@ -200,20 +200,11 @@ def rebuild_rounds(
         for first in range(0, min(one.chunk, max(0, total - begin)), WINDOW):
             window = min(WINDOW, one.chunk - first)
             add = partial(_add, target, begin + first, total)
-            messages = [
-                FileTransfer(
-                    holder_of(one.parities[holder]),
-                    builder,
-                    window,
-                    partial(_read, folder / one.parities[holder], first),
-                    add,
-                )
-            ]
-            for member in range(len(one.files)):
-                if member not in (lost, holder) and one.files[member]:
-                    get = partial(_read_segment, folder, one, sizes, member, holder, first)
-                    messages.append(FileTransfer(holder_of(one.files[member]), builder, window, get, add))
-            yield messages
+            gets = {one.parities[holder]: partial(_read, folder / one.parities[holder], first)}
+            for member, file in enumerate(one.files):
+                if member not in (lost, holder) and file:
+                    gets[file] = partial(_read_segment, folder, one, sizes, member, holder, first)
+            yield [FileTransfer(holder_of(name), builder, window, get, add) for name, get in gets.items()]
 
 
 def _read(path: Path, offset: int, into: memoryview) -> None:

@@ -26,6 +26,8 @@ from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import read_at
 
 THREADS = 4
+BlockStretches = tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]  # number of the block; of a `Use` all but memory
+Overlap = tuple[np.ndarray, np.ndarray, list[BlockStretches]]  # see `_overlap`
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         CheckpointError: The checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
-    overlaps: dict[tuple[object, ...], _Overlap] = {}  # many layers of a model overlap alike
+    overlaps: dict[tuple[object, ...], Overlap] = {}  # many layers of a model overlap alike
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, wanted = part.spec.itemsize, part.piece
@@ -125,13 +127,13 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
             held = extent.piece
             key = (held.box, held.lo, held.hi, wanted.box, wanted.lo, wanted.hi, item)
             if key not in overlaps:
-                overlaps[key] = _Overlap.of(held, wanted, item)
-            overlap = overlaps[key]
-            if not len(overlap.lengths):
+                overlaps[key] = _overlap(held, wanted, item)
+            targets, lengths, by_block = overlaps[key]
+            if not len(lengths):
                 continue
-            filled.append((overlap.targets, overlap.lengths))
+            filled.append((targets, lengths))
             size = held.numel * item
-            for number, stretches_of in overlap.by_block:
+            for number, stretches_of in by_block:
                 place = (extent.file, extent.offset, number)
                 if place not in blocks:
                     blocks[place] = Block(extent, number, min(HASHED, size - number * HASHED))
@@ -145,28 +147,16 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
     return [blocks[key] for key in sorted(blocks)]
 
 
-@dataclass(frozen=True)
-class _Overlap:
+def _overlap(source: Piece, target: Piece, item: int) -> Overlap:
     """What two pieces have in common: stretches of elements (places in the target, lengths), and as bytes by block.
 
-    by_block: (number of the block, (firsts, places, lengths) of a `Use`).
+    item: bytes of an element.
     """
-
-    targets: np.ndarray
-    lengths: np.ndarray
-    by_block: list[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]
-
-    @staticmethod
-    def of(source: Piece, target: Piece, item: int) -> _Overlap:
-        """item: bytes of an element."""
-        sources, targets, lengths = stretches(source, target)
-        by_block = list(_by_block(sources * item, targets * item, lengths * item)) if len(lengths) else []
-        return _Overlap(targets, lengths, by_block)
+    sources, targets, lengths = stretches(source, target)
+    return targets, lengths, list(_by_block(sources * item, targets * item, lengths * item)) if len(lengths) else []
 
 
-def _by_block(
-    sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray
-) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+def _by_block(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> Iterator[BlockStretches]:
     """Stretches of an extent's bytes, cut at its blocks."""
     begin, last = sources // HASHED, (sources + lengths - 1) // HASHED
     counts = last - begin + 1

@@ -30,18 +30,14 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, nbytes: int) -> None:
-        """Have memory for so many bytes of parts, in huge pages: touching small ones costs more than the copy."""
-        if nbytes <= self._memory.numel():
-            return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
-        block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(block, dtype=torch.uint8)
-
     def copy(self, parts: Sequence[Part]) -> list[Part]:
         """Copy parts into this memory, where they are valid until the next copy."""
-        self.reserve(needed(parts))
+        nbytes = needed(parts)
+        if nbytes > self._memory.numel():  # in huge pages: touching small ones costs more than the copy
+            self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
+            block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(block, dtype=torch.uint8)
         copies, begin = [], 0
         for part in parts:
             end = begin + part.data.numel() * part.data.element_size()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkp
 from mpitrain.checkpoint.cooperative_read import cooperative_read
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
-from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, is_fruitful, read_manifest, require_files
+from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, Values, is_fruitful, read_manifest, require_files
 from mpitrain.checkpoint.reading import Block, files_of, plan
 from mpitrain.checkpoint.replicas import Replicas
 from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot, require_threads
@@ -71,9 +71,8 @@ class Store:
                 "a folder on each node's own disk"
             )
         self._local = LocalFolders(Path(local), self._nodes, redundancy) if local else None
-        self._saving: Communicator | None = None  # of the thread that writes, made by the first save
+        self._layout: FileLayout | None = None  # of the thread that writes, made by the first save
         self._node: Communicator | None = None  # of the ranks that read together, made by the first load
-        self._layout: FileLayout | None = None
         self._replicas = Replicas()
         self._snapshot = Snapshot()
         self._task: BackgroundTask | None = None
@@ -196,13 +195,7 @@ class Store:
     # -- saving
 
     def save(
-        self,
-        step: int,
-        parts: Sequence[Part],
-        values: dict[str, Any],
-        *,
-        background: bool = False,
-        durable: bool = False,
+        self, step: int, parts: Sequence[Part], values: Values, *, background: bool = False, durable: bool = False
     ) -> Path:
         """Write a checkpoint of what the ranks hold together, when the last save has ended.
 
@@ -221,10 +214,10 @@ class Store:
                 the background raises in the next `save`, `check` or `finish`.
         """
         self.finish()
-        if self._saving is None:
-            self._saving = self.comm.split(0, self.comm.rank, label="checkpoint")
-            assert self._saving is not None
-            self._layout = FileLayout(self._saving, self._nodes, self._files)
+        if self._layout is None:
+            saving = self.comm.split(0, self.comm.rank, label="checkpoint")
+            assert saving is not None
+            self._layout = FileLayout(saving, self._nodes, self._files)
         if background:
             require_threads(self.comm)
         parts = self._replicas.written_here(self.comm, parts)
@@ -281,12 +274,10 @@ class Store:
     def close(self) -> None:
         """Finish, and release what the ranks share for it; a later save or load makes that anew."""
         self.finish()
-        if self._layout is not None:
-            self._layout.free()
-        for comm in (self._saving, self._node):
-            if comm is not None:
-                comm.free()
-        self._saving = self._node = self._layout = None
+        for made in (self._layout, self._node):
+            if made is not None:
+                made.free()
+        self._layout = self._node = None
 
     def __enter__(self) -> Store:
         return self
@@ -298,13 +289,13 @@ class Store:
             with suppress(MpitrainError):
                 self.close()
 
-    def _write(self, step: int, parts: Sequence[Part], values: dict[str, Any], *, shared: bool) -> None:
-        comm, layout = self._saving, self._layout
-        assert comm is not None and layout is not None
+    def _write(self, step: int, parts: Sequence[Part], values: Values, *, shared: bool) -> None:
+        layout = self._layout
+        assert layout is not None
         if not shared and self._local is not None:
-            self._local.save(comm, layout, step, parts, values)
+            self._local.save(layout, step, parts, values)
             return
-        target = Target(self.folder(step), comm.rank == 0, alone=True)
+        target = Target(self.folder(step), layout.comm.rank == 0, alone=True)
         fruitful = not values.get(FRUITLESS)
 
         def after() -> None:
@@ -316,11 +307,11 @@ class Store:
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
                 self._removal = BackgroundTask(partial(folders.remove, *hidden))
 
-        write_checkpoint(comm, layout, target, step, parts, values, after=after)
+        write_checkpoint(layout, target, step, parts, values, after=after)
         self._verified.add(step)
         self._unusable.discard(step)
         if self._local is not None:
-            self._local.forget(comm, step, fruitful=fruitful)
+            self._local.forget(layout.comm, step, fruitful=fruitful)
 
     def _was_fruitful(self, step: int) -> bool:
         if step not in self._fruitful:

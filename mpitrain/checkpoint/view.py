@@ -40,9 +40,8 @@ def make_view(tensors: Mapping[str, TensorSpec], extents: Sequence[Extent], tied
         tied: Further names of parameters, and the names that they are saved under.
     """
     sources: dict[str, list[tuple[Extent, str]]] = {}
-    for listed in grouped(
-        extents, lambda extent: extent.file
-    ).values():  # in the order of the file, as its data sets were named
+    # each file's in its order, as its data sets were named
+    for listed in grouped(extents, lambda extent: extent.file).values():
         for extent, dataset in zip(listed, dataset_names([e.piece.name for e in listed]), strict=True):
             sources.setdefault(extent.piece.name, []).append((extent, dataset))
     names = [name for name in tensors if name.startswith(MODEL)]

@@ -8,7 +8,7 @@ page of DeepSpeed's documentation.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,15 +176,13 @@ def _unsupported(origin: str, key: str) -> InputError:
     return refusal(f"{origin}: {key} has no counterpart here; remove it")
 
 
-def _only(values: Mapping[str, Any], known: set[str], origin: str) -> list[str]:
-    """Refuse further keys than the known ones; returns the names of those that are switched off."""
-    off = []
-    for key, value in values.items():
-        if key not in known:
-            if not _is_off(value) and value != _ONE_IS_OFF.get(key):
-                raise refusal(f"{origin}.{key} has no counterpart here; remove it")
-            off.append(f"{origin.rpartition(': ')[2]}.{key}")
-    return off
+def _only(values: Mapping[str, Any], taken: set[str], origin: str, tuning: Collection[str] = ()) -> list[str]:
+    """Refuse further keys than those taken over; returns the names of those that only tune, or are switched off."""
+    further = [key for key in values if key not in taken]
+    for key in further:
+        if key not in tuning and not _is_off(values[key]) and values[key] != _ONE_IS_OFF.get(key):
+            raise refusal(f"{origin}.{key} has no counterpart here; remove it")
+    return [f"{origin.rpartition(': ')[2]}.{key}" for key in further]
 
 
 def _optimizer(section: Mapping[str, Any], origin: str) -> tuple[str, dict[str, Any]] | None:
@@ -225,16 +223,14 @@ def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]
         raise _unsupported(origin, "zero_optimization.ignore_unused_parameters false")
     if (section.get("offload_param") or {}).get("device", "none") != "none":
         raise _unsupported(origin, "zero_optimization.offload_param")
-    hints = [f"zero_optimization.{key}" for key in section if key in {*_ZERO_TUNING, "offload_param"}]
     taken = {"stage", "offload_optimizer", "reduce_bucket_size", "ignore_unused_parameters"}
-    hints += _only(section, {*taken, *_ZERO_TUNING, "offload_param"}, name)
+    hints = _only(section, taken, name, {*_ZERO_TUNING, "offload_param"})
     stage = section.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise refusal(f"{name}.stage {stage!r} is not 0, 1, 2 or 3")
     offload = section.get("offload_optimizer") or {}
     tuning = {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "ratio"}
-    hints += _only(offload, {"device", "nvme_path", *tuning}, f"{name}.offload_optimizer")
-    hints += [f"zero_optimization.offload_optimizer.{key}" for key in offload if key in tuning]
+    hints += _only(offload, {"device", "nvme_path"}, f"{name}.offload_optimizer", tuning)
     device = offload.get("device", "none")
     if device == "nvme":
         if not offload.get("nvme_path"):
@@ -248,8 +244,7 @@ def _zero(section: Mapping[str, Any], origin: str) -> tuple[int, str, list[str]]
 def _precision(values: Mapping[str, Any], origin: str) -> tuple[Precision, LossScaling | None, list[str]]:
     """(precision, loss scale, keys without effect)."""
     bf16, fp16 = values.get("bf16") or {}, values.get("fp16") or {}
-    hints = [f"bf16.{key}" for key in bf16 if key == "immediate_grad_update"]
-    hints += _only(bf16, {"enabled", "immediate_grad_update", "check_grad_overflow"}, f"{origin}: bf16")
+    hints = _only(bf16, {"enabled", "check_grad_overflow"}, f"{origin}: bf16", {"immediate_grad_update"})
     known = {"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"}
     if fp16.get("enabled"):
         hints += _only(fp16, {*known, "consecutive_hysteresis"}, f"{origin}: fp16")

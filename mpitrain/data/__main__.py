@@ -6,7 +6,8 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
@@ -75,7 +76,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         from mpitrain.config.named import find
 
         more = [find("--kind", arguments.kind)()]
-    with _Progress() as progress:
+    with _progress() as progress:
         manifest = prepare(
             arguments.sources,
             arguments.out,
@@ -106,30 +107,29 @@ def _info(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-class _Progress:
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """One line on a terminal, rewritten twice a second and cleared at the end."""
+    start = shown = time.monotonic()
+    of_splits: dict[str, int] = {}  # bytes
+    width = 0
 
-    def __init__(self) -> None:
-        self._start = self._shown = time.monotonic()
-        self._bytes: dict[str, int] = {}
-        self._width = 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._width:
-            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
-
-    def __call__(self, split: str, rows: int, written: int) -> None:
-        self._bytes[split] = written
+    def show(split: str, rows: int, written: int) -> None:
+        nonlocal shown, width
+        of_splits[split] = written
         now = time.monotonic()
-        if now - self._shown >= 0.5:
-            self._shown = now
-            total = sum(self._bytes.values()) / 2**20
-            line = f"{total:,.0f} MiB, {total / (now - self._start):,.0f} MiB/s"
-            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
-            self._width = max(self._width, len(line))
+        if now - shown >= 0.5:
+            shown = now
+            total = sum(of_splits.values()) / 2**20
+            line = f"{total:,.0f} MiB, {total / (now - start):,.0f} MiB/s"
+            print("\r" + line.ljust(width), end="", file=sys.stderr, flush=True)
+            width = max(width, len(line))
+
+    try:
+        yield show
+    finally:
+        if width:
+            print("\r" + " " * width, end="\r", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.defaults import resolve
-from mpitrain.data.format import HELD_OUT, TRAIN, DatasetManifest, FieldSpec, SplitSpec, read_manifest
+from mpitrain.data.format import TRAIN, DatasetManifest, FieldSpec, SplitSpec, read_manifest
 from mpitrain.data.shards import OpenShard
 from mpitrain.errors import InputError
 
@@ -86,7 +86,7 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             raise InputError(
                 f"data set {folder}: shard {shard.file} is missing; restore that file or prepare the data set again"
             )
-    reader = RowReader(folder, spec, manifest.fields, manifest.extent_bytes)
+    reader = RowReader(folder, spec, manifest)
     reader.shard(0)  # so that a first file that cannot be read is told at once
     if manifest.kind == "tokens":
         return TokenDataset(folder, split, manifest, reader, sequence)
@@ -175,22 +175,9 @@ class TokenDataset(Dataset):
                 f"data set {folder} has {tokens} {split} tokens, one sample of model.sequence {sequence} takes "
                 f"{sequence + 1}; give more data or a shorter sequence"
             )
-        integers = np.dtype(np.int64)
-        super().__init__(
-            Description(
-                kind=manifest.kind,
-                split=split,
-                samples=samples,
-                x_shape=(sequence,),
-                x_dtype=integers,
-                y_shape=(sequence,),
-                y_dtype=integers,
-                vocabulary=manifest.vocabulary,
-                classes=None,
-                identity=manifest.identity,
-            ),
-            reader,
-        )
+        form = (sequence,), np.dtype(np.int64)
+        facts = Description(manifest.kind, split, samples, *form, *form, manifest.vocabulary, None, manifest.identity)
+        super().__init__(facts, reader)
         self._sequence, self._field = sequence, manifest.fields[0]
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -209,21 +196,9 @@ class ArrayDataset(Dataset):
 
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
         x, y = manifest.fields
-        super().__init__(
-            Description(
-                kind=manifest.kind,
-                split=split,
-                samples=manifest.splits[split].rows,
-                x_shape=x.shape,
-                x_dtype=x.handed,
-                y_shape=y.shape,
-                y_dtype=y.handed,
-                vocabulary=manifest.vocabulary,
-                classes=manifest.classes,
-                identity=manifest.identity,
-            ),
-            reader,
-        )
+        samples, forms = manifest.splits[split].rows, (x.shape, x.handed, y.shape, y.handed)
+        named = manifest.vocabulary, manifest.classes, manifest.identity
+        super().__init__(Description(manifest.kind, split, samples, *forms, *named), reader)
         self._fields = (x, y)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -253,12 +228,11 @@ class RowReader:
     Args:
         folder: The data set's folder.
         spec: The split, as the manifest lists it.
-        fields: The fields of a row.
-        extent_bytes: About how many bytes have a hash of their own.
+        manifest: The data set's manifest.
     """
 
-    def __init__(self, folder: Path, spec: SplitSpec, fields: tuple[FieldSpec, ...], extent_bytes: int) -> None:
-        self._folder, self._spec, self._fields, self._extent_bytes = folder, spec, fields, extent_bytes
+    def __init__(self, folder: Path, spec: SplitSpec, manifest: DatasetManifest) -> None:
+        self._folder, self._spec, self._manifest = folder, spec, manifest
         self._starts = list(accumulate((shard.rows for shard in spec.shards), initial=0))
         self._bounds = np.array(self._starts, np.int64)
         self._open_shards: OrderedDict[int, OpenShard] = OrderedDict()
@@ -315,10 +289,9 @@ class RowReader:
         with self._lock:
             shard = self._open_shards.get(number)
             if shard is None:
-                shard = self._open_shards[number] = OpenShard(
-                    self._folder, self._spec.shards[number], self._fields, self._extent_bytes
-                )
-                self._trusted.setdefault(number, [bytearray(shard.extents(i)) for i in range(len(self._fields))])
+                shard = self._open_shards[number] = OpenShard(self._folder, self._spec.shards[number], self._manifest)
+                fields = range(len(self._manifest.fields))
+                self._trusted.setdefault(number, [bytearray(shard.extents(field)) for field in fields])
                 if len(self._open_shards) > OPEN_FILES:
                     self._open_shards.popitem(last=False)  # a thread that still reads it holds it open
             else:
@@ -337,16 +310,15 @@ def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
     Yields:
         One line for each extent or file that is damaged.
     """
-    for split in (TRAIN, HELD_OUT):
-        for spec in manifest.splits[split].shards if split in manifest.splits else ():
-            try:
-                shard = OpenShard(folder, spec, manifest.fields, manifest.extent_bytes)
-            except InputError as error:
-                yield str(error)
-                continue
-            for field in range(len(manifest.fields)):
-                for extent in range(shard.extents(field)):
-                    try:
-                        shard.checked_extent(field, extent)
-                    except InputError as error:
-                        yield str(error)
+    for spec in manifest.shards:
+        try:
+            shard = OpenShard(folder, spec, manifest)
+        except InputError as error:
+            yield str(error)
+            continue
+        for field in range(len(manifest.fields)):
+            for extent in range(shard.extents(field)):
+                try:
+                    shard.checked_extent(field, extent)
+                except InputError as error:
+                    yield str(error)

@@ -86,7 +86,7 @@ def _fill_digits(folder: Path) -> None:
     )
     write_dataset(
         folder,
-        Source("arrays", fields, partition(lambda: iter([(x, y)])), files=1),
+        Source("arrays", fields, partition(iter, [(x, y)]), files=1),
         names=("scikit-learn's bundled digits (UCI optical recognition of handwritten digits)",),
         held_out=_HELD_OUT_DIGITS,
         shard_bytes=_SHARD_BYTES,

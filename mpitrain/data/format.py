@@ -43,8 +43,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import read_plain, write_durably
 
-FORMAT = "mpitrain-dataset"
-VERSION = 1
+FORMAT: Literal["mpitrain-dataset"] = "mpitrain-dataset"
+VERSION: Literal[1] = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 TRAIN = "train"
@@ -163,8 +163,8 @@ class DatasetManifest(_Part):
         origin: Where the data came from.
     """
 
-    format: Literal["mpitrain-dataset"]
-    version: Literal[1]
+    format: Literal["mpitrain-dataset"] = FORMAT
+    version: Literal[1] = VERSION
     kind: Literal["tokens", "arrays"]
     fields: tuple[FieldSpec, ...]
     extent_bytes: Count = Field(ge=1)
@@ -194,6 +194,11 @@ class DatasetManifest(_Part):
                 if nbytes > shard.bytes or list(shard.tables) != names:
                     raise ValueError(f"shard {shard.file} of {shard.bytes} bytes cannot hold its {shard.rows} rows")
         return self
+
+    @property
+    def shards(self) -> list[ShardSpec]:
+        """The shards of all splits."""
+        return [shard for split in self.splits.values() for shard in split.shards]
 
     @property
     def identity(self) -> str:

@@ -16,12 +16,8 @@ from pathlib import Path
 
 from mpitrain.data.commit import make_dataset, os_errors
 from mpitrain.data.format import DatasetManifest, read_manifest
-from mpitrain.data.sources import images, table
+from mpitrain.data.sources import idx, images, table, text
 from mpitrain.data.sources.arrays import arrays_source
-from mpitrain.data.sources.idx import idx_source, is_idx
-from mpitrain.data.sources.images import images_source
-from mpitrain.data.sources.table import table_source
-from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import Progress, Source, write_dataset
 from mpitrain.errors import InputError
 
@@ -221,19 +217,19 @@ def _paths(found: Sequence[Found]) -> list[Path]:
 
 
 KINDS = (
-    Kind("IDX files", is_idx, lambda found, _: idx_source(_paths(found)), None),
+    Kind("IDX files", idx.is_idx, lambda found, _: idx.idx_source(_paths(found)), None),
     Kind("arrays", lambda p: p.suffix.lower() in (".npy", ".npz"), lambda found, _: arrays_source(_paths(found)), None),
     Kind(
         "images",
         lambda p: p.suffix.lower() in images.SUFFIXES,
-        lambda found, options: images_source([(one.path, one.root) for one in found], options.size),
+        lambda found, options: images.images_source([(one.path, one.root) for one in found], options.size),
         "size",
     ),
     Kind(
         "CSV tables",
         lambda p: p.suffix.lower() in table.SUFFIXES,
-        lambda found, options: table_source(_paths(found), options.label),
+        lambda found, options: table.table_source(_paths(found), options.label),
         "label",
     ),
-    Kind("text", _is_text, lambda found, options: text_source(_paths(found), options.tokenizer), "tokenizer"),
+    Kind("text", _is_text, lambda found, options: text.text_source(_paths(found), options.tokenizer), "tokenizer"),
 )

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.format import FieldSpec, ShardSpec
+from mpitrain.data.format import EXTENT_BYTES, DatasetManifest, FieldSpec, ShardSpec
 from mpitrain.errors import InputError
 from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import open_plain
@@ -42,17 +42,16 @@ class ShardWriter:
     Args:
         path: The file to make.
         fields: The fields of a row.
-        extent_bytes: About how many bytes get a hash of their own.
         capacity: How many rows the shard has at most.
 
     Attributes:
         rows: How many rows were appended so far.
     """
 
-    def __init__(self, path: Path, fields: Sequence[FieldSpec], extent_bytes: int, capacity: int) -> None:
-        self._path, self._fields, self._extent_bytes, self._capacity = path, fields, extent_bytes, capacity
-        self._hashers = [ExtentHasher(field.extent_rows(extent_bytes)) for field in fields]
-        self._places = create_structure(path, fields, extent_bytes, capacity)
+    def __init__(self, path: Path, fields: Sequence[FieldSpec], capacity: int) -> None:
+        self._path, self._fields, self._capacity = path, fields, capacity
+        self._hashers = [ExtentHasher(field.extent_rows(EXTENT_BYTES)) for field in fields]
+        self._places = create_structure(path, fields, capacity)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.rows = 0
 
@@ -94,7 +93,7 @@ class ShardWriter:
         """A contiguous data set cannot shrink: the last shard of a split is copied into one of its true size."""
         long, places = self._descriptor, self._places
         self._path.unlink()
-        self._places = create_structure(self._path, self._fields, self._extent_bytes, self.rows)
+        self._places = create_structure(self._path, self._fields, self.rows)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for field, old, new in zip(self._fields, places, self._places, strict=True):
@@ -119,13 +118,12 @@ class FieldPlace:
     table: int
 
 
-def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int, rows: int) -> list[FieldPlace]:
+def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list[FieldPlace]:
     """Make a shard file whose data sets have their full size and no content yet.
 
     Args:
         path: The file to make.
         fields: The fields of a row.
-        extent_bytes: About how many bytes get a hash of their own.
         rows: How many rows the shard has.
 
     Returns:
@@ -133,7 +131,7 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], extent_bytes: int,
     """
     # A full disk or a file over the allowed size must be met here, not by HDF5: see above. The space goes back to
     # HDF5 the moment it opens the file.
-    extents = {field: -(-rows // field.extent_rows(extent_bytes)) for field in fields}
+    extents = {field: -(-rows // field.extent_rows(EXTENT_BYTES)) for field in fields}
     with open(path, "wb") as file:
         file.write(bytes(_METADATA_BYTES))
         content = sum(rows * field.row_bytes + extents[field] * _TABLE.itemsize for field in fields)
@@ -166,18 +164,17 @@ class OpenShard:
     Args:
         folder: The data set's folder.
         spec: The shard, as the manifest lists it.
-        fields: The fields of a row.
-        extent_bytes: About how many bytes have a hash of their own.
+        manifest: The data set's manifest.
 
     Raises:
         InputError: The file is missing, may not be read, or is not the one that the manifest lists.
     """
 
-    def __init__(self, folder: Path, spec: ShardSpec, fields: Sequence[FieldSpec], extent_bytes: int) -> None:
+    def __init__(self, folder: Path, spec: ShardSpec, manifest: DatasetManifest) -> None:
         self._label = f"data set {folder}: shard {spec.file}"
-        self._rows, self._fields = spec.rows, fields
-        self._row_bytes = [field.row_bytes for field in fields]
-        self._extent_rows = [field.extent_rows(extent_bytes) for field in fields]
+        self._rows, self._fields = spec.rows, manifest.fields
+        self._row_bytes = [field.row_bytes for field in self._fields]
+        self._extent_rows = [field.extent_rows(manifest.extent_bytes) for field in self._fields]
         path = folder / spec.file
         try:
             with open_plain(path) as file:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ import numpy as np
 from mpitrain.data.commit import make_dataset
 from mpitrain.data.dataset import verify
 from mpitrain.data.defaults import resolve
-from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, ShardSpec, read_manifest
+from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, read_manifest
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import sync
 from mpitrain.storage.room import free_bytes
@@ -92,30 +91,24 @@ def stage_on_nodes(world: Communicator, path: str, stage_path: Path) -> None:
     world.agree(failure[0] if failure else None)
 
 
-def _shards(manifest: DatasetManifest) -> Iterator[ShardSpec]:
-    for split in manifest.splits.values():
-        yield from split.shards
-
-
 def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
     """At first sight: the same shards, and all there in their size. Their content is hashed when it is read."""
     try:
         found = read_manifest(folder)
-        sizes = all((folder / shard.file).stat().st_size == shard.bytes for shard in _shards(found))
+        sizes = all((folder / shard.file).stat().st_size == shard.bytes for shard in found.shards)
     except (OSError, InputError):
         return False
     return sizes and (found.kind, found.fields, found.splits) == (manifest.kind, manifest.fields, manifest.splits)
 
 
 def _copy(source: Path, manifest: DatasetManifest, into: Path) -> None:
-    shards = list(_shards(manifest))
-    needed, free = sum(shard.bytes for shard in shards) + _LEFT, free_bytes(into)
+    needed, free = sum(shard.bytes for shard in manifest.shards) + _LEFT, free_bytes(into)
     if free < needed:
         raise InputError(
             f"data.stage {into.parent} has {free / 1e9:.1f} GB free and the data set needs {needed / 1e9:.1f} GB; make "
             "room, give another folder, or leave data.stage empty to read the shared one"
         )
-    for name in [shard.file for shard in shards] + [TOKENIZER] * (source / TOKENIZER).exists():
+    for name in [shard.file for shard in manifest.shards] + [TOKENIZER] * (source / TOKENIZER).exists():
         _copy_file(source / name, into / name)
     for problem in verify(into, manifest):
         raise InputError(f"{problem.replace(str(into), str(source))} (found in its copy for data.stage {into.parent})")

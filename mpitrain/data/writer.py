@@ -21,11 +21,9 @@ import numpy.typing as npt
 
 from mpitrain.data.format import (
     EXTENT_BYTES,
-    FORMAT,
     HELD_OUT,
     TOKENIZER,
     TRAIN,
-    VERSION,
     DatasetManifest,
     FieldSpec,
     Origin,
@@ -113,8 +111,6 @@ def write_dataset(
     write_manifest(
         folder,
         DatasetManifest(
-            format=FORMAT,
-            version=VERSION,
             kind=source.kind,
             fields=source.fields,
             extent_bytes=EXTENT_BYTES,
@@ -198,7 +194,7 @@ class _SplitWriter:
         while taken < rows:
             if self._shard is None:
                 path = self._folder / f"{self._split}-{len(self._done):05d}.h5"
-                self._shard = ShardWriter(path, self._fields, EXTENT_BYTES, self._capacity)
+                self._shard = ShardWriter(path, self._fields, self._capacity)
             shard = self._shard
             stop = min(rows, taken + shard.room)
             shard.append([column[taken:stop] for column in columns])

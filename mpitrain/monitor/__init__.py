@@ -6,15 +6,5 @@ from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes
 from mpitrain.monitor.metrics import MetricsWriter, read_metrics
 from mpitrain.monitor.progress import Progress
 
-__all__ = [
-    "MetricsWriter",
-    "Outcome",
-    "Progress",
-    "RunFacts",
-    "banner",
-    "closing",
-    "memory_bytes",
-    "open_rank_log",
-    "peak_memory_bytes",
-    "read_metrics",
-]
+__all__ = ["MetricsWriter", "Outcome", "Progress", "RunFacts", "banner", "closing", "memory_bytes", "open_rank_log"]
+__all__ += ["peak_memory_bytes", "read_metrics"]

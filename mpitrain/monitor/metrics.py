@@ -53,35 +53,14 @@ class MetricsWriter:
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
-    def write(
-        self,
-        *,
-        step: int,
-        loss: float,
-        lr: float,
-        grad_norm: float | None,
-        samples: int,
-        tokens: int,
-        step_s: float,
-        tokens_per_s: float,
-        memory_bytes: int,
-        world_size: int,
-        **extras: Any,
-    ) -> None:
+    def write(self, *, step: int, **figures: Any) -> None:
         """Append the line of one step, which is later than all before it.
 
         Args:
             step: Its number.
-            loss: Its loss.
-            lr: Its learning rate.
-            grad_norm: The norm of its gradients, where it was taken.
-            samples: Those of this step.
-            tokens: Those of this step.
-            step_s: The seconds it took.
-            tokens_per_s: How many tokens a second that is.
-            memory_bytes: The peak per rank.
-            world_size: The number of ranks.
-            extras: Anything else that JSON can hold, such as held_out_loss (nats) or ids (the samples' numbers).
+            figures: What else the line says, in this order; whatever JSON can hold. A run writes of each step loss, lr,
+                grad_norm (None where it was not taken), samples, tokens, step_s (seconds), tokens_per_s, memory_bytes
+                (the peak per rank) and world_size (ranks); of some held_out_loss (nats) or ids (the samples' numbers).
 
         Raises:
             InputError: The line cannot be written.
@@ -89,18 +68,16 @@ class MetricsWriter:
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}: each step stands once")
         self._last_step = step
-        line: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-        line |= {"samples": samples, "tokens": tokens, "step_s": step_s, "tokens_per_s": tokens_per_s}
-        line |= {"memory_bytes": memory_bytes, "world_size": world_size, **extras}
-        data = (json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n").encode()
+        line = {"step": step} | {name: _finite(value) for name, value in figures.items()}
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
             if self._file.write(data) != len(data):
                 raise OSError("only a part of a line was written; the disk may be full")
         except OSError as error:
             raise _unwritable(self.path, error) from error
         if self._board is not None:
-            for name, value in line.items():
-                if name != "step" and isinstance(value, (int, float)):
+            for name, value in figures.items():
+                if isinstance(value, (int, float)):
                     self._board.add_scalar(name, value, step)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ COMMIT = (
     Moment("own file written", "mpitrain.checkpoint.commit:write_parts", SAVE),
     Moment("own file fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + _OWN),
     Moment("ranks agree", "mpitrain.checkpoint.commit:quiet_min", SAVE),
-    Moment("model.h5 written", "mpitrain.checkpoint.commit:_write_file", SAVE, _path, r"/model\.h5$", "first"),
+    Moment("model.h5 written", "mpitrain.checkpoint.commit:write_durably", SAVE, _path, r"/model\.h5$", "first"),
     Moment("model.h5 fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/model\.h5$", "first"),
     Moment("manifest written", "mpitrain.checkpoint.commit:write_manifest", SAVE, who="first"),
     Moment("manifest fsynced", "os:fsync", SAVE, _descriptor, _TEMPORARY + r"/manifest\.json$", "first"),

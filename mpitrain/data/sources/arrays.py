@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -29,13 +28,16 @@ _NAMES = "x and y, or x_train and y_train (and x_test, y_test)"
 
 
 @dataclass(frozen=True)
-class _Array:
+class Array:
     """An array in a file: what to call it in messages, dtype, shape, and its rows in blocks of a given length."""
 
     label: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     blocks: Callable[[int], Iterator[npt.NDArray[Any]]]
+
+
+Pair = tuple[Array, Array]  # of x and y, or of images and labels
 
 
 def arrays_source(files: Sequence[Path]) -> Source:
@@ -53,17 +55,30 @@ def arrays_source(files: Sequence[Path]) -> Source:
                     f"{own.label} has rows of {own.dtype} {own.shape[1:]}, {mine.label} has {mine.dtype} "
                     f"{mine.shape[1:]}; give both the same form"
                 )
+    return source_of_pairs(x, y, train, test, len(files))
+
+
+def source_of_pairs(x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int) -> Source:
+    """A source of pairs of arrays, with a row of each for a sample.
+
+    Args:
+        x: How the rows of the first are kept, which may have another shape there.
+        y: How the rows of the second are kept.
+        train: The arrays.
+        test: Those of the input's own test set, if it has one.
+        files: How many files the input has.
+    """
     step = max(1, GATHER_BYTES // max(1, x.row_bytes + y.row_bytes))
 
-    def rows(pair: tuple[_Array, _Array]) -> Iterator[Columns]:
-        yield from zip(pair[0].blocks(step), pair[1].blocks(step), strict=True)
+    def rows(pair: Pair) -> Iterator[Columns]:
+        for xs, ys in zip(pair[0].blocks(step), pair[1].blocks(step), strict=True):
+            yield xs.reshape(len(xs), *x.shape), ys
 
-    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
-    return Source("arrays", (x, y), blocks, files=len(files))
+    return Source("arrays", (x, y), partition(rows, train, test), files=files)
 
 
-def _pairs(arrays: dict[str, _Array], label: str) -> tuple[tuple[_Array, _Array], tuple[_Array, _Array] | None]:
-    def pair(x: str, y: str) -> tuple[_Array, _Array]:
+def _pairs(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | None]:
+    def pair(x: str, y: str) -> Pair:
         if x not in arrays or y not in arrays:
             missing = y if x in arrays else x
             raise InputError(
@@ -82,7 +97,7 @@ def _pairs(arrays: dict[str, _Array], label: str) -> tuple[tuple[_Array, _Array]
     return train, pair("x_test", "y_test") if "x_test" in arrays else None
 
 
-def _field(name: str, array: _Array) -> FieldSpec:
+def _field(name: str, array: Array) -> FieldSpec:
     kind, size = array.dtype.kind, array.dtype.itemsize
     if len(array.shape) > MOST_DIMENSIONS:
         raise InputError(f"{array.label} has {len(array.shape)} dimensions; give at most {MOST_DIMENSIONS}")
@@ -98,7 +113,7 @@ def _field(name: str, array: _Array) -> FieldSpec:
     return FieldSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:], given=given)
 
 
-def _mapped(path: Path) -> _Array:
+def _mapped(path: Path) -> Array:
     label = f"array {path}"
     with os_errors(f"{label} cannot be read"):
         try:
@@ -112,10 +127,10 @@ def _mapped(path: Path) -> _Array:
         for start in range(0, len(array), step):
             yield np.ascontiguousarray(array[start : start + step])
 
-    return _Array(label, array.dtype, array.shape, blocks)
+    return Array(label, array.dtype, array.shape, blocks)
 
 
-def _members(path: Path) -> dict[str, _Array]:
+def _members(path: Path) -> dict[str, Array]:
     with os_errors(f"archive {path} cannot be read"):
         try:
             with zipfile.ZipFile(path) as archive:
@@ -125,7 +140,7 @@ def _members(path: Path) -> dict[str, _Array]:
             raise InputError(f"archive {path} is not a whole .npz file ({error})") from None
 
 
-def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> _Array:
+def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> Array:
     label = f"array {name[:-4]} of {path}"
     with archive.open(name) as member:
         shape, fortran, dtype = _header(member, label)
@@ -140,7 +155,7 @@ def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> _Array:
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
             raise InputError(f"{label} is damaged ({error}); save it again") from None
 
-    return _Array(label, dtype, shape, blocks)
+    return Array(label, dtype, shape, blocks)
 
 
 def _header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

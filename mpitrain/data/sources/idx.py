@@ -15,8 +15,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -25,26 +23,14 @@ import numpy.typing as npt
 
 from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources.split import partition, stream_rows
-from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Columns, Source
+from mpitrain.data.sources.arrays import Array, Pair, source_of_pairs
+from mpitrain.data.sources.split import stream_rows
+from mpitrain.data.writer import MOST_DIMENSIONS, Source
 from mpitrain.errors import InputError
 
 _NAME = re.compile(r"[-.]idx\d-(ubyte|byte|short|int|float|double)(\.gz)?$", re.IGNORECASE)
 _HELD_OUT = re.compile(r"t10k|(^|[-_])test[-_]", re.IGNORECASE)
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-
-
-@dataclass(frozen=True)
-class _Idx:
-    path: Path
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    def blocks(self, step: int) -> Iterator[npt.NDArray[Any]]:
-        with _reading(self.path), _open(self.path) as file:
-            _header(file, self.path)
-            cut_off = f"IDX file {self.path} ends too early: it is cut off; get it again"
-            yield from stream_rows(file, self.dtype, self.shape, step, cut_off)
 
 
 def is_idx(path: Path) -> bool:
@@ -58,28 +44,17 @@ def idx_source(files: Sequence[Path]) -> Source:
     images, labels = train
     channel = (1,) if len(images.shape) == 3 else ()
     if labels.dtype.kind not in "iu" or len(labels.shape) != 1:
-        raise InputError(f"IDX file {labels.path} holds no class numbers; give the labels file")
+        raise InputError(f"IDX file {labels.label} holds no class numbers; give the labels file")
     given: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
-    x = FieldSpec(name="x", dtype=_name(images), shape=channel + images.shape[1:], given=given)
-    y = FieldSpec(name="y", dtype=_name(labels), shape=(), given="integer")
-    step = max(1, GATHER_BYTES // max(1, x.row_bytes + y.row_bytes))
-
-    def rows(pair: tuple[_Idx, _Idx]) -> Iterator[Columns]:
-        for pixels, classes in zip(pair[0].blocks(step), pair[1].blocks(step), strict=True):
-            yield pixels.reshape(len(pixels), *x.shape), classes
-
-    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
-    return Source("arrays", (x, y), blocks, files=len(files))
+    x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=given)
+    y = FieldSpec(name="y", dtype=labels.dtype.name, shape=(), given="integer")
+    return source_of_pairs(x, y, train, test, len(files))
 
 
-def _name(idx: _Idx) -> str:
-    return str(idx.dtype.newbyteorder("=").name)
-
-
-def _pairs(files: Sequence[Path]) -> tuple[tuple[_Idx, _Idx], tuple[_Idx, _Idx] | None]:
+def _pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
     """The training pair and, where there is one, the test pair, of images and labels."""
     by_key = {_key(path): path for path in files}
-    pairs: dict[bool, tuple[_Idx, _Idx]] = {}
+    pairs: dict[bool, Pair] = {}
     for key, path in by_key.items():
         if "labels" in key:
             if key.replace("labels", "images") not in by_key:
@@ -91,11 +66,11 @@ def _pairs(files: Sequence[Path]) -> tuple[tuple[_Idx, _Idx], tuple[_Idx, _Idx] 
             )
         own_test = bool(_HELD_OUT.search(path.name))
         if own_test in pairs:
-            raise InputError(f"IDX files {pairs[own_test][0].path} and {path} are two sets of images; give one")
-        images, labels = _read_header(path), _read_header(by_key[key.replace("images", "labels")])
+            raise InputError(f"IDX files {pairs[own_test][0].label} and {path} are two sets of images; give one")
+        images, labels = _array(path), _array(by_key[key.replace("images", "labels")])
         if images.shape[0] != labels.shape[0]:
             raise InputError(
-                f"IDX file {path} holds {images.shape[0]} images, {labels.path} {labels.shape[0]} labels; "
+                f"IDX file {path} holds {images.shape[0]} images, {labels.label} {labels.shape[0]} labels; "
                 "give files that belong together"
             )
         pairs[own_test] = (images, labels)
@@ -124,12 +99,20 @@ def _reading(path: Path) -> Iterator[None]:
             raise InputError(f"IDX file {path} is not a whole .gz file ({error}); get it again") from None
 
 
-def _read_header(path: Path) -> _Idx:
+def _array(path: Path) -> Array:
     with _reading(path), _open(path) as file:
-        return _header(file, path)
+        dtype, shape = _header(file, path)
+
+    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
+        with _reading(path), _open(path) as file:
+            _header(file, path)
+            cut_off = f"IDX file {path} ends too early: it is cut off; get it again"
+            yield from stream_rows(file, dtype, shape, step, cut_off)
+
+    return Array(str(path), dtype, shape, blocks)
 
 
-def _header(file: IO[bytes], path: Path) -> _Idx:
+def _header(file: IO[bytes], path: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
     head = file.read(4)
     if not head:
         raise InputError(f"IDX file {path} is empty; give a file with data")
@@ -141,4 +124,4 @@ def _header(file: IO[bytes], path: Path) -> _Idx:
     shape = struct.unpack(f">{head[3]}I", sizes)
     if 0 in shape or len(shape) > MOST_DIMENSIONS:
         raise InputError(f"IDX file {path} holds no samples (its sizes are {list(shape)!s:.100}); get it again")
-    return _Idx(path, np.dtype(_TYPES[head[2]]), shape)
+    return np.dtype(_TYPES[head[2]]), shape

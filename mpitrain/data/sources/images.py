@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def images_source(files: Sequence[tuple[Path, Path]], size: tuple[int, int] | No
 
     train = [image for image in images if not image.held_out]
     test = [image for image in images if image.held_out]
-    blocks = partition(partial(rows, train), partial(rows, test) if test else None)
+    blocks = partition(rows, train, test)
     x = FieldSpec(name="x", dtype="uint8", shape=(3, height, width), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
     return Source("arrays", (x, y), blocks, files=len(images), classes=tuple(classes))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from mpitrain.data.order import mix64
 from mpitrain.data.writer import Block, Columns
 from mpitrain.errors import InputError
 
+T = TypeVar("T")
 _FINEST = 10**6  # fractions are rounded to this denominator at most, so that row numbers times it fit 64 bits
 
 
@@ -44,40 +45,32 @@ def held_out_mask(start: int, count: int, fraction: float) -> npt.NDArray[np.boo
 
 
 def partition(
-    train: Callable[[], Iterator[Columns]], test: Callable[[], Iterator[Columns]] | None = None
+    rows: Callable[[T], Iterator[Columns]], train: T, test: T | None = None
 ) -> Callable[[float], Iterator[Block]]:
     """How a source's rows come to the splits.
 
     Args:
-        train: Reads the rows, in blocks.
-        test: Reads those of the input's own test set; without one, some rows of `train` are held out.
+        rows: Reads rows, in blocks.
+        train: What it reads them from.
+        test: The same of the input's own test set; without one, some rows of `train` are held out.
 
     Returns:
         The `blocks` of a `Source`.
     """
 
     def blocks(held_out: float) -> Iterator[Block]:
-        if test is None:
-            yield from divide_rows(train(), held_out)
-            return
-        yield from ((TRAIN, columns) for columns in train())
-        yield from ((HELD_OUT, columns) for columns in test())
+        start = 0
+        for columns in rows(train):
+            held = held_out_mask(start, len(columns[0]), 0.0 if test else held_out)
+            start += len(held)
+            if held.any():
+                yield HELD_OUT, tuple(column[held] for column in columns)
+                columns = tuple(column[~held] for column in columns)
+            if len(columns[0]):
+                yield TRAIN, columns
+        yield from ((HELD_OUT, columns) for columns in (rows(test) if test else ()))
 
     return blocks
-
-
-def divide_rows(rows: Iterator[Columns], fraction: float) -> Iterator[Block]:
-    """Send each block's rows to the split they belong to, where `fraction` of them are to be held out."""
-    start = 0
-    for columns in rows:
-        count = len(columns[0])
-        held = held_out_mask(start, count, fraction)
-        start += count
-        if held.any():
-            yield HELD_OUT, tuple(column[held] for column in columns)
-            columns = tuple(column[~held] for column in columns)
-        if len(columns[0]):
-            yield TRAIN, columns
 
 
 def stream_rows(

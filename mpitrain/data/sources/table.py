@@ -68,7 +68,7 @@ def table_source(files: Sequence[Path], label: str | None) -> Source:
     number_of, classes = _label_kind(tables, at)
     to_number = number_of.__getitem__ if classes else float
 
-    def rows() -> Iterator[Columns]:
+    def rows(tables: Sequence[_Table]) -> Iterator[Columns]:
         x: list[list[float]] = []
         y: list[float] = []
         for table in tables:
@@ -88,7 +88,8 @@ def table_source(files: Sequence[Path], label: str | None) -> Source:
     x_field = FieldSpec(name="x", dtype="float32", shape=(first.columns - 1,), given="float")
     y_field = FieldSpec(name="y", dtype=y_dtype, shape=(), given="integer" if classes else "float")
     note = f"label: column {_column_name(first, at)}"
-    return Source("arrays", (x_field, y_field), partition(rows), files=len(files), classes=classes, notes=(note,))
+    blocks = partition(rows, tables)
+    return Source("arrays", (x_field, y_field), blocks, files=len(files), classes=classes, notes=(note,))
 
 
 def _look(path: Path) -> _Table:
