@@ -70,7 +70,7 @@ class ShardedParameters(Parameters):
         self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
         self._order: list[_Unit] = []  # of the units in the forward pass
         self._taken: dict[int, int] = {}  # buckets whose gradients were taken, by how many groups
-        self._saved: Callable[[torch.Tensor], None] | None = None  # called with what autograd keeps (`watch_saved`)
+        self._saved: Callable[[torch.Tensor], object] | None = None  # called with what autograd keeps (`watch_saved`)
         self._hooks: list[Any] = []
         for unit in self._units:
             self._take_shares(unit)
@@ -214,7 +214,7 @@ class ShardedParameters(Parameters):
         return unit.buffers[g].as_strided(shape, stride, offset)
 
     @contextmanager
-    def watch_saved(self, saved: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    def watch_saved(self, saved: Callable[[torch.Tensor], object]) -> Iterator[None]:
         self._saved = saved
         try:
             yield

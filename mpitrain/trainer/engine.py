@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.checkpoint import Manifest, Part
 from mpitrain.choices import Precision
@@ -128,7 +129,7 @@ class Engine:
         if meter is None or not torch.is_grad_enabled():
             yield
             return
-        with self.sharding.parameters.watch_saved(meter.add), meter:
+        with self.sharding.parameters.watch_saved(meter.add), saved_tensors_hooks(meter.add, lambda kept: kept):
             yield
         self._activations, self._meter = meter.nbytes, None
 
