@@ -134,8 +134,8 @@ class Executor:
             return partial(self._receive, step.stage, step.microbatch, step.gradient, step.source)
         runs: dict[type, Callable[[int, Stage, int], None]] = {
             Forward: self._forward,
-            Backward: partial(self._backward, Stage.backward, True),
-            BackwardInput: partial(self._backward, Stage.backward_input, False),
+            Backward: partial(self._backward, Stage.backward, self._kept.pop),
+            BackwardInput: partial(self._backward, Stage.backward_input, self._kept.__getitem__),
             BackwardWeight: self._backward_weight,
         }
         return partial(runs[type(step)], step.stage, self.stages[step.stage], step.microbatch)
@@ -177,17 +177,14 @@ class Executor:
     def _backward(
         self,
         run: Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]],
-        release: bool,
+        kept: Callable[[tuple[int, int]], Kept],
         number: int,
         stage: Stage,
         microbatch: int,
     ) -> None:
-        """Compute gradients of a stage, and pass those of its input on. release: nothing is left for a weight half."""
+        """Compute gradients of a stage, and pass those of its input on. kept: pops, if no weight half follows."""
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True)).tensors
-        kept = self._kept[number, microbatch]
-        if release:
-            del self._kept[number, microbatch]
-        found = run(stage, kept, gradients)
+        found = run(stage, kept((number, microbatch)), gradients)
         if number > 0:
             self._pass_on(number, microbatch, True, found, number - 1)
 
