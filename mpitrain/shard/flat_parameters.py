@@ -66,14 +66,12 @@ def replicated_flat_parameters(
         counted: Whether a parameter's gradient belongs to this rank's part of the norm.
         on_host: The optimizer works on copies in host memory of what is on a device.
     """
-    flat_parameters = []
-    for number, settings in enumerate(optimizer.param_groups):
-        for parameter in settings["params"]:
-            if not parameter.requires_grad:
-                continue
-            of, whole = partial(gradient, parameter), ((parameter, 0, parameter.numel(), 0),)
-            flat_parameters.append(_made(parameter, of, whole, number, counted(parameter), on_host=on_host))
-    return flat_parameters
+    return [
+        _made(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, counted(p), on_host=on_host)
+        for number, settings in enumerate(optimizer.param_groups)
+        for p in settings["params"]
+        if p.requires_grad
+    ]
 
 
 def sharded_flat_parameters(

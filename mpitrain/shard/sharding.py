@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -220,18 +221,12 @@ class Sharding:
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
             )
-        places = {
-            p: (g, place.offset, place.offset + place.numel)
-            for g, group in enumerate(self.groups)
-            for p, place in zip(group.parameters, group.layout.places, strict=True)
-        }
-        apart = self.options.reduce_dtype is not None
-
-        def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-            if apart:
-                return gradients.own(*places[parameter]).view(parameter.shape)
-            return parameter.grad
-
+        gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
+        if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart
+            views: dict[nn.Parameter, torch.Tensor] = {}
+            for group, flat in zip(self.groups, gradients.flat, strict=True):
+                views.update(zip(group.parameters, group.views(flat), strict=True))
+            gradient_of = views.__getitem__
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
     @property
