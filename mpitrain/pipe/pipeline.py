@@ -27,7 +27,7 @@ from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.record import Recorder, to_json
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.slices import cannot_look_back, slice_sequences
+from mpitrain.pipe.slices import require_look_back, slice_sequences
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.tied import Tied, find_tied, sum_gradients
 from mpitrain.pipe.wire import Wire, look
@@ -83,8 +83,7 @@ class Pipeline:
         self._microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
         blocks = listed_blocks(model)
-        if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
-            raise cannot_look_back(model, slices)
+        require_look_back(model, blocks, slices)
         bounds = partition_blocks(blocks, plan.stages, _costs(blocks, cut, sample, mesh))
         parts = [blocks[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
