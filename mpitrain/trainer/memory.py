@@ -51,11 +51,8 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     states = moments + sum(s.value.nbytes for s in sharding.flat_parameters if s.stored is not None)
     per_element = round(moments / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
     accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
-    expected = {
-        "parameters": round(sum(a.parameters for a in accounts)),
-        "gradients": round(sum(a.gradients for a in accounts)),
-        "states": round(sum(a.states for a in accounts)),
-    }
+    kinds = ("parameters", "gradients", "states")
+    expected = {kind: round(sum(getattr(account, kind) for account in accounts)) for kind in kinds}
     flat = sum(g.layout.numel * g.dtype.itemsize for g in sharding.groups)
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
     narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
