@@ -13,12 +13,10 @@ Weights come from torch's default generator: after the same `torch.manual_seed` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from mpitrain.models.task import BlockModel
+from mpitrain.models.task import BlockModel, Criterion
 
 SMALL_IMAGE = 64  # pixels, of the longer side
 
@@ -93,7 +91,7 @@ class ResNet(BlockModel):
         width: int,
         channels: int,
         outputs: int,
-        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        criterion: Criterion,
         *,
         small: bool,
         channels_last: bool = False,
