@@ -31,6 +31,7 @@ from mpitrain.pipe.stage import Kept, Past, Stage
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # of a backward pass, or all of it
 Known = dict[int, OutputSpec]  # by stage, of microbatches that look alike: the output
 
 
@@ -175,12 +176,7 @@ class Executor:
         return self.loss(output, self._batch.targets[microbatch]) * self._batch.weights[microbatch]
 
     def _backward(
-        self,
-        run: Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]],
-        kept: Callable[[tuple[int, int]], Kept],
-        number: int,
-        stage: Stage,
-        microbatch: int,
+        self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int
     ) -> None:
         """Compute gradients of a stage, and pass those of its input on. kept: pops, if no weight half follows."""
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True)).tensors

@@ -21,6 +21,7 @@ from mpitrain.shard.flat import FlatGroup
 
 # optimizers whose update of an element depends on that element alone, so that it can be done share by share
 _NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
+GradientOf = Callable[[nn.Parameter], "torch.Tensor | None"]  # reduced; None where there is none
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 
 
@@ -52,11 +53,7 @@ class FlatParameter:
 
 
 def replicated_flat_parameters(
-    optimizer: torch.optim.Optimizer,
-    gradient: Callable[[nn.Parameter], torch.Tensor | None],
-    counted: Callable[[nn.Parameter], bool],
-    *,
-    on_host: bool = False,
+    optimizer: torch.optim.Optimizer, gradient: GradientOf, counted: Callable[[nn.Parameter], bool], *, on_host: bool
 ) -> list[FlatParameter]:
     """One flat parameter for each parameter that the optimizer trains.
 

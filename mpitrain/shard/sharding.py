@@ -26,6 +26,7 @@ from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
+    GradientOf,
     hand_over,
     refuse_strangers,
     replicated_flat_parameters,
@@ -221,7 +222,7 @@ class Sharding:
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
             )
-        gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
+        gradient_of: GradientOf = attrgetter("grad")
         if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart
             views: dict[nn.Parameter, torch.Tensor] = {}
             for group, flat in zip(self.groups, gradients.flat, strict=True):

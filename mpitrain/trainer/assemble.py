@@ -34,13 +34,11 @@ from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
 
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
 
 def assemble(
-    config: Config,
-    mesh: Mesh,
-    task: Task,
-    data: Dataset,
-    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    config: Config, mesh: Mesh, task: Task, data: Dataset, make_optimizer: MakeOptimizer
 ) -> tuple[Engine, int]:
     """Divide a model over the ranks of a mesh. Collective.
 
