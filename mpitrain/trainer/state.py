@@ -298,6 +298,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).cpu()
 
 
+def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By parameter, what several ranks know of its optimizer states."""
+    together: dict[str, dict[str, Any]] = {}
+    for of_rank in found:
+        for name, states in of_rank.items():
+            together.setdefault(name, {}).update(states)
+    return together
+
+
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Further names of parameters that have several: name -> the name they are saved under."""
     first = {id(p): name for name, p in module.named_parameters()}
