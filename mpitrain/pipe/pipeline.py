@@ -29,7 +29,7 @@ from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.slices import require_look_back, slice_sequences
 from mpitrain.pipe.stage import Stage
-from mpitrain.pipe.tied import Tied, find_tied, sum_gradients
+from mpitrain.pipe.tied import Tied, find_tied
 from mpitrain.pipe.wire import Wire, look
 
 _REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
@@ -149,7 +149,11 @@ class Pipeline:
 
     def synchronize_tied(self) -> None:
         """Sum the gradients of parameters that stages on several ranks share. Call after the last backward."""
-        sum_gradients(self._tied)
+        for tied in self._tied:
+            if tied.parameter.requires_grad:
+                if tied.parameter.grad is None:
+                    tied.parameter.grad = torch.zeros_like(tied.parameter)
+                tied.group.all_reduce(tied.parameter.grad)
 
     def counted_elsewhere(self) -> set[str]:
         """This rank's parameters that a lower rank of the pipeline has a copy of; norms leave them out."""
