@@ -192,9 +192,8 @@ class Sharding:
                     made.free()
                 return None
             copies.append(copy)
-        carriers = None
-        if comm.num_nodes > 1 and self.replicas is None:
-            carriers = self._split(comm.local_rank, 0, "carriers")
+        carried = comm.num_nodes > 1 and self.replicas is None
+        carriers = self._split(comm.local_rank, 0, "carriers") if carried else None
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
     def _place_gradients(self) -> Gradients:

@@ -184,10 +184,8 @@ def initialize(
     """
     comm = comm if comm is not None else init()
     settings, section = _read(config, comm.size, own_optimizer=optimizer is not None)
-    for what, given, named in (
-        ("an optimizer", optimizer, settings.optimizer),
-        ("a scheduler", scheduler, settings.schedule),
-    ):
+    both = (("an optimizer", optimizer, settings.optimizer), ("a scheduler", scheduler, settings.schedule))
+    for what, given, named in both:
         if given is not None and named is not None:
             raise refusal(f"{what} was given, and {_origin(config)} names another; leave one out")
     if settings.timeout is not None:
