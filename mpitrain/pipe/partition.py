@@ -98,9 +98,8 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for _, block in blocks:
             buffers = [(b, b.clone()) for b in block.buffers()]
-            seconds, y = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
+            seconds, x = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
             costs.append(seconds)
-            x = y
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
