@@ -99,11 +99,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     warnings.filterwarnings("ignore", module="torch.distributed")
     state = BenchState(world, 16 if options.quick else options.mb)
     parts, wanted = state.parts(), state.empty_parts()
-    with (
-        temporary_folder(world, options, "checkpoint") as folder,
-        gloo(world),
-        Store(folder / "ours", world, 1) as store,
-    ):
+    temporary = temporary_folder(world, options, "checkpoint")
+    with temporary as folder, gloo(world), Store(folder / "ours", world, 1) as store:
         store.prepare(set_aside=False)
         store.save(0, parts, {})
         own, theirs = state.distributed(0), state.distributed(1)

@@ -63,15 +63,11 @@ _MEMORIES = ("arena", "private")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    return run(Benchmark("collectives", _parser(), measure, report), arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
     made = parser("collectives", "Collectives against the MPI library's own, gloo and memcpy; tuning of their choice.")
     made.add_argument("--sizes", type=_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
     repeated(made, 21, 8, "one operation at one size")
     made.add_argument("--tune", action="store_true", help="find the fastest algorithms; keep them for later jobs here")
-    return made
+    return run(Benchmark("collectives", made, measure, report), arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +111,6 @@ class _Contenders:
 
     def __init__(self, world: Communicator) -> None:
         self.world, self.plain = world, PlainMPI(world)
-        self.adds_fp16 = self.plain.adds_fp16
         self.reads_neighbours = reads_neighbours(world)
 
     @contextmanager
@@ -147,7 +142,7 @@ class _Contenders:
         with self._arena(numel, torch.float16) as fp16, self._arena(numel, torch.bfloat16) as bf16:
             vectors = {"fp16": fp16.tensor, "bf16": bf16.tensor}
             calls: dict[str, Callable[[], object]] = {n: partial(world.all_reduce, x) for n, x in vectors.items()}
-            if self.adds_fp16:
+            if self.plain.adds_fp16:
                 vectors["library"] = _zeros(numel, torch.float16)
                 calls["library"] = self.plain.all_reduce(vectors["library"])
             single = size >= _SINGLE_FROM

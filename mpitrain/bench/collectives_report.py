@@ -32,7 +32,10 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
             tables += [_all_reduce(ranks, result), _halves(ranks, result), _others(ranks, result)]
         tables.append(_algorithms(ranks, result))
     if options.tune:
-        print(_tuning_sentence(results))
+        print(
+            f"The rules are in {next(iter(results.values()))['tuned']['path']}; jobs on this machine with this MPI use "
+            "them from now on (python -m mpitrain.doctor shows them; delete the file to go back to the built-in ones)."
+        )
         return Report("Collectives, tuned", tables, draw=lambda figure: _draw_algorithms(figure, results))
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
     return Report("Collectives", [_means(results), *tables], targets, lambda figure: _draw(figure, results))
@@ -197,14 +200,6 @@ def _tuned(ranks: int, result: Result) -> ReportTable:
     rules = result["tuned"]["rules"]
     rows = [[place.rpartition("/")[0], describe([(limit, name) for limit, name in rules[place]])] for place in rules]
     return ReportTable(f"Rules, {ranks} ranks", ("place", "algorithm"), rows)
-
-
-def _tuning_sentence(results: dict[int, Result]) -> str:
-    path = next(iter(results.values()))["tuned"]["path"]
-    return (
-        f"The rules are in {path}; jobs on this machine with this MPI use them from now on "
-        "(python -m mpitrain.doctor shows them; delete the file to go back to the built-in ones)."
-    )
 
 
 def size_text(nbytes: int) -> str:

@@ -91,9 +91,7 @@ def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dic
         )
     whole = order.ids(0, order.samples)
 
-    def plain() -> Batches:
-        return _plain(folder, whole, batch, world)
-
+    plain = partial(_plain, folder, whole, batch, world)
     _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
     contenders = {_PLAIN: Contender(lambda: _take(plain(), count), single=True)}
     for workers in (0, 1):

@@ -161,16 +161,12 @@ def start(command: Sequence[str], ranks: int, limit: float, environment: dict[st
         return EXIT_FAILED
     finally:
         if job.poll() is None:
-            _end(job)
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    os.killpg(job.pid, signal.SIGTERM)
-    try:
-        job.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+            os.killpg(job.pid, signal.SIGTERM)
+            try:
+                job.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
 
 
 def _mpirun() -> list[str]:

@@ -55,17 +55,13 @@ _RECORDED = 3  # batches, the median of which counts
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    return run(Benchmark("pipeline", _parser(), measure, report), arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
     made = parser("pipeline", "Pipeline schedules against torch.distributed.pipelining.", ranks="2,4")
     made.add_argument(
         "--layers", type=int, default=14, metavar="N", help="blocks of the GPT, besides three others [14]"
     )
     made.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a batch [8]")
     repeated(made, 15, 20, "one schedule and size")
-    return made
+    return run(Benchmark("pipeline", made, measure, report), arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -112,11 +108,10 @@ class _Case:
         theirs = {s: deepcopy(model[bounds[s] : bounds[s + 1]]) for s in self.schedule.stages_of(world.rank)}
         self.pipeline = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks)
         self.recorded = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks, record=True)
-        self.peer, self.peer_parameters = _peer(self.schedule, theirs, self.x, self.y)
+        self.peer, self.peer_module = _peer(self.schedule, theirs, self.x, self.y)
 
     def contenders(self) -> dict[str, Contender]:
         """The pipeline, and torch's if it has checked out to compute the same loss."""
-        mine = list(self.pipeline.module.parameters())
         expected = self.pipeline.forward_backward(self.parts, self.weights)
         found = torch.tensor([self.peer()], dtype=torch.float64)
         self.world.broadcast(found, root=self.schedule.rank_of[-1])
@@ -125,8 +120,8 @@ class _Case:
             raise InputError(text, agreed=True)
         ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
         return {
-            "mpitrain": Contender(ours, partial(_zero, mine), single=True),
-            "torch": Contender(self.peer, partial(_zero, self.peer_parameters), single=True),
+            "mpitrain": Contender(ours, partial(self.pipeline.module.zero_grad, set_to_none=False), single=True),
+            "torch": Contender(self.peer, partial(self.peer_module.zero_grad, set_to_none=False), single=True),
         }
 
     def idle(self) -> dict[str, float] | None:
@@ -163,7 +158,7 @@ def _gpt(layers: int) -> nn.Sequential:
 
 def _peer(
     schedule: Schedule, modules: dict[int, nn.Module], x: torch.Tensor, y: torch.Tensor
-) -> tuple[Callable[[], float], list[nn.Parameter]]:
+) -> tuple[Callable[[], float], nn.Module]:
     """One batch through torch's pipeline of the same stages: the mean loss where the last stage is, else 0."""
     from torch.distributed import pipelining
 
@@ -185,13 +180,7 @@ def _peer(
         runner.step(*((x,) if first else ()), **({"target": y, "losses": losses} if last else {}))
         return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else 0.0
 
-    return step, [p for module in modules.values() for p in module.parameters()]
-
-
-def _zero(parameters: Sequence[nn.Parameter]) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.zero_()
+    return step, nn.ModuleList(modules.values())
 
 
 def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:

@@ -36,7 +36,7 @@ import numpy as np
 
 from mpitrain.bench.jobs import Benchmark, launched, parser, repeated, run
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.step_contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
+from mpitrain.bench.step_contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders
 from mpitrain.bench.step_memory import measured_apart, remembered
 from mpitrain.bench.step_report import HEAVY, LIGHT, report
 from mpitrain.bench.timing import Contender, interleaved
@@ -163,11 +163,7 @@ def _available() -> float:
 @contextmanager
 def _alive(world: Communicator, shape: Shape, samples: int, names: Sequence[str]) -> Iterator[dict[str, Trainee]]:
     """Contenders by name, all of them ready; their memory is given back at the end. Collective."""
-    trainees = {}
-    for name in names:
-        made = contenders()[name]
-        assert not isinstance(made, str)
-        trainees[name] = made(world, shape, Batches(shape, samples, world.rank))
+    trainees = {name: contender(name, world, shape, samples) for name in names}
     yield trainees
     for trainee in trainees.values():
         trainee.close()

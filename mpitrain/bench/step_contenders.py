@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -69,49 +70,42 @@ class Batches:
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
+@dataclass
 class Trainee:
-    """A model in training.
+    """A model in training; it begins with the first batch.
 
     Attributes:
-        loss: This rank's part of the mean loss of all ranks, in the last step.
+        batches: This rank's.
+        forward_backward: Gives the gradients of x and y, and returns the loss.
+        update: Applies them.
+        release: Ends what is to be ended before the memory goes.
         account: Gives bytes by category, where the contender counts them.
+        loss: This rank's part of the mean loss of all ranks, in the last step.
     """
 
-    def __init__(
-        self,
-        batches: Batches,
-        forward_backward: Callable[[torch.Tensor, torch.Tensor], float],
-        update: Callable[[], object],
-        release: Callable[[], None] | None = None,
-        account: Callable[[], dict[str, int]] | None = None,
-    ) -> None:
-        """Begin with the first batch.
+    batches: Batches
+    forward_backward: Callable[[torch.Tensor, torch.Tensor], float]
+    update: Callable[[], object]
+    release: Callable[[], None] | None = None
+    account: Callable[[], dict[str, int]] | None = None
+    loss: float = math.nan
 
-        Args:
-            batches: This rank's.
-            forward_backward: Gives the gradients of x and y, and returns the loss.
-            update: Applies them.
-            release: Ends what is to be ended before the memory goes.
-            account: Gives bytes by category, where the contender counts them.
-        """
-        self._batches, self._forward_backward, self._update = batches, forward_backward, update
-        self._release, self.account = release, account
-        self._batch = batches.next()
-        self.loss = float("nan")
+    def __post_init__(self) -> None:
+        self.prepare()
 
     def prepare(self) -> None:
         """Draw the next batch."""
-        self._batch = self._batches.next()
+        self._batch = self.batches.next()
 
     def step(self) -> None:
         """Gradients of the batch, and the update. Collective, but for one process alone."""
-        self.loss = self._forward_backward(*self._batch)
-        self._update()
+        self.loss = self.forward_backward(*self._batch)
+        self.update()
 
     def close(self) -> None:
         """Give the memory back. Collective."""
-        if self._release is not None:
-            self._release()
+        if self.release is not None:
+            self.release()
         self.__dict__.clear()
         gc.collect()  # wrappers and hooks refer to each other
 
@@ -133,6 +127,13 @@ def contenders() -> dict[str, Build | str]:
     for stage in (1, 2, 3):
         found[f"DeepSpeed ZeRO-{stage}"] = "not installed" if missing else partial(_deepspeed, stage=stage)
     return found
+
+
+def contender(name: str, world: Communicator, shape: Shape, samples: int) -> Trainee:
+    """One that can run here, with batches of its own. Collective."""
+    build = contenders()[name]
+    assert not isinstance(build, str)
+    return build(world, shape, Batches(shape, samples, world.rank))
 
 
 def bytes_needed(name: str, numel: int, ranks: int) -> float:

@@ -25,7 +25,7 @@ import numpy as np
 
 from mpitrain.bench.jobs import start
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.step_contenders import Batches, Shape, contenders
+from mpitrain.bench.step_contenders import Shape, contender
 from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE
 
@@ -69,15 +69,13 @@ def peaks(world: Communicator, name: str, shape: Shape, samples: int) -> dict[st
         rank, node: bytes more than before the model was made, of the rank that takes most, and of a node. process: of
         the whole process of the rank that takes most.
     """
-    made = contenders()[name]
-    assert not isinstance(made, str)
     with gloo(world):
         small = Shape(vocabulary=16, layers=1, width=64, tokens=8)
-        first = made(world, small, Batches(small, 1, world.rank))  # loads the libraries that a step uses
+        first = contender(name, world, small, 1)  # loads the libraries that a step uses
         first.step()
         first.close()
         with _watching(world) as readings:
-            trainee = made(world, shape, Batches(shape, samples, world.rank))
+            trainee = contender(name, world, shape, samples)
             for _ in range(STEPS):
                 trainee.prepare()
                 trainee.step()

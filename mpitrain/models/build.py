@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
 from mpitrain.choices import RESNET_LAYERS, Model, one_of
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.models.factory import build_from_factory
 from mpitrain.models.losses import cross_entropy, squared_error
-from mpitrain.models.task import Task
+from mpitrain.models.task import Criterion, Task
 
 if TYPE_CHECKING:
     from mpitrain.data import Description
@@ -85,7 +83,7 @@ def _mlp(section: ModelSection, description: Description) -> Task:
 MODELS: dict[Model, Callable[[ModelSection, Description], Task]] = {"gpt": _gpt, "resnet": _resnet, "mlp": _mlp}
 
 
-def _target(description: Description) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+def _target(description: Description) -> tuple[int, Criterion]:
     """(outputs, loss): scores of the classes and cross-entropy, or y's numbers and squared error."""
     if description.classes:
         return len(description.classes), cross_entropy

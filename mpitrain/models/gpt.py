@@ -52,13 +52,8 @@ class GPT(BlockModel):
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
         """(name, module) in order; feeding tokens through them equals `model(tokens)`."""
         blocks = [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
-        return [
-            ("embedding", self.embedding),
-            ("dropout", self.dropout),
-            *blocks,
-            ("norm", self.norm),
-            ("head", self.head),
-        ]
+        begin: list[tuple[str, nn.Module]] = [("embedding", self.embedding), ("dropout", self.dropout)]
+        return [*begin, *blocks, ("norm", self.norm), ("head", self.head)]
 
     def tensor_plan(self) -> dict[str, str]:
         """How each layer may be divided over ranks. `criterion` then has to take divided scores."""

@@ -5,12 +5,10 @@ Weights come from torch's default generator: after the same `torch.manual_seed` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from mpitrain.models.task import BlockModel
+from mpitrain.models.task import BlockModel, Criterion
 
 
 class MLP(BlockModel):
@@ -20,13 +18,7 @@ class MLP(BlockModel):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        layers: int,
-        width: int,
-        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        dropout: float = 0.0,
+        self, inputs: int, outputs: int, layers: int, width: int, criterion: Criterion, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.flatten = Flatten()

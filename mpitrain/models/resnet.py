@@ -13,45 +13,50 @@ Weights come from torch's default generator: after the same `torch.manual_seed` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from mpitrain.models.task import BlockModel
+from mpitrain.models.task import BlockModel, Criterion
 
 SMALL_IMAGE = 64  # pixels, of the longer side
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+class ResidualBlock(nn.Module):
+    """Convolutions beside a shortcut."""
 
-    expansion = 1
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, residual: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.residual = nn.Sequential(
-            convolution(inputs, width, 3, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            convolution(width, width, 3),
-            nn.BatchNorm2d(width),
-        )
-        self.shortcut = shortcut(inputs, width, stride)
+        self.residual = residual
+        self.shortcut = shortcut(inputs, outputs, stride)
         self.activation = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activation(self.residual(x) + self.shortcut(x))
 
 
-class Bottleneck(nn.Module):
+class BasicBlock(ResidualBlock):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        residual = nn.Sequential(
+            convolution(inputs, width, 3, stride),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            convolution(width, width, 3),
+            nn.BatchNorm2d(width),
+        )
+        super().__init__(residual, inputs, width, stride)
+
+
+class Bottleneck(ResidualBlock):
     """1x1 down, 3x3, 1x1 up to four times the width, beside a shortcut."""
 
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.residual = nn.Sequential(
+        residual = nn.Sequential(
             convolution(inputs, width, 1),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
@@ -61,11 +66,7 @@ class Bottleneck(nn.Module):
             convolution(width, width * self.expansion, 1),
             nn.BatchNorm2d(width * self.expansion),
         )
-        self.shortcut = shortcut(inputs, width * self.expansion, stride)
-        self.activation = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activation(self.residual(x) + self.shortcut(x))
+        super().__init__(residual, inputs, width * self.expansion, stride)
 
 
 STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
@@ -90,7 +91,7 @@ class ResNet(BlockModel):
         width: int,
         channels: int,
         outputs: int,
-        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        criterion: Criterion,
         *,
         small: bool,
         channels_last: bool = False,
@@ -125,7 +126,7 @@ class ResNet(BlockModel):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, BasicBlock | Bottleneck):
+            elif isinstance(module, ResidualBlock):
                 nn.init.zeros_(module.residual[-1].weight)  # type: ignore[arg-type]
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of output and y: the loss
+
 
 class BlockModel(nn.Module):
     """A model whose forward pass is its blocks in order, and whose loss is a criterion(output, y)."""
 
-    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    criterion: Criterion
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of each block, in order."""

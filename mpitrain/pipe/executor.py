@@ -31,6 +31,7 @@ from mpitrain.pipe.stage import Kept, Past, Stage
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # of a backward pass, or all of it
 Known = dict[int, OutputSpec]  # by stage, of microbatches that look alike: the output
 
 
@@ -134,8 +135,8 @@ class Executor:
             return partial(self._receive, step.stage, step.microbatch, step.gradient, step.source)
         runs: dict[type, Callable[[int, Stage, int], None]] = {
             Forward: self._forward,
-            Backward: partial(self._backward, Stage.backward, True),
-            BackwardInput: partial(self._backward, Stage.backward_input, False),
+            Backward: partial(self._backward, Stage.backward, self._kept.pop),
+            BackwardInput: partial(self._backward, Stage.backward_input, self._kept.__getitem__),
             BackwardWeight: self._backward_weight,
         }
         return partial(runs[type(step)], step.stage, self.stages[step.stage], step.microbatch)
@@ -175,19 +176,11 @@ class Executor:
         return self.loss(output, self._batch.targets[microbatch]) * self._batch.weights[microbatch]
 
     def _backward(
-        self,
-        run: Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]],
-        release: bool,
-        number: int,
-        stage: Stage,
-        microbatch: int,
+        self, run: Half, kept: Callable[[tuple[int, int]], Kept], number: int, stage: Stage, microbatch: int
     ) -> None:
-        """Compute gradients of a stage, and pass those of its input on. release: nothing is left for a weight half."""
+        """Compute gradients of a stage, and pass those of its input on. kept: pops, if no weight half follows."""
         gradients = [] if number == self._last else self._arriving.pop((number + 1, microbatch, True)).tensors
-        kept = self._kept[number, microbatch]
-        if release:
-            del self._kept[number, microbatch]
-        found = run(stage, kept, gradients)
+        found = run(stage, kept((number, microbatch)), gradients)
         if number > 0:
             self._pass_on(number, microbatch, True, found, number - 1)
 

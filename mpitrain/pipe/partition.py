@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.errors import refusal
 from mpitrain.layout import split
+from mpitrain.pipe.wire import as_tuple
 
 _TRIES = 3  # of a block's timing; the fastest counts
 
@@ -97,9 +98,8 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for _, block in blocks:
             buffers = [(b, b.clone()) for b in block.buffers()]
-            seconds, y = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
+            seconds, x = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
             costs.append(seconds)
-            x = y
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
@@ -108,20 +108,14 @@ def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
 
 def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     """Seconds of forward and backward, and the block's output, detached."""
-    tensors = _leaves(x)
+    tensors = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in as_tuple(x)]
     given = [t.clone() for t in tensors]  # the block may overwrite these, but not leaves of a graph
     x = given[0] if isinstance(x, torch.Tensor) else tuple(given)
     begin = time.perf_counter()
     y = block(x)
-    outputs = [t for t in ((y,) if isinstance(y, torch.Tensor) else y) if t.requires_grad]
+    outputs = [t for t in as_tuple(y) if t.requires_grad]
     wanted = [t for t in [*tensors, *block.parameters()] if t.requires_grad]
     if outputs and wanted:
         torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
     seconds = time.perf_counter() - begin
     return seconds, y.detach() if isinstance(y, torch.Tensor) else tuple(t.detach() for t in y)
-
-
-def _leaves(x: Any) -> list[torch.Tensor]:
-    """Copies of the tensors that require gradients where they can."""
-    tensors = [x] if isinstance(x, torch.Tensor) else list(x)
-    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]

@@ -27,9 +27,9 @@ from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.record import Recorder, to_json
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.slices import cannot_look_back, slice_sequences
+from mpitrain.pipe.slices import require_look_back, slice_sequences
 from mpitrain.pipe.stage import Stage
-from mpitrain.pipe.tied import Tied, find_tied, sum_gradients
+from mpitrain.pipe.tied import Tied, find_tied
 from mpitrain.pipe.wire import Wire, look
 
 _REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
@@ -83,8 +83,7 @@ class Pipeline:
         self._microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
         blocks = listed_blocks(model)
-        if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
-            raise cannot_look_back(model, slices)
+        require_look_back(model, blocks, slices)
         bounds = partition_blocks(blocks, plan.stages, _costs(blocks, cut, sample, mesh))
         parts = [blocks[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
@@ -150,7 +149,11 @@ class Pipeline:
 
     def synchronize_tied(self) -> None:
         """Sum the gradients of parameters that stages on several ranks share. Call after the last backward."""
-        sum_gradients(self._tied)
+        for tied in self._tied:
+            if tied.parameter.requires_grad:
+                if tied.parameter.grad is None:
+                    tied.parameter.grad = torch.zeros_like(tied.parameter)
+                tied.group.all_reduce(tied.parameter.grad)
 
     def counted_elsewhere(self) -> set[str]:
         """This rank's parameters that a lower rank of the pipeline has a copy of; norms leave them out."""

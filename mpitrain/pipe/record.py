@@ -46,9 +46,8 @@ class Recorder:
         def run() -> None:
             begin = time.perf_counter()
             call()
-            end = time.perf_counter()
-            row = [type(step).__name__, step.stage, step.microbatch, begin - self._begin, end - self._begin]
-            self.rows.append(row)
+            times = begin - self._begin, time.perf_counter() - self._begin
+            self.rows.append([type(step).__name__, step.stage, step.microbatch, *times])
 
         return run
 

@@ -174,12 +174,10 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
     """
     if name == "terapipe":
         return terapipe(ranks, microbatches, slices)
-    if ":" in name:
-        schedule = find("parallel.schedule", name)(ranks, microbatches, chunks)
-        return schedule if slices == 1 else in_slices(schedule, slices)
-    if name not in SCHEDULES:
+    maker = find("parallel.schedule", name) if ":" in name else SCHEDULES.get(name)  # type: ignore[call-overload]
+    if maker is None:
         raise refusal(f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}")
-    schedule = SCHEDULES[name](ranks, microbatches, chunks)
+    schedule: Schedule = maker(ranks, microbatches, chunks)
     return schedule if slices == 1 else in_slices(schedule, slices)
 
 

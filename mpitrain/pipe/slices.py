@@ -49,13 +49,14 @@ def slice_sequences(
     return sliced, shares
 
 
-def cannot_look_back(model: Any, slices: int) -> InputError:
-    """The error of a model without `forward_slice`."""
-    name = f"{type(model).__name__} has" if isinstance(model, nn.Module) else "the blocks have"
-    return refusal(
-        f"{slices} slices of the sequence: blocks that look at earlier positions need a method forward_slice(x, past), "
-        f"but {name} none; set parallel.slices to 1"
-    )
+def require_look_back(model: Any, blocks: Sequence[tuple[str, nn.Module]], slices: int) -> None:
+    """Raise InputError for a model whose sequence is to be sliced, and none of whose blocks has `forward_slice`."""
+    if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
+        name = f"{type(model).__name__} has" if isinstance(model, nn.Module) else "the blocks have"
+        raise refusal(
+            f"{slices} slices of the sequence: blocks that look at earlier positions need a method "
+            f"forward_slice(x, past), but {name} none; set parallel.slices to 1"
+        )
 
 
 def check_slices(blocks: Sequence[tuple[str, nn.Module]], x: torch.Tensor, y: torch.Tensor, slices: int) -> None:

@@ -19,7 +19,6 @@ others again; its gradient is complete in the input half already, and taken ther
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,13 +41,13 @@ def backward_inputs(
         The gradients of the inputs (None where nothing depends on one), and what to call later to add the gradients
         of most parameters to their `.grad`; those of the others have been added.
     """
-    graph = _walk(outputs, inputs)
-    edges = [GradientEdge(node, number) for node, numbers in graph.arriving.items() for number in sorted(numbers)]
-    targets: Any = [*inputs, *edges, *graph.early]
+    late, early, arriving = _walk(outputs, inputs)
+    edges = [GradientEdge(node, number) for node, numbers in arriving.items() for number in sorted(numbers)]
+    targets: Any = [*inputs, *edges, *early]
     found = torch.autograd.grad(outputs, targets, gradients, retain_graph=True, allow_unused=True)
     of_inputs: Gradients = list(found[: len(inputs)])
     arrived = found[len(inputs) : len(inputs) + len(edges)]
-    for parameter, gradient in zip(graph.early, found[len(inputs) + len(edges) :], strict=True):
+    for parameter, gradient in zip(early, found[len(inputs) + len(edges) :], strict=True):
         _accumulate(parameter, gradient)
     at_node: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
     for edge, gradient in zip(edges, arrived, strict=True):
@@ -56,7 +55,7 @@ def backward_inputs(
             at_node.setdefault(edge.node, []).append((edge, gradient))
 
     def weights() -> None:
-        for node, parameters in graph.late.items():
+        for node, parameters in late.items():
             if node in at_node:
                 roots, values = zip(*at_node[node], strict=True)
                 gradients = torch.autograd.grad(roots, parameters, values, retain_graph=True, allow_unused=True)
@@ -66,23 +65,16 @@ def backward_inputs(
     return of_inputs, weights
 
 
-@dataclass
-class _Graph:
-    """What of a graph each half computes.
+def _walk(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[dict[Node, list[torch.Tensor]], list[torch.Tensor], dict[Node, set[int]]]:
+    """Find the path nodes, and the parameters that hang on them.
 
-    Attributes:
+    Returns:
         late: The parameters of the weight half, by the path node they hang on.
         early: The parameters of the input half.
         arriving: Of each of those nodes, the numbers of its outputs at which gradients arrive.
     """
-
-    late: dict[Node, list[torch.Tensor]]
-    early: list[torch.Tensor]
-    arriving: dict[Node, set[int]]
-
-
-def _walk(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Graph:
-    """Find the path nodes, and the parameters that hang on them."""
     roots = [get_gradient_edge(t).node for t in outputs]
     children, parents = _below(roots)
     path: dict[Node, None] = {}  # a set in order of the graph: ranks of a tensor axis must go through it alike
@@ -115,7 +107,7 @@ def _walk(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _G
         edge = get_gradient_edge(t)
         if edge.node in arriving:
             arriving[edge.node].add(edge.output_nr)
-    return _Graph(late, [leaf.variable for leaf in early], arriving)
+    return late, [leaf.variable for leaf in early], arriving
 
 
 def _below(roots: Sequence[Node]) -> tuple[dict[Node, Any], dict[Node, list[Node]]]:

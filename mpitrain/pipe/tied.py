@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
@@ -73,13 +72,3 @@ def find_tied(
         group.broadcast(parameters[key].detach(), root=0)
         found.append(Tied(names[comm.rank], parameters[key], group))
     return found
-
-
-def sum_gradients(tied: Sequence[Tied]) -> None:
-    """Sum the gradients of all copies of each parameter, in place. Collective over the ranks that hold one."""
-    for t in tied:
-        if not t.parameter.requires_grad:
-            continue
-        if t.parameter.grad is None:
-            t.parameter.grad = torch.zeros_like(t.parameter)
-        t.group.all_reduce(t.parameter.grad)

@@ -63,7 +63,7 @@ class DistributedDataParallel(nn.Module):
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
         """Lay gradients out in an order, and watch for them. Collective."""
         groups = flat_groups(order, self._bucket_mb)
-        gradients = WholeGradients(groups, self._reduction, sharded=False)
+        gradients = WholeGradients(groups, self._reduction, sharded=False, dtype=None)
         return Reducer(gradients, self._names, self.module, unused_allowed=self._unused, static=self._static)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

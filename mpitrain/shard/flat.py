@@ -49,8 +49,18 @@ class FlatGroup:
 
     def buckets(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The buckets of a tensor laid out like the group, as views."""
-        bounds = self.layout.bounds
-        return [flat[lo:hi] for lo, hi in pairwise(bounds)]
+        return [flat[lo:hi] for lo, hi in pairwise(self.layout.bounds)]
+
+    def members(self, bucket: int) -> list[tuple[nn.Parameter, int]]:
+        """The parameters that lie in a bucket, in order, and the offset of each in it."""
+        begin, pairs = self.layout.bounds[bucket], zip(self.parameters, self.layout.places, strict=True)
+        return [(p, place.offset - begin) for p, place in pairs if place.bucket == bucket]
+
+    def in_shares(self, at: int, rank: int) -> int:
+        """Where element `at` of a rank's share of some bucket is, when the rank's shares lie end to end."""
+        layout = self.layout
+        bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= at < layout.bounds[b + 1])
+        return layout.bounds[bucket] // layout.parts + at - layout.share(bucket, rank)[0]
 
 
 def flat_groups(

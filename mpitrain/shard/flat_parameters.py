@@ -21,6 +21,7 @@ from mpitrain.shard.flat import FlatGroup
 
 # optimizers whose update of an element depends on that element alone, so that it can be done share by share
 _NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
+GradientOf = Callable[[nn.Parameter], "torch.Tensor | None"]  # reduced; None where there is none
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 
 
@@ -52,11 +53,7 @@ class FlatParameter:
 
 
 def replicated_flat_parameters(
-    optimizer: torch.optim.Optimizer,
-    gradient: Callable[[nn.Parameter], torch.Tensor | None],
-    counted: Callable[[nn.Parameter], bool],
-    *,
-    on_host: bool = False,
+    optimizer: torch.optim.Optimizer, gradient: GradientOf, counted: Callable[[nn.Parameter], bool], *, on_host: bool
 ) -> list[FlatParameter]:
     """One flat parameter for each parameter that the optimizer trains.
 
@@ -66,14 +63,12 @@ def replicated_flat_parameters(
         counted: Whether a parameter's gradient belongs to this rank's part of the norm.
         on_host: The optimizer works on copies in host memory of what is on a device.
     """
-    flat_parameters = []
-    for number, settings in enumerate(optimizer.param_groups):
-        for parameter in settings["params"]:
-            if not parameter.requires_grad:
-                continue
-            of, whole = partial(gradient, parameter), ((parameter, 0, parameter.numel(), 0),)
-            flat_parameters.append(_made(parameter, of, whole, number, counted(parameter), on_host=on_host))
-    return flat_parameters
+    return [
+        _made(p, partial(gradient, p), ((p, 0, p.numel(), 0),), number, counted(p), on_host=on_host)
+        for number, settings in enumerate(optimizer.param_groups)
+        for p in settings["params"]
+        if p.requires_grad
+    ]
 
 
 def sharded_flat_parameters(

@@ -64,7 +64,7 @@ class Parameters(ABC):
         """All parameters can be read inside. Collective where the parameters are sharded."""
         return nullcontext()
 
-    def watch_saved(self, saved: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:
+    def watch_saved(self, saved: Callable[[torch.Tensor], object]) -> AbstractContextManager[None]:
         """Inside, call `saved` with each tensor that autograd keeps and that saved-tensor hooks outside do not see."""
         return nullcontext()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.comm import Work
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.shard.flat import refuse_sparse
+from mpitrain.shard.flat import numbered, refuse_sparse
 from mpitrain.shard.in_place import InPlace
 from mpitrain.shard.protocols import Gradients
 
@@ -57,13 +57,9 @@ class Reducer:
         self.factor = 1.0
         self._forget = forget_unused and (unused_allowed or static)
         self._as_it_goes = gradients.reduction.overlaps or gradients.reduces_each_pass
-        self._bucket: dict[nn.Parameter, int] = {}
-        first = 0
-        for group in gradients.groups:
-            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-                self._bucket[parameter] = first + place.bucket
-            first += group.layout.buckets
-        self._total = first
+        buckets = [gradients.groups[g].members(b) for g, b in numbered(gradients.groups)]
+        self._bucket = {p: number for number, members in enumerate(buckets) for p, _ in members}
+        self._total = len(buckets)
         self._expected = dict.fromkeys(self._bucket, 1)  # gradients of each parameter in one backward pass
         self._came: dict[nn.Parameter, int] = {}
         self._touched: set[nn.Parameter] = set()  # got a gradient since the last reduction

@@ -106,10 +106,4 @@ class BucketReduction:
         """
         if self.compression is None:
             return None
-        layout = group.layout
-        shapes = [
-            (place.offset - layout.bounds[number], tuple(p.shape))
-            for place, p in zip(layout.places, group.parameters, strict=True)
-            if place.bucket == number
-        ]
-        return self.compression.bucket(key, shapes)
+        return self.compression.bucket(key, [(offset, tuple(p.shape)) for p, offset in group.members(number)])

@@ -60,22 +60,12 @@ class ShardedGradients(Gradients):
         self._readers: list[list[Work | None]] = [[None] * len(slots) for slots in self._slots]
         self._stale: set[int] = set()  # buckets whose shares the next reduction overwrites
         self._started: list[tuple[int, torch.Tensor, Work]] = []  # (bucket, reduced share, work) not yet added
-        self._members: list[list[nn.Parameter]] = [[] for _ in self._numbers]
         self._next = 0  # the bucket to be started next
         self._given: set[nn.Parameter] = set()  # whose place in a slot holds a gradient that is not yet its `.grad`
-        self._where: dict[nn.Parameter, tuple[int, int]] = {}  # (bucket, number in it)
-        offsets: list[list[int]] = [[] for _ in self._numbers]  # of the members in the bucket
-        first = 0
-        for group in groups:
-            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-                bucket = first + place.bucket
-                self._where[parameter] = bucket, len(self._members[bucket])
-                self._members[bucket].append(parameter)
-                offsets[bucket].append(place.offset - group.layout.bounds[place.bucket])
-            first += group.layout.buckets
-        self._views = [  # by bucket
-            _Slot.of(self._slot(bucket), self._members[bucket], offsets[bucket]) for bucket in range(len(self._numbers))
-        ]
+        placed = [groups[g].members(b) for g, b in self._numbers]
+        self._members = [[p for p, _ in of] for of in placed]
+        self._where = {p: (bucket, n) for bucket, of in enumerate(self._members) for n, p in enumerate(of)}
+        self._views = [_Slot.of(self._slot(bucket), of) for bucket, of in enumerate(placed)]
 
     @property
     def flat(self) -> list[torch.Tensor]:
@@ -168,11 +158,8 @@ class ShardedGradients(Gradients):
     def _share(self, bucket: int) -> torch.Tensor:
         """Where this rank keeps its share of a bucket."""
         g, b = self._numbers[bucket]
-        return self._shards[g][self._at(g, b) : self._at(g, b + 1)]
-
-    def _at(self, group: int, bucket: int) -> int:
-        """Where a bucket's share begins in this rank's shard."""
-        return self.groups[group].layout.bounds[bucket] // self.groups[group].layout.parts
+        layout = self.groups[g].layout
+        return self._shards[g][layout.bounds[b] // layout.parts : layout.bounds[b + 1] // layout.parts]
 
     def end(self, works: Sequence[Work | None]) -> None:
         for started in self._started:
@@ -189,10 +176,7 @@ class ShardedGradients(Gradients):
         self._stale = set(range(len(self._numbers)))  # every reduction takes all buckets, so none stays stale
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        layout = self.groups[group].layout
-        bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= lo < layout.bounds[b + 1])
-        first, _ = layout.share(bucket, self.reduction.comm.rank)
-        begin = self._at(group, bucket) + lo - first
+        begin = self.groups[group].in_shares(lo, self.reduction.comm.rank)
         return self._shards[group][begin : begin + hi - lo]
 
     def nbytes(self) -> tuple[int, int]:
@@ -220,10 +204,10 @@ class _Slot(NamedTuple):
     gaps: list[torch.Tensor]
 
     @staticmethod
-    def of(flat: torch.Tensor, members: Sequence[nn.Parameter], offsets: Sequence[int]) -> _Slot:
-        """The views of a bucket whose members begin at these offsets of `flat`."""
+    def of(flat: torch.Tensor, members: Sequence[tuple[nn.Parameter, int]]) -> _Slot:
+        """The views of a bucket whose members begin at their offsets of `flat`."""
         views, gaps, at = [], [], 0
-        for parameter, begin in zip(members, offsets, strict=True):
+        for parameter, begin in members:
             gaps.append(flat[at:begin])
             at = begin + parameter.numel()
             views.append(flat[begin:at].view(parameter.shape))

@@ -27,8 +27,10 @@ from mpitrain.shard.protocols import Parameters
 class _Unit:
     """A unit and where it stands between two reshards. bucket: the number of its bucket in every group."""
 
-    def __init__(self, module: nn.Module, bucket: int, root: bool) -> None:
+    def __init__(self, module: nn.Module, bucket: int, root: bool, groups: Sequence[FlatGroup]) -> None:
         self.module, self.bucket, self.root = module, bucket, root
+        # (group number, parameter, offset in the unit's bucket of that group)
+        self.members = [(g, p, offset) for g, group in enumerate(groups) for p, offset in group.members(bucket)]
         self.buffers: dict[int, torch.Tensor] = {}  # by group, the gathered bucket; empty while resharded
         self.works: list[Work] = []  # all-gathers under way
         self.saving: saved_tensors_hooks | None = None  # entered during its forward pass
@@ -63,17 +65,12 @@ class ShardedParameters(Parameters):
         self._pool: dict[int, list[torch.Tensor]] = {}  # by group, buffers that are free
         self._pool_bytes = 0
         count = len(units)
-        self._units = [_Unit(u, count - 1 - number, False) for number, u in enumerate(units)]
-        self._units.append(_Unit(module, count, True))
+        self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
+        self._units.append(_Unit(module, count, True, groups))
         self._longest = [max((hi - lo for lo, hi in pairwise(g.layout.bounds[: count + 1])), default=0) for g in groups]
-        self._by_bucket: list[list[tuple[int, nn.Parameter, int]]] = [[] for _ in self._units]
-        for g, group in enumerate(groups):
-            for parameter, place in zip(group.parameters, group.layout.places, strict=True):
-                offset = place.offset - group.layout.bounds[place.bucket]
-                self._by_bucket[place.bucket].append((g, parameter, offset))
         self._order: list[_Unit] = []  # of the units in the forward pass
         self._taken: dict[int, int] = {}  # buckets whose gradients were taken, by how many groups
-        self._saved: Callable[[torch.Tensor], None] | None = None  # called with what autograd keeps (`watch_saved`)
+        self._saved: Callable[[torch.Tensor], object] | None = None  # called with what autograd keeps (`watch_saved`)
         self._hooks: list[Any] = []
         for unit in self._units:
             self._take_shares(unit)
@@ -92,10 +89,6 @@ class ShardedParameters(Parameters):
             if lo < hi:
                 yield g, group, lo, hi
 
-    def _members(self, unit: _Unit) -> list[tuple[int, nn.Parameter, int]]:
-        """The unit's parameters: (group number, parameter, offset in the unit's bucket of that group)."""
-        return self._by_bucket[unit.bucket]
-
     def _share(self, g: int, lo: int, hi: int) -> torch.Tensor:
         """This rank's share of the bucket [lo, hi) of a group, a view."""
         parts = self._groups[g].layout.parts
@@ -105,15 +98,14 @@ class ShardedParameters(Parameters):
         """Copy this rank's shares of the values that a unit's parameters have now into its arenas."""
         for g, group, lo, hi in self._buckets(unit):
             full = torch.zeros(hi - lo, dtype=group.dtype, device=group.device)
-            for h, parameter, offset in self._members(unit):
-                if h == g:
-                    full[offset : offset + parameter.numel()].copy_(parameter.data.reshape(-1))
+            for parameter, offset in group.members(unit.bucket):
+                full[offset : offset + parameter.numel()].copy_(parameter.data.reshape(-1))
             length = (hi - lo) // group.layout.parts
             self._share(g, lo, hi).copy_(full[self._shard.rank * length : (self._shard.rank + 1) * length])
 
     def _drop_values(self, unit: _Unit) -> None:
         """Leave the parameters their shapes without memory behind them: whoever reads them now gets NaN."""
-        for _, parameter, _ in self._members(unit):
+        for _, parameter, _ in unit.members:
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
 
@@ -147,7 +139,7 @@ class ShardedParameters(Parameters):
         for work in unit.works:
             work.wait()
         unit.works.clear()
-        for g, parameter, offset in self._members(unit):
+        for g, parameter, offset in unit.members:
             parameter.data = unit.buffers[g][offset : offset + parameter.numel()].view(parameter.shape)
         unit.ready = True
 
@@ -222,7 +214,7 @@ class ShardedParameters(Parameters):
         return unit.buffers[g].as_strided(shape, stride, offset)
 
     @contextmanager
-    def watch_saved(self, saved: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    def watch_saved(self, saved: Callable[[torch.Tensor], object]) -> Iterator[None]:
         self._saved = saved
         try:
             yield
@@ -243,10 +235,7 @@ class ShardedParameters(Parameters):
     # -- what others need
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
-        layout = self._groups[group].layout
-        bucket = next(b for b in range(layout.buckets) if layout.bounds[b] <= lo < layout.bounds[b + 1])
-        first, _ = layout.share(bucket, self._shard.rank)
-        begin = layout.bounds[bucket] // layout.parts + lo - first
+        begin = self._groups[group].in_shares(lo, self._shard.rank)
         return self._arenas[group].tensor[begin : begin + hi - lo]
 
     def publish(self) -> None:
@@ -259,22 +248,19 @@ class ShardedParameters(Parameters):
         return self._pool_bytes
 
     @contextmanager
-    def whole(self, *, written: bool = False) -> Iterator[None]:
-        """All parameters whole inside. written: take over what was changed in them. Collective."""
+    def whole(self) -> Iterator[None]:
         for unit in self._units:
             self.unshard(unit)
         try:
             yield
         finally:
             for unit in self._units:
-                if written:
-                    self._take_shares(unit)
                 self.reshard(unit)
 
     def free(self) -> None:
         for unit in self._units:
             self.unshard(unit)
-            for _, parameter, _ in self._members(unit):
+            for _, parameter, _ in unit.members:
                 parameter.data = parameter.data.clone()
         for hook in self._hooks:
             hook.remove()

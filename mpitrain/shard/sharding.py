@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
+    GradientOf,
     hand_over,
     refuse_strangers,
     replicated_flat_parameters,
@@ -190,9 +192,8 @@ class Sharding:
                     made.free()
                 return None
             copies.append(copy)
-        carriers = None
-        if comm.num_nodes > 1 and self.replicas is None:
-            carriers = self._split(comm.local_rank, 0, "carriers")
+        carried = comm.num_nodes > 1 and self.replicas is None
+        carriers = self._split(comm.local_rank, 0, "carriers") if carried else None
         return NodeParameters(groups, copies, comm, carriers, self.shard.rank)
 
     def _place_gradients(self) -> Gradients:
@@ -220,18 +221,12 @@ class Sharding:
             return sharded_flat_parameters(
                 self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
             )
-        places = {
-            p: (g, place.offset, place.offset + place.numel)
-            for g, group in enumerate(self.groups)
-            for p, place in zip(group.parameters, group.layout.places, strict=True)
-        }
-        apart = self.options.reduce_dtype is not None
-
-        def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-            if apart:
-                return gradients.own(*places[parameter]).view(parameter.shape)
-            return parameter.grad
-
+        gradient_of: GradientOf = attrgetter("grad")
+        if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart
+            views: dict[nn.Parameter, torch.Tensor] = {}
+            for group, flat in zip(self.groups, gradients.flat, strict=True):
+                views.update(zip(group.parameters, group.views(flat), strict=True))
+            gradient_of = views.__getitem__
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
     @property

@@ -38,25 +38,21 @@ class Updater:
 
     def norm(self) -> float:
         """The 2-norm of all gradients as they are, over all axes. Collective; the same on every rank."""
-        if self._sharding.options.reproducible:
+        sharding = self._sharding
+        if sharding.options.reproducible:
             return math.sqrt(self._exact_squares())
-        gradients, shared_out = self._squared()
+        gradients = self._parts or [
+            g for s in sharding.flat_parameters if s.counted and (g := s.gradient()) is not None
+        ]
         total = torch.zeros(1, dtype=torch.float64)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients)))
             total += norms.double().square_().sum().cpu()
-        if shared_out:
-            self._sharding.shard.all_reduce(total)
+        if self._parts or sharding.stage.states:  # the other ranks of the shard have summed further ones
+            sharding.shard.all_reduce(total)
         for axis in self._axes:
             axis.all_reduce(total)
         return math.sqrt(float(total)) if math.isfinite(total) else math.nan
-
-    def _squared(self) -> tuple[list[torch.Tensor], bool]:
-        """The gradients whose squares this rank sums, and whether the other ranks of the shard sum further ones."""
-        if self._parts:
-            return self._parts, True
-        counted = [s.gradient() for s in self._sharding.flat_parameters if s.counted]
-        return [g for g in counted if g is not None], self._sharding.stage.states
 
     def _parts_of_norm(self) -> list[torch.Tensor]:
         """Where all ranks have all gradients, with zeros between them: the part of each bucket that is this rank's."""

@@ -31,12 +31,7 @@ class WholeGradients(Gradients):
     reduces_each_pass = False
 
     def __init__(
-        self,
-        groups: Sequence[FlatGroup],
-        reduction: BucketReduction,
-        *,
-        sharded: bool,
-        dtype: torch.dtype | None = None,
+        self, groups: Sequence[FlatGroup], reduction: BucketReduction, *, sharded: bool, dtype: torch.dtype | None
     ) -> None:
         self.groups, self.reduction, self.sharded = groups, reduction, sharded
         self._arenas = [reduction.comm.arena(g.layout.numel, dtype or g.dtype, g.device) for g in groups]

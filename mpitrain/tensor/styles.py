@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpitrain.errors import refusal
@@ -27,7 +28,7 @@ class PlannedModule:
         parent: The module that it is an attribute of.
         axis: The ranks it is divided over.
         sequence: Whether activations between the divided layers are divided along the sequence.
-        scattered: Whether the plan says by `Scatter` where that division begins.
+        scattered: Whether the plan says by "scatter" where that division begins.
     """
 
     name: str
@@ -131,57 +132,39 @@ class Vocabulary(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class Scatter(ParallelStyle):
-    """The module's output is divided along the sequence from here on. Only with sequence=True."""
+class Undivided(ParallelStyle):
+    """A module that each rank has whole. With sequence=True it says where the sequence is divided.
 
-    begins_sequence = True
-    replicated = True
+    Attributes:
+        exchange: What becomes of the module's output: `scatter` divides it along the sequence from here on, `gather`
+            puts it together.
+        sums: Whether the module works on its part of the sequence: the gradients of its own parameters are summed.
+        begins_sequence: See `ParallelStyle`.
+        replicated: See `ParallelStyle`.
+    """
 
-    def apply(self, planned: PlannedModule) -> nn.Module:
-        if planned.sequence:
-            planned.module.register_forward_hook(lambda m, args, out: scatter(out, planned.axis, SEQUENCE))
-        return planned.module
-
-
-@dataclass(frozen=True)
-class Gather(ParallelStyle):
-    """The module's output is put together along the sequence. Only with sequence=True."""
-
-    def apply(self, planned: PlannedModule) -> nn.Module:
-        if planned.sequence:
-            planned.module.register_forward_hook(lambda m, args, out: gather(out, planned.axis, SEQUENCE))
-            _sum_gradients(planned)
-        return planned.module
-
-
-@dataclass(frozen=True)
-class Split(ParallelStyle):
-    """The module works on its part of the sequence: the gradients of its own parameters are summed."""
+    exchange: Callable[[torch.Tensor, Axis, int], torch.Tensor] | None = None
+    sums: bool = False
+    begins_sequence: bool = False
+    replicated: bool = False
 
     def apply(self, planned: PlannedModule) -> nn.Module:
-        if planned.sequence:
-            _sum_gradients(planned)
-        return planned.module
-
-
-@dataclass(frozen=True)
-class Whole(ParallelStyle):
-    """The module works on what all ranks have alike: nothing is to be done."""
-
-    replicated = True
-
-    def apply(self, planned: PlannedModule) -> nn.Module:
-        return planned.module
+        module, exchange = planned.module, self.exchange
+        if planned.sequence and exchange is not None:
+            module.register_forward_hook(lambda m, args, out: exchange(out, planned.axis, SEQUENCE))
+        for parameter in module.parameters(recurse=False) if planned.sequence and self.sums else ():
+            sum_gradient(parameter, planned.axis)
+        return module
 
 
 STYLES: Mapping[str, ParallelStyle] = {
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
-    "scatter": Scatter(),
-    "gather": Gather(),
-    "split": Split(),
-    "whole": Whole(),
+    "scatter": Undivided(scatter, begins_sequence=True, replicated=True),
+    "gather": Undivided(gather, sums=True),
+    "split": Undivided(sums=True),
+    "whole": Undivided(replicated=True),
 }
 
 
@@ -197,9 +180,3 @@ def _plain(planned: PlannedModule, kind: type[Any], style: str) -> Any:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise refusal(f"{planned.name} has hooks, which dividing it would lose; register them afterwards")
     return module
-
-
-def _sum_gradients(planned: PlannedModule) -> None:
-    """Sum the gradients of the module's own parameters over the ranks of the axis."""
-    for parameter in planned.module.parameters(recurse=False):
-        sum_gradient(parameter, planned.axis)

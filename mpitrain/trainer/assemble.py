@@ -23,7 +23,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
 from mpitrain.pipe.partition import listed_blocks, time_costs
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.slices import cannot_look_back, check_slices
+from mpitrain.pipe.slices import check_slices, require_look_back
 from mpitrain.shard.axes import Axes
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.tensor.plan import begins_sequence
@@ -34,13 +34,11 @@ from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
 
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
 
 def assemble(
-    config: Config,
-    mesh: Mesh,
-    task: Task,
-    data: Dataset,
-    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    config: Config, mesh: Mesh, task: Task, data: Dataset, make_optimizer: MakeOptimizer
 ) -> tuple[Engine, int]:
     """Divide a model over the ranks of a mesh. Collective.
 
@@ -95,8 +93,7 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> str | Se
     if parallel.cut != "time" and parallel.slices == 1:
         return parallel.cut
     blocks = listed_blocks(task.module)
-    if parallel.slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
-        raise cannot_look_back(task.module, parallel.slices)
+    require_look_back(task.module, blocks, parallel.slices)
     precision = config.train.precision
     samples = np.arange(min(microbatch_size(config, mesh), len(data)))
 

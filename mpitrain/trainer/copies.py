@@ -23,6 +23,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
 from mpitrain.storage.crc import crc32
 from mpitrain.trainer.folder import together
+from mpitrain.trainer.state import merged
 
 if TYPE_CHECKING:
     from mpitrain.trainer.engine import Engine
@@ -195,13 +196,8 @@ class Copies:
         """That of a set, and for each copy the rank to get it from: this one, if it has it."""
         told = world.all_gather_object([[name, copy.contents] for name, copy in files.items()])
         known = [copy.values for copy in (*self._own, *files.values()) if copy.key == key and copy.values]
-        values: dict[str, Any] = {}
-        optimizer: dict[str, dict[str, Any]] = {}
-        for of in world.all_gather_object(known[:1]):
-            for some in of:
-                values = values or some
-                for name, states in some["optimizer"].items():
-                    optimizer.setdefault(name, {}).update(states)
+        everyones: list[dict[str, Any]] = [values for of in world.all_gather_object(known[:1]) for values in of]
+        values = (everyones[0] if everyones else {}) | {"optimizer": merged(some["optimizer"] for some in everyones)}
         holders: dict[str, int] = {}
         tensors: dict[str, TensorSpec] = {}
         extents: list[Extent] = []
@@ -214,7 +210,7 @@ class Copies:
                     tensors[spec.name] = spec
                     extents.append(Extent(extent.piece, name, extent.offset, ()))
         extents.sort(key=lambda extent: extent.file not in files)  # of two that hold a piece, the one that is here
-        return Manifest(key.step, tensors, {}, tuple(extents), values | {"optimizer": optimizer}), holders
+        return Manifest(key.step, tensors, {}, tuple(extents), values), holders
 
 
 def newest_whole(held: Sequence[tuple[Key, int]]) -> Key | None:

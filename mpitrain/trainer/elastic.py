@@ -29,6 +29,7 @@ from mpitrain.comm.process.abort import exit_code, say
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
+from mpitrain.monitor.text import counted
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
@@ -107,7 +108,7 @@ class Survivors(Callback):
             waiting = self.everyone.size - trainer.world.size
             say(
                 f"mpitrain: {which} {', '.join(map(str, sorted(self._lost)))} died; going on from step {self._step} "
-                f"with {_counted(trainer.world.size)}{f' ({waiting} waiting)' if waiting else ''}, "
+                f"with {counted(trainer.world.size, 'rank')}{f' ({waiting} waiting)' if waiting else ''}, "
                 f"step {self._step + 1} done {'at most ' if self._at_most else ''}{seconds:.1f} s after the fault"
             )
         self._lost = []
@@ -321,7 +322,3 @@ def _keep_training(trainer: Trainer, survivors: Survivors) -> int:
                 if isinstance(error, MpitrainError) and error.agreed:
                     survivors.dismiss(exit_code(error))
                 raise
-
-
-def _counted(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"

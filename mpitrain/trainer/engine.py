@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.checkpoint import Manifest, Part
 from mpitrain.choices import Precision
@@ -31,7 +32,7 @@ from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
 from mpitrain.trainer.optimizer import state_bytes
 from mpitrain.trainer.precision import DTYPES, LossScale, convert, narrowed
-from mpitrain.trainer.state import EngineState
+from mpitrain.trainer.state import EngineState, merged
 
 if TYPE_CHECKING:
     from mpitrain.pipe.pipeline import Pipeline
@@ -128,7 +129,7 @@ class Engine:
         if meter is None or not torch.is_grad_enabled():
             yield
             return
-        with self.sharding.parameters.watch_saved(meter.add), meter:
+        with self.sharding.parameters.watch_saved(meter.add), saved_tensors_hooks(meter.add, lambda kept: kept):
             yield
         self._activations, self._meter = meter.nbytes, None
 
@@ -261,11 +262,7 @@ class Engine:
         """What this rank writes into a checkpoint, and the values that go with it. Collective."""
         parts, values = self._state.parts()
         for axis in self._axes:
-            merged: dict[str, Any] = {}
-            for theirs in axis.all_gather_object(values["optimizer"]):
-                for name, states in theirs.items():
-                    merged.setdefault(name, {}).update(states)
-            values["optimizer"] = merged
+            values["optimizer"] = merged(axis.all_gather_object(values["optimizer"]))
         return parts, values | self._settings()
 
     def parts_alone(self) -> tuple[list[Part], dict[str, Any]]:

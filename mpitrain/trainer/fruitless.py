@@ -52,11 +52,6 @@ class Fruitless:
         return step - self.since + 1 if self.since else 0
 
     @property
-    def mark(self) -> dict[str, int]:
-        """The value that a checkpoint made now gets."""
-        return {FRUITLESS: self.since if self.bad else 0}
-
-    @property
     def reason(self) -> str:
         """What is wrong, as half a sentence."""
         if self.skipped:
@@ -84,7 +79,7 @@ class LearningCheck(Callback):
             trainer.say(self.row.reason)
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        return self.row.mark
+        return {FRUITLESS: self.row.since if self.row.bad else 0}
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Raise NothingLearned where the run is over; one that is only interrupted may learn yet."""

@@ -110,7 +110,8 @@ class TrainingEngine:
         job's `save` into it is refused. Nothing is removed or replaced there but what is known to be a checkpoint's.
         """
         parts, rest = self._engine.parts()
-        mine = {"steps": self.steps, "skipped": self.skipped, "rates": self._rates(), "values": dict(values or {})}
+        rates = [float(settings["lr"]) for settings in self.optimizer.param_groups]
+        mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
         if self._scheduler is not None:
             mine["scheduler"] = _plain(self._scheduler.state_dict())
         self._store.move_to(Path(path))
@@ -141,9 +142,6 @@ class TrainingEngine:
                 self._scheduler.load_state_dict(mine["scheduler"])
             return mine["values"]
         raise CheckpointError(f"{path} holds no checkpoint that can be used: {(reasons or ['it is empty'])[0]}")
-
-    def _rates(self) -> list[float]:
-        return [float(settings["lr"]) for settings in self.optimizer.param_groups]
 
     # -- for people
 
@@ -186,10 +184,8 @@ def initialize(
     """
     comm = comm if comm is not None else init()
     settings, section = _read(config, comm.size, own_optimizer=optimizer is not None)
-    for what, given, named in (
-        ("an optimizer", optimizer, settings.optimizer),
-        ("a scheduler", scheduler, settings.schedule),
-    ):
+    both = (("an optimizer", optimizer, settings.optimizer), ("a scheduler", scheduler, settings.schedule))
+    for what, given, named in both:
         if given is not None and named is not None:
             raise refusal(f"{what} was given, and {_origin(config)} names another; leave one out")
     if settings.timeout is not None:

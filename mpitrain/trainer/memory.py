@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.shard.placement import formula
 from mpitrain.shard.sharding import Sharding
@@ -53,11 +51,8 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     states = moments + sum(s.value.nbytes for s in sharding.flat_parameters if s.stored is not None)
     per_element = round(moments / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
     accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
-    expected = {
-        "parameters": round(sum(a.parameters for a in accounts)),
-        "gradients": round(sum(a.gradients for a in accounts)),
-        "states": round(sum(a.states for a in accounts)),
-    }
+    kinds = ("parameters", "gradients", "states")
+    expected = {kind: round(sum(getattr(account, kind) for account in accounts)) for kind in kinds}
     flat = sum(g.layout.numel * g.dtype.itemsize for g in sharding.groups)
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
     narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
@@ -68,7 +63,7 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
 
 
 class ActivationMeter:
-    """Counts the bytes that autograd keeps for backward while it is entered.
+    """Counts the bytes of the tensors that autograd keeps for backward.
 
     Parameters do not count, and memory that several tensors share counts once.
 
@@ -81,23 +76,12 @@ class ActivationMeter:
 
     def __init__(self, module: nn.Module) -> None:
         self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self._hooks: Any = None
         self.nbytes = 0
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that autograd keeps."""
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that autograd keeps, and return it."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.nbytes += min(storage.nbytes(), tensor.nbytes)
-
-    def __enter__(self) -> None:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.add(tensor)
-            return tensor
-
-        self._hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+        return tensor

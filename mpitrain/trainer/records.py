@@ -50,8 +50,7 @@ class Records(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         self._skipped += step.skipped
         if step.number - 1 == self._start:
-            memory = trainer.engine.memory()
-            step.extras["memory"] = asdict(memory)
+            step.extras["memory"] = asdict(trainer.engine.memory())
         if self._metrics is None or self._progress is None:
             return
         if step.skipped:

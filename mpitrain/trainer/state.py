@@ -11,7 +11,7 @@ where the holding is the same on all data-parallel ranks, each of them writes a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -78,6 +78,7 @@ class EngineState:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: dict[torch.Tensor, dict[str, Any]] = {}
         self._memories: dict[str, torch.Tensor] = {}
+        self._own = f"{COMPRESSION}{sharding.comm.world_ranks[sharding.comm.rank]}/"  # begins names of its tensors
 
     # -- what there is
 
@@ -191,24 +192,21 @@ class EngineState:
     def _left_out(self) -> list[Holding]:
         """What this rank's compression left out so far; it differs from rank to rank."""
         compression = self._sharding.options.compression
-        tensors = compression.state_dict() if compression is not None else {}
-        return [self._memory(name, tensor) for name, tensor in tensors.items()]
+        return self._memory(compression.state_dict() if compression is not None else {})
 
-    def _memory(self, name: str, tensor: torch.Tensor) -> Holding:
-        """One buffer of this rank's compression."""
-        prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
-        return Holding(prefix + name, Slice.whole(tensor.shape), 0, tensor.numel(), tensor, True)
+    def _memory(self, tensors: Mapping[str, torch.Tensor]) -> list[Holding]:
+        """The buffers of this rank's compression."""
+        return [Holding(self._own + name, Slice.whole(t.shape), 0, t.numel(), t, True) for name, t in tensors.items()]
 
     def _left_out_before(self, manifest: Manifest) -> list[Holding]:
         """The same to be filled, where the checkpoint was written by as many data-parallel ranks."""
-        prefix = f"{COMPRESSION}{self._sharding.comm.world_ranks[self._sharding.comm.rank]}/"
         self._memories = {}
         if self._sharding.options.compression is None or manifest.values.get("data_ranks") != self._sharding.comm.size:
             return []
         for name, spec in manifest.tensors.items():
-            if name.startswith(prefix):
-                self._memories[name.removeprefix(prefix)] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        return [self._memory(name, tensor) for name, tensor in self._memories.items()]
+            if name.startswith(self._own):
+                self._memories[name.removeprefix(self._own)] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        return self._memory(self._memories)
 
     # -- reading
 
@@ -298,6 +296,15 @@ def _divided(alike: Sequence[Holding], rank: int, size: int) -> Iterator[Part]:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements on the host, one after the other."""
     return tensor.detach().contiguous().view(-1).cpu()
+
+
+def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By parameter, what several ranks know of its optimizer states."""
+    together: dict[str, dict[str, Any]] = {}
+    for of_rank in found:
+        for name, states in of_rank.items():
+            together.setdefault(name, {}).update(states)
+    return together
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
