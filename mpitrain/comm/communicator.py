@@ -14,7 +14,6 @@ out; Open MPI then writes a message that is too long behind the memory it was fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from mpi4py import MPI
@@ -29,6 +28,7 @@ from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.deferred import Deferred
 from mpitrain.comm.collectives.gather import gather
 from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
+from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
 from mpitrain.comm.collectives.scatter import scatter
@@ -38,9 +38,6 @@ from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
 from mpitrain.comm.process.topology import Topology, ranks_in
 from mpitrain.comm.runtime.split_phase import SplitPhase
 from mpitrain.errors import InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm.world import Process
 
 __all__ = ["ANY_SOURCE", "Communicator"]
 
@@ -123,8 +120,8 @@ class Communicator(PointToPoint):
         """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
 
         Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.process.owned`). Where ranks died there is nothing to be done
-        together, and only what is this process's own is released.
+        nobody refers to it any more (see `mpitrain.comm.collectives.owned`). Where ranks died there is nothing to be
+        done together, and only what is this process's own is released.
         """
         if not self._freed:
             self._deferred.free(together=self.process.may_release(self._comm))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mpitrain.comm.collectives.all_gather import all_gather
+from mpitrain.comm.collectives.all_reduce import all_reduce
+from mpitrain.comm.collectives.broadcast import broadcast
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.gather import gather
 from mpitrain.errors import InputError, MpitrainError
-
-if TYPE_CHECKING:
-    from mpitrain.comm.communicator import Communicator
 
 
 def _encode(value: Any) -> np.ndarray:
@@ -23,14 +25,14 @@ def _encode(value: Any) -> np.ndarray:
     return data
 
 
-def _measured(comm: Communicator, value: Any) -> tuple[np.ndarray, np.ndarray]:
+def _measured(comm: Dispatcher, value: Any) -> tuple[np.ndarray, np.ndarray]:
     """This rank's value as bytes, and the numbers of bytes of all ranks' values."""
     data, lengths = _encode(value), np.empty(comm.size, dtype=np.int64)
-    comm.all_gather(lengths, np.array([data.size], dtype=np.int64))
+    all_gather(comm, lengths, np.array([data.size], dtype=np.int64))
     return data, lengths
 
 
-def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
+def broadcast_object(comm: Dispatcher, value: Any, root: int = 0) -> Any:
     """The root's value, on every rank. Collective.
 
     Args:
@@ -39,14 +41,14 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
     """
     data = _encode(value) if comm.rank == root else np.empty(0, dtype=np.uint8)
     length = np.array([data.size], dtype=np.int64)
-    comm.broadcast(length, root)
+    broadcast(comm, length, root)
     if comm.rank != root:
         data = np.empty(int(length[0]), dtype=np.uint8)
-    comm.broadcast(data, root)
+    broadcast(comm, data, root)
     return json.loads(data.tobytes())
 
 
-def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
+def all_gather_object(comm: Dispatcher, value: Any) -> list[Any]:
     """Every rank's value, in order of rank. Collective.
 
     Args:
@@ -54,12 +56,12 @@ def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
     """
     data, lengths = _measured(comm, value)
     everything = np.empty(int(lengths.sum()), dtype=np.uint8)
-    comm.all_gather(everything, data, counts=[int(n) for n in lengths])
+    all_gather(comm, everything, data, counts=[int(n) for n in lengths])
     ends = np.cumsum(lengths)
     return [json.loads(everything[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
 
-def gather_objects(comm: Communicator, value: Any, root: int = 0) -> list[Any]:
+def gather_objects(comm: Dispatcher, value: Any, root: int = 0) -> list[Any]:
     """Every rank's value, in order of rank, on the root; an empty list elsewhere. Collective.
 
     Args:
@@ -71,13 +73,13 @@ def gather_objects(comm: Communicator, value: Any, root: int = 0) -> list[Any]:
     padded = np.zeros(width, dtype=np.uint8)
     padded[: data.size] = data
     everything = np.empty((comm.size, width), dtype=np.uint8) if comm.rank == root else None
-    comm.gather(everything, padded, root)
+    gather(comm, everything, padded, root)
     if everything is None:
         return []
     return [json.loads(row[:n].tobytes()) for row, n in zip(everything, lengths, strict=True)]
 
 
-def agree(comm: Communicator, error: BaseException | None) -> None:
+def agree(comm: Dispatcher, error: BaseException | None) -> None:
     """Raise on every rank if any rank has an error: the first such rank's, named. Collective.
 
     This is how ranks that can fail alone (files, memory) stay together.
@@ -89,7 +91,7 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
         MpitrainError: Of the kind of the first rank's error, or of this kind itself where that is not one of ours.
     """
     failed = np.array([comm.rank if error is not None else comm.size], dtype=np.int64)
-    comm.all_reduce(failed, "min")
+    all_reduce(comm, failed, "min")
     first = int(failed[0])
     if first == comm.size:
         return
@@ -104,7 +106,7 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
     raise MpitrainError(f"{text} ({kind})" if kind not in text else text, agreed=True) from error
 
 
-def on_root(comm: Communicator, function: Callable[[], Any], root: int = 0) -> Any:
+def on_root(comm: Dispatcher, function: Callable[[], Any], root: int = 0) -> Any:
     """Call a function on one rank; every rank returns its value or raises its error. Collective.
 
     Args:

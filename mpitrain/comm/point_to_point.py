@@ -8,7 +8,7 @@ of the sender's memory over whatever lies behind the receiver's.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,12 @@ from mpi4py import MPI
 
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm.world import Process
 
 ANY_SOURCE = MPI.ANY_SOURCE
 _TAGS = 1 << 13  # more than there are messages under way between two ranks

@@ -13,26 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.owned import OwnedCommunicators
+from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.device import synchronize, through_host
-from mpitrain.comm.process.owned import OwnedCommunicators
+from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.repeating import repeated
-from mpitrain.comm.runtime.watchdog import Record
 from mpitrain.comm.runtime.work import Work, Worker, seen
 from mpitrain.errors import InputError
-
-if TYPE_CHECKING:
-    from mpitrain.comm.world import Process
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
 NOT_READY = (KeyError, AttributeError, RuntimeError, TypeError)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence, Sized
 import torch
 from mpi4py import MPI
 
+from mpitrain.comm.process.record import Record
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.signatures import STEP, Signature
-from mpitrain.comm.runtime.watchdog import Record
 from mpitrain.errors import CommunicationError
 
 Repeated = Callable[["torch.Tensor | None"], None]

@@ -24,8 +24,7 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -36,6 +35,7 @@ from mpi4py import MPI
 
 from mpitrain.comm.process.abort import say
 from mpitrain.comm.process.leaving import Departures, arrived
+from mpitrain.comm.process.record import Record
 from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags
@@ -44,68 +44,6 @@ _LOOK = 0.1  # seconds between looks for ranks that died, where the job is to go
 _ROOM = str(Path(__file__).resolve().parents[1]) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-
-class Record:
-    """The operation that a rank is in on one communicator. The operations write it, the watchdog reads it.
-
-    Attributes:
-        members: The ranks of the world that all carry out the same operations, in the same order.
-        key: Name of the record, alike on all of them.
-        awaited: The ranks of the world of which one is to send or receive a message.
-        limited: Whether whoever waits stops waiting by itself.
-    """
-
-    __slots__ = (
-        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "sequence", "since", "tensor", "thread",
-    )  # fmt: skip
-
-    def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
-        self.label, self.members, self.key = label, members, key
-        self.awaited: Sequence[int] = ()
-        self.limited = False
-        self.sequence = 0
-        self.name = ""
-        self.tensor: torch.Tensor | None = None  # the operation's, as long as it lasts
-        self.since = 0.0  # time.monotonic() of the beginning; 0: in no operation
-        self.thread = 0
-
-    def begin(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Note that an operation begins; `tensor` is None where it is on no data."""
-        self.sequence += 1
-        self.name, self.tensor = name, tensor
-        self.thread = threading.get_ident()
-        self.since = time.monotonic()
-
-    def end(self) -> None:
-        """Note that the operation has ended."""
-        self.since, self.tensor = 0.0, None
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Inside, this rank is in an operation on no data."""
-        self.awaited = ()
-        self.begin(name, None)
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextmanager
-    def comparing(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
-        """Inside, the ranks compare what they are about to do; the operation itself has not begun."""
-        self.begin(f"before {name}", tensor)
-        try:
-            yield
-        finally:
-            self.end()
-            self.sequence -= 1
-
-    def text(self) -> str:
-        """The operation in words, for messages."""
-        tensor = self.tensor
-        data = f" of {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if tensor is not None else ""
-        return f"{self.label}: {self.name} #{self.sequence}{data}"
 
 
 class FailureHandler(Protocol):

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
-from mpitrain.comm.runtime.watchdog import Record
+from mpitrain.comm.process.record import Record
 from mpitrain.errors import CommunicationError
 
 

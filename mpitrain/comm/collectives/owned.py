@@ -7,12 +7,9 @@ What only this process has, the watchdog's records and the communication thread,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpi4py import MPI
 
-if TYPE_CHECKING:
-    from mpitrain.comm.world import Process
+from mpitrain.comm.collectives.process import Process
 
 
 class OwnedCommunicators:

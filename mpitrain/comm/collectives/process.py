@@ -1,0 +1,56 @@
+"""What all communicators of a process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+from mpitrain.comm.collectives.tuning import Tuning
+from mpitrain.comm.memory.arena import ArenaIndex
+from mpitrain.comm.process.abort import Faults
+from mpitrain.comm.process.cores import Share
+from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
+
+
+@dataclass(frozen=True)
+class Process:
+    """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
+
+    Attributes:
+        arenas: Where this process has arenas.
+        tuning: Which algorithms are fastest on this machine.
+        watchdog: What ends operations that do not complete.
+        faults: What ends the job where this rank fails.
+        cores: What this rank has of its node's.
+        spare_cores: Of the ranks that have fewest, cores that no rank computes on; negative for ranks that have none.
+        cuda_aware: Whether MPI reads and writes device memory.
+        debug: Whether the ranks compare what they are about to do.
+        proofs: Of the programs used so far, in the debug mode.
+        failures: Where the job is to go on without ranks that die (see `faults.ulfm`).
+    """
+
+    arenas: ArenaIndex
+    tuning: Tuning
+    watchdog: Watchdog
+    faults: Faults
+    cores: Share
+    spare_cores: int
+    cuda_aware: bool
+    debug: bool
+    proofs: Proofs | None = None
+    failures: FailureHandler | None = None
+
+    def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """The communicator, which is new; noted where it may have to be given up."""
+        return comm if self.failures is None else self.failures.track(comm)
+
+    def may_release(self, comm: MPI.Intracomm) -> bool:
+        """Whether the ranks of a tracked communicator can still act together."""
+        return self.failures is None or self.failures.tracks(comm)
+
+    def release(self, comm: MPI.Intracomm) -> None:
+        """Free a tracked communicator, unless it was given up with dead ranks. Collective."""
+        if self.failures is None or self.failures.forget(comm):
+            comm.Free()
