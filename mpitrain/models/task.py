@@ -22,7 +22,7 @@ class BlockModel(nn.Module):
     criterion: Criterion
 
     def pipeline_blocks(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) of each block, in order."""
+        """(name, module) of each block, in order: every model says which."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
