@@ -117,7 +117,7 @@ class PointToPoint(Dispatcher):
         """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""
         if not tensor.is_cuda:
             return tensor
-        synchronize(tensor)
+        synchronize(tensor.device)
         if self.process.cuda_aware:
             return tensor
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -219,7 +219,7 @@ class Dispatcher(Member):
             call = bind(binder, *tensors)
             for tensor in tensors:
                 if tensor is not None:
-                    synchronize(tensor)
+                    synchronize(tensor.device)
             call()
         else:
             through_host(partial(bind, binder), tensors, written)

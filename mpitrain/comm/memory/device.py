@@ -1,18 +1,300 @@
-"""CUDA tensors: passed to an MPI that can read device memory, else through pinned host memory.
+"""Devices: the one place that knows which kinds there are.
 
-MPI knows nothing of streams. Before it reads a device buffer the caller's current stream is synchronised, so
-the operation comes after the work queued there; MPI's calls return when the data have arrived, so later
-work on any stream sees them.
+A rank computes on one device, the CPU or an accelerator. Everything else asks here for streams, events, pinned memory,
+memory figures and generators, and gets what PyTorch has for the kind of device: through `torch.accelerator` where that
+is the same for all kinds, through `torch.get_device_module` where it is not. So CUDA, ROCm (which PyTorch calls
+"cuda"), XPU and accelerators from outside of PyTorch run the same lines.
+
+An accelerator works off its streams by itself, while the host goes on. What orders the two, and two streams:
+
+    event = recorded(device)        everything that the caller has asked of the device so far
+    stream.wait_event(event)        what is asked of that stream from now on comes after it
+    event.synchronize()             the host goes on after it, and sees what was copied to it
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
 
 import torch
 from mpi4py import MPI
+
+from mpitrain.errors import InputError
+
+CPU = torch.device("cpu")
+_HOST = ("cpu", "meta")  # devices that have neither streams nor memory of their own
+
+
+# -- which devices there are
+
+
+def accelerator() -> str:
+    """The kind of accelerator that this process has, as PyTorch names it ("cuda", "xpu", …); "" where it has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None else ""
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has memory and streams of its own."""
+    return device.type not in _HOST
+
+
+def count(kind: str) -> int:
+    """The number of devices of a kind that this process sees."""
+    return torch.accelerator.device_count() if kind == accelerator() else 0
+
+
+def of_rank(kind: str, local_rank: int) -> torch.device:
+    """The device that a rank computes on.
+
+    That is the one that the launcher left it alone with; where it sees several, the one whose number is the rank's on
+    its node, modulo how many there are.
+
+    Args:
+        kind: "auto" for whatever accelerator there is, else the CPU; or "cpu", "cuda", "xpu" and so on.
+        local_rank: The rank's number on its node.
+
+    Raises:
+        InputError: There is no device of the kind.
+    """
+    found = accelerator()
+    kind = (found or "cpu") if kind == "auto" else kind
+    if kind == "cpu":
+        return CPU
+    if kind != found or not count(kind):
+        has = f"has {found} devices" if found else "has no accelerator"
+        raise InputError(f"there is no device of kind {kind!r}: this process {has} (PyTorch {torch.__version__})")
+    return torch.device(kind, local_rank % count(kind))
+
+
+def use(device: torch.device) -> None:
+    """Make this the device that new tensors of its kind lie on, in the calling thread."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def name(device: torch.device) -> str:
+    """What the device is called, for people."""
+    if not is_accelerator(device):
+        return device.type.upper()
+    ask = getattr(_module(device), "get_device_name", None)
+    return str(ask(device)) if ask is not None else str(device)
+
+
+def identity(device: torch.device) -> str:
+    """What tells the device apart from all others of its machine, whichever number it has in this process."""
+    ask = getattr(_module(device), "get_device_properties", None)
+    found = getattr(ask(device), "uuid", None) if ask is not None else None
+    return str(device if found is None else found)
+
+
+def matrix_peak(device: torch.device) -> float | None:
+    """Floating-point operations a second of dense 16-bit matrix products, by the maker; None where not known."""
+    return next((peak for part, peak in _MATRIX_PEAKS if part in name(device)), None)
+
+
+_MATRIX_PEAKS = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),  # of one of its two halves, each of which is a device
+)
+
+
+def _module(device: torch.device) -> ModuleType:
+    found: ModuleType = torch.get_device_module(device)
+    return found
+
+
+# -- streams and events
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that takes what the calling thread asks of the device now."""
+    return torch.accelerator.current_stream(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream beside the others. `with stream:` makes it the current one, and its device too."""
+    return torch.Stream(device=device)
+
+
+def recorded(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
+    """An event behind everything that the stream was asked so far. stream: the caller's current one if it is None."""
+    event = torch.Event(device=device.type)
+    event.record(stream if stream is not None else current_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when the caller's current stream has done what it was asked; at once on the CPU."""
+    if is_accelerator(device):
+        current_stream(device).synchronize()
+
+
+def foreign_stream(device: torch.device, handle: int) -> torch.Stream | None:
+    """The stream that another library made, by the address or number that it has in the driver; None if there is none.
+
+    Args:
+        device: The stream's device.
+        handle: 1 and 2 stand for the default streams, as in `__cuda_array_interface__`.
+    """
+    make = getattr(_module(device), "ExternalStream", None)
+    if make is None or handle in (1, 2):
+        return None
+    stream: torch.Stream = make(handle, device=device)
+    return stream
+
+
+def stream_of_cupy(device: torch.device) -> torch.Stream | None:
+    """CuPy's current stream, where the program uses CuPy and this is not the default stream."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or device.type != "cuda":
+        return None
+    handle = int(cupy.cuda.get_current_stream().ptr)
+    return foreign_stream(device, handle) if handle else None
+
+
+def native_handle(stream: torch.Stream) -> int:
+    """The stream's address in the driver, for libraries that take it."""
+    return int(getattr(stream, "native_handle", 0) or stream.cuda_stream)
+
+
+# -- memory
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialized host tensor that the device copies to and from while the host goes on; plain for the CPU."""
+    return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], object] | None:
+    """Make host memory that exists already pinned memory; shared memory, for instance.
+
+    Returns:
+        What undoes it; None where this kind of device has no way to do it: copies then wait for each other.
+    """
+    address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
+    module = _module(device)
+    if hasattr(module, "cudart"):
+        runtime = module.cudart()
+        if nbytes and int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
+            return lambda: runtime.cudaHostUnregister(address)
+    elif hasattr(module, "host_register"):
+        module.host_register(address, nbytes)
+        return lambda: module.host_unregister(address)
+    return None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes that this process' tensors take on the device now."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most bytes that this process' tensors have taken on the device."""
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Bytes that the device has."""
+    return torch.accelerator.get_memory_info(device)[1]
+
+
+def export_memory(tensor: torch.Tensor) -> list[Any]:
+    """What another process of the node needs to map the tensor's storage; JSON can hold it.
+
+    Raises:
+        InputError: This kind of device has no memory that processes share.
+    """
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cuda":
+        share_cuda: Callable[[], Sequence[Any]] = storage._share_cuda_  # type: ignore[assignment]
+        parts = share_cuda()
+        return [part.hex() if isinstance(part, bytes) else part for part in parts]
+    share = getattr(_module(tensor.device), "export_memory", None)
+    if share is None:
+        raise InputError(f"processes cannot share memory of {tensor.device.type} devices; use comm.device staged")
+    return list(share(storage))
+
+
+def import_memory(told: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Another process' storage, as bytes. It must outlive what is returned.
+
+    Args:
+        told: What `export_memory` gave there.
+        device: This process' device.
+    """
+    if device.type == "cuda":
+        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in told]
+        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    else:
+        storage = _module(device).import_memory(told)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def mpi_reads(kind: str) -> bool | None:
+    """Whether the MPI library of this process takes addresses of a kind of memory; None where it does not say.
+
+    Open MPI and libraries made of it have a function for each kind that they can be built for.
+    """
+    names = {"cuda": ("MPIX_Query_rocm_support",) if torch.version.hip else ("MPIX_Query_cuda_support",)}
+    names["xpu"] = ("MPIX_Query_ze_support",)
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            paths = {line.split()[-1] for line in maps if "libmpi" in line}
+    except OSError:
+        return None
+    for path in sorted(paths):
+        for function in names.get(kind, ()):
+            try:
+                query = getattr(ctypes.CDLL(path), function)
+            except (OSError, AttributeError):
+                continue
+            query.restype = ctypes.c_int
+            return bool(query())
+    return None
+
+
+# -- random numbers
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator, a tensor of bytes on the host."""
+    if not is_accelerator(device):
+        return torch.get_rng_state()
+    state: torch.Tensor = _module(device).get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of the device's default generator."""
+    if not is_accelerator(device):
+        torch.set_rng_state(state)
+    else:
+        _module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put the default generators of the CPU and of the device back to where they were before."""
+    with torch.random.fork_rng(devices=[device], device_type=device.type) if is_accelerator(device) else nullcontext():
+        host = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+
+
+# -- device memory and MPI
 
 
 def cuda_aware() -> bool:
@@ -41,11 +323,6 @@ def cuda_aware() -> bool:
     return "cuda" in kinds
 
 
-def synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the work that is queued on the caller's current stream of the tensor's device."""
-    torch.cuda.current_stream(tensor.device).synchronize()
-
-
 def through_host(
     bind: Callable[..., Callable[[], object]], tensors: Sequence[torch.Tensor | None], written: Sequence[bool]
 ) -> None:
@@ -65,9 +342,9 @@ def through_host(
     for mine, theirs, _ in pairs:
         mine.copy_(theirs, non_blocking=True)
     for _, theirs, _ in pairs:
-        synchronize(theirs)
+        synchronize(theirs.device)
     bind(*host)()
     for mine, theirs, changed in pairs:
         if changed:
             theirs.copy_(mine, non_blocking=True)
-            synchronize(theirs)
+            synchronize(theirs.device)
