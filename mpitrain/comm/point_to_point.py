@@ -18,7 +18,7 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
-from mpitrain.comm.memory.device import synchronize
+from mpitrain.comm.memory.device import is_accelerator, synchronize
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError, InputError
@@ -115,7 +115,7 @@ class PointToPoint(Dispatcher):
 
     def _near(self, tensor: torch.Tensor, *, filled: bool = True) -> torch.Tensor:
         """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""
-        if not tensor.is_cuda:
+        if not is_accelerator(tensor.device):
             return tensor
         synchronize(tensor.device)
         if self.process.cuda_aware:

@@ -22,7 +22,7 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.owned import OwnedCommunicators
 from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.member import Member
-from mpitrain.comm.memory.device import synchronize, through_host
+from mpitrain.comm.memory.device import is_accelerator, synchronize, through_host
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
@@ -213,7 +213,7 @@ class Dispatcher(Member):
 
     def carry_out(self, binder: Binder, bind: Bind, tensors: Tensors, written: Sequence[bool]) -> None:
         """Bind and perform an operation, or a part of one, on host copies of what the library cannot read."""
-        if not tensors or tensors[0] is None or not tensors[0].is_cuda:
+        if not tensors or tensors[0] is None or not is_accelerator(tensors[0].device):
             bind(binder, *tensors)()
         elif self.process.cuda_aware:
             call = bind(binder, *tensors)

@@ -23,6 +23,7 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.memory.buffers import DTYPES, LARGEST_COUNT, memory_at, tensor_at
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import InputError
 
@@ -197,7 +198,7 @@ def allocate(
     """
     if dtype not in DTYPES:
         raise InputError(f"an arena of {dtype} is not possible; use one of {sorted(map(str, DTYPES))}")
-    if device.type == "cuda":
+    if is_accelerator(device):
         return Arena("device", torch.zeros(numel, dtype=dtype, device=device))
     nbytes = -(-max(numel * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
     window = _shared_window(comm, node, nbytes, index) if comm.size > 1 else None

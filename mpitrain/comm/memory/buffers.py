@@ -53,8 +53,8 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
         tensor = x
         if tensor.layout != torch.strided:
             raise InputError(f"a {tensor.layout} tensor cannot be communicated; call .to_dense() first")
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise InputError(f"a tensor on {tensor.device} cannot be communicated; move it to the CPU or to CUDA")
+        if tensor.device.type == "meta":
+            raise InputError("a tensor on meta has no data to communicate; move it to a device with to_empty(device=…)")
         if tensor.is_conj() or tensor.is_neg():
             raise InputError("a lazily conjugated tensor cannot be communicated; pass x.resolve_conj().resolve_neg()")
     elif isinstance(x, np.ndarray):

@@ -165,7 +165,8 @@ def stream_of_cupy(device: torch.device) -> torch.Stream | None:
 
 def native_handle(stream: torch.Stream) -> int:
     """The stream's address in the driver, for libraries that take it."""
-    return int(getattr(stream, "native_handle", 0) or stream.cuda_stream)
+    made: Any = stream  # whose types are older than it
+    return int(made.native_handle)
 
 
 # -- memory
@@ -217,8 +218,8 @@ def export_memory(tensor: torch.Tensor) -> list[Any]:
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cuda":
-        share_cuda: Callable[[], Sequence[Any]] = storage._share_cuda_  # type: ignore[assignment]
-        parts = share_cuda()
+        made: Any = storage
+        parts = made._share_cuda_()
         return [part.hex() if isinstance(part, bytes) else part for part in parts]
     share = getattr(_module(tensor.device), "export_memory", None)
     if share is None:
