@@ -8,6 +8,6 @@ from mpitrain.comm import compression
 from mpitrain.comm.communicator import ANY_SOURCE, Communicator
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.world import init, set_timeout
+from mpitrain.comm.world import carry_device_memory, init, set_timeout
 
-__all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "compression", "init", "set_timeout"]
+__all__ = ["ANY_SOURCE", "Arena", "Communicator", "Work", "carry_device_memory", "compression", "init", "set_timeout"]

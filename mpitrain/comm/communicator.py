@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from mpitrain.comm import objects
 from mpitrain.comm.collectives.all_gather import all_gather
+from mpitrain.comm.collectives.all_reduce import OPERATION as ALL_REDUCE
 from mpitrain.comm.collectives.all_reduce import all_reduce
 from mpitrain.comm.collectives.all_to_all import all_to_all
 from mpitrain.comm.collectives.alternating import Alternating
@@ -47,6 +48,8 @@ class Communicator(PointToPoint):
 
     Its messages are in mpitrain.comm.point_to_point, its numbers (rank, size, node and so on) in mpitrain.comm.member.
     """
+
+    probe = ALL_REDUCE
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
         super().__init__(comm, topology, process, label)

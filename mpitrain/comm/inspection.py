@@ -11,7 +11,9 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from mpitrain.comm.collectives.carriers.direct import takes_addresses
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.memory.device import accelerator
 from mpitrain.comm.process.topology import library_name
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
@@ -41,7 +43,12 @@ class MpiFacts:
 def mpi_facts(world: Communicator) -> MpiFacts:
     """What is known of the MPI library of this process."""
     level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), mpi4py.__version__
-    return MpiFacts(library_name(), _library_path(), version, level, world.process.cuda_aware, _launcher())
+    return MpiFacts(library_name(), _library_path(), version, level, _takes_device_memory(), _launcher())
+
+
+def _takes_device_memory() -> bool:
+    kind = accelerator()
+    return bool(kind) and takes_addresses(kind)
 
 
 def hosts(world: Communicator) -> list[str]:

@@ -15,10 +15,11 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.arguments import check_rank
+from mpitrain.comm.collectives.carriers.direct import takes_addresses
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
-from mpitrain.comm.memory.device import is_accelerator, synchronize
+from mpitrain.comm.memory.device import current_stream, pinned, recorded
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError, InputError
@@ -35,6 +36,7 @@ class PointToPoint(Dispatcher):
         self._message_record = process.watchdog.record(f"{label} (messages)")
         self._messages = self._owned.duplicate(comm)
         self._sent = 0  # messages
+        self._opening: set[Messages] = set()  # receives whose header has not come: then the data are to be received
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
         """Send x to rank dest; may return before it is received. See `isend`."""
@@ -63,7 +65,8 @@ class PointToPoint(Dispatcher):
         requests = [self._messages.Isend(header, dest, _checked(tag))]
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in _specs(tensor)]
         awaited = (self.world_ranks[dest],)
-        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], self._message_record, awaited)
+        record, opening = self._message_record, self._opening
+        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], record, awaited, opening)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
@@ -80,7 +83,8 @@ class PointToPoint(Dispatcher):
         if source != ANY_SOURCE:
             check_rank(self, source)
         tensor = as_tensor(x)
-        near = self._near(tensor, filled=False)
+        device = self._device_of("recv", (tensor,))
+        near, asked = self._landing(tensor, device)
         name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
         header = np.empty(2, dtype=np.int64)
         opened = False
@@ -89,6 +93,7 @@ class PointToPoint(Dispatcher):
             nonlocal opened
             if not opened:
                 opened = True
+                self._opening.discard(work)
                 nbytes, data_tag = header.tolist()
                 rank = statuses[0].source
                 if nbytes != _nbytes(near):
@@ -99,28 +104,49 @@ class PointToPoint(Dispatcher):
                     )
                 if specs := _specs(near):
                     return [self._messages.Irecv(spec, rank, data_tag) for spec in specs]
-            if near is not tensor:
-                tensor.copy_(near)
+            if near is not tensor and device is not None and asked is not None:
+                current_stream(device).wait_event(asked)
+                tensor.detach().copy_(near, non_blocking=True)
             return []
 
         requests = [self._messages.Irecv(header, source, _checked(tag))]
         ranks = self.world_ranks
         awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
-        return Messages(name, tensor, requests, proceed, self._message_record, awaited)
+        work = Messages(name, tensor, requests, proceed, self._message_record, awaited, self._opening)
+        self._opening.add(work)
+        return work
 
     def _discard(self, nbytes: int, source: int, tag: int) -> None:
         """Receive data that nobody can use: their sender may wait for that."""
         place = torch.empty(nbytes, dtype=torch.uint8)
         MPI.Request.Waitall([self._messages.Irecv(spec, source, tag) for spec in _specs(place)])
 
-    def _near(self, tensor: torch.Tensor, *, filled: bool = True) -> torch.Tensor:
-        """The tensor, or a host copy of a CUDA tensor for an MPI that cannot read it."""
-        if not is_accelerator(tensor.device):
+    def _near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What MPI is to read: the tensor, or a copy of it in host memory. It is there when this returns."""
+        device = self._device_of("send", (tensor,))
+        if device is None:
             return tensor
-        synchronize(tensor.device)
-        if self.process.cuda_aware:
-            return tensor
-        return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        near = tensor
+        if not self._takes_addresses(device):
+            near = pinned(tensor.shape, tensor.dtype, device).copy_(tensor.detach(), non_blocking=True)
+        recorded(device).synchronize()
+        return near
+
+    def _landing(self, tensor: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, torch.Event | None]:
+        """Where MPI is to write, and for host memory in a device's stead, after what it may be copied to the device."""
+        if device is None:
+            return tensor, None
+        asked = recorded(device)
+        if self._takes_addresses(device):
+            asked.synchronize()
+            return tensor, None
+        return pinned(tensor.shape, tensor.dtype, device), asked
+
+    def _takes_addresses(self, device: torch.device) -> bool:
+        memory = self.process.device_memory
+        if memory.mpi_reads is None:
+            memory.mpi_reads = takes_addresses(device.type)
+        return memory.way in ("auto", "mpi") and memory.mpi_reads
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

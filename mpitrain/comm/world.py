@@ -10,20 +10,20 @@ import numpy as np
 from mpi4py import MPI
 
 from mpitrain.comm.collectives import tuning
-from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.process import DeviceMemory, Process
 from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.memory.device import cuda_aware
 from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import find_share, spare_cores
 from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
 from mpitrain.comm.process.topology import discover, machine_key
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import Watchdog
-from mpitrain.errors import EXIT_BAD_INPUT, InputError
+from mpitrain.errors import EXIT_BAD_INPUT, InputError, refusal
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+WAYS = ("auto", "mpi", "staged", "peer", "nccl")
 
 
 _world: Communicator | None = None
@@ -73,7 +73,7 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
-    process = Process(arenas, table, watchdog, faults, cores, spare, cuda_aware(), debug, proofs)
+    process = Process(arenas, table, watchdog, faults, cores, spare, DeviceMemory(), debug, proofs)
     return Communicator(comm.Dup(), topology, process, "world")
 
 
@@ -103,6 +103,25 @@ def set_timeout(seconds: float) -> None:
     """
     if _world is not None:
         _world.process.watchdog.timeout = seconds
+
+
+def carry_device_memory(way: str) -> None:
+    """Choose how the memory of devices is carried between ranks, before any of it is.
+
+    Args:
+        way: auto (what is fastest of what is possible), mpi, staged, peer or nccl; the same on all ranks.
+
+    Raises:
+        InputError: There is no such way, or device memory was carried already.
+    """
+    if way not in WAYS:
+        raise refusal(f"comm.device {way!r} is not known; use {', '.join(WAYS)}")
+    if _world is not None:
+        memory = _world.process.device_memory
+        if memory.device is not None and memory.way != way:
+            raise refusal(f"device memory is carried by {memory.way} already; choose {way} before the first operation")
+        memory.way = way
+        _world.process.arenas.maps_devices = way in ("auto", "peer")
 
 
 def _same_text(comm: MPI.Intracomm, text: str) -> str:

@@ -21,7 +21,8 @@ from mpitrain.comm.algorithms.shared import shared_all_gather
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
 from mpitrain.comm.collectives.setting import RING_SEGMENT, segments_of
 from mpitrain.comm.memory.board import described
@@ -128,7 +129,13 @@ def _said(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequen
 
 
 OPERATION = CollectiveOperation(
-    "all_gather", 2, _bind, _said, lambda out, x, algorithm, counts: not counts or min(counts) > 0
+    "all_gather",
+    2,
+    _bind,
+    _said,
+    lambda out, x, algorithm, counts: not counts or min(counts) > 0,
+    parameters=("algorithm", "counts"),
+    by_rank=(True, False),
 )
 
 

@@ -22,7 +22,8 @@ from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, STAGED_PIECE, Setting, cache_chunks, segments_of
 from mpitrain.comm.compression.base import Bucket, Compression
@@ -130,11 +131,12 @@ def _compressed(
         raise InputError("a compressed sum depends on the number of ranks; leave out reproducible or compression")
 
     def bind(binder: Binder, x: Tensor) -> Call:
-        channel = Channel(comm.size, partial(comm.carry_out, binder), OPERATION.bound, all_gather.OPERATION.bound)
+        perform = partial(comm.perform, binder)
+        channel = Channel(comm.size, partial(perform, OPERATION), partial(perform, all_gather.OPERATION))
         return partial(compression.all_reduce, channel, x, op, algorithm)
 
     alike = op, algorithm, str(compression)
-    return comm.dispatch(Invocation("all_reduce", bind, (x,), (True,), alike=alike, staged=False), async_op)
+    return comm.dispatch(Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True), async_op)
 
 
 def program_of(name: str, setting: Setting) -> Program:
@@ -189,4 +191,13 @@ def _said(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     return described("all_reduce", x.numel(), x.dtype, op, "reproducible" * reproducible, place)
 
 
-OPERATION = CollectiveOperation("all_reduce", 1, _bind, _said, always)
+OPERATION = CollectiveOperation(
+    "all_reduce",
+    1,
+    _bind,
+    _said,
+    always,
+    parameters=("op", "algorithm", "reproducible"),
+    by_rank=(False,),
+    in_place=True,
+)

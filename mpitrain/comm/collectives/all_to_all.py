@@ -18,7 +18,8 @@ from mpitrain.comm.algorithms.direct import direct_all_to_all
 from mpitrain.comm.collectives import all_reduce, library
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher, Invocation
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
 from mpitrain.comm.collectives.registry import Algorithm, always
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
@@ -86,7 +87,12 @@ def _bind(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
 
 
 OPERATION = CollectiveOperation(
-    "all_to_all", 2, _bind, lambda binder, x, out: described("all_to_all", x.numel(), x.dtype), always
+    "all_to_all",
+    2,
+    _bind,
+    lambda binder, x, out: described("all_to_all", x.numel(), x.dtype),
+    always,
+    by_rank=(True, True),
 )
 
 

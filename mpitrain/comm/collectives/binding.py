@@ -9,6 +9,7 @@ import platform
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
+from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
@@ -144,7 +146,8 @@ class Binder:
 
     def setting(self, x: torch.Tensor, **more: Any) -> Setting:
         """more: fields of the setting besides where x is and how large."""
-        memory = "arena" if self.arena_of(x) is not None else "private"
+        arena = self.arena_of(x)
+        memory = "private" if arena is None else "device" if arena.mapped is not None else "arena"
         nbytes = x.numel() * x.element_size()
         return Setting(nbytes, x.numel(), self.topology.nodes, memory, self.oversubscribed, **more)
 
@@ -327,12 +330,14 @@ class Binder:
 
 def syncs(arena: Arena | None) -> list[Call]:
     """What a rank calls before and after it meets others, for what was written in the arena to be seen."""
+    if arena is not None and arena.mapped is not None:
+        return [partial(synchronize, arena.tensor.device)]
     return [] if _ORDERED or arena is None or arena.window is None else [arena.window.Sync]
 
 
 def at_address(x: torch.Tensor) -> torch.Tensor:
     """The flat tensor over x's memory, which it does not keep alive: bound programs outlive their arguments."""
-    return tensor_at(x.data_ptr(), x.numel(), x.dtype, x.device)
+    return tensor_at(x.data_ptr(), x.numel(), x.dtype)
 
 
 def copying(into: torch.Tensor, of: torch.Tensor) -> Call:

@@ -17,7 +17,8 @@ from mpitrain.comm.algorithms.tree import tree_broadcast
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, never
 from mpitrain.comm.collectives.setting import RING_SEGMENT, segments_of
 from mpitrain.comm.memory.board import described
@@ -81,4 +82,4 @@ def _said(binder: Binder, x: Tensor, root: int, algorithm: str, place: str = "")
     return described(f"broadcast from rank {root}", x.numel(), x.dtype, place)
 
 
-OPERATION = CollectiveOperation("broadcast", 1, _bind, _said, never)
+OPERATION = CollectiveOperation("broadcast", 1, _bind, _said, never, parameters=("root", "algorithm"), by_rank=(False,))

@@ -10,114 +10,28 @@ Each file beside this one describes one `CollectiveOperation`, and makes an `Inv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.carriers.choice import Carriers, Way
+from mpitrain.comm.collectives.carriers.staged import through_host
+from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
 from mpitrain.comm.collectives.owned import OwnedCommunicators
 from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.member import Member
-from mpitrain.comm.memory.device import is_accelerator, synchronize, through_host
+from mpitrain.comm.memory.device import is_accelerator, new_stream
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
-from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.on_device import OnDevice, between
 from mpitrain.comm.runtime.repeating import repeated
 from mpitrain.comm.runtime.work import Work, Worker, seen
 from mpitrain.errors import InputError
-
-# what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
-NOT_READY = (KeyError, AttributeError, RuntimeError, TypeError)
-
-Tensors = Sequence["torch.Tensor | None"]
-Bind = Callable[..., Call]
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """One call of an operation, whose arguments have been checked.
-
-    Attributes:
-        name: The operation's name in messages.
-        bind: Makes what performs it on a rank's memory, of a binder and the tensors.
-        tensors: What it works on; the first has the operation's size.
-        written: Which of them it changes.
-        key: Under which `bind` has the binder keep what it makes; None where nothing is kept.
-        alike: What must be the same on all ranks besides the type, and, unless uneven, the size.
-        uneven: Whether the sizes of ranks may differ.
-        staged: Whether tensors on a device are to be staged; else bind takes them as they are.
-        placed: The tensor that neighbours find in an arena by its offset.
-    """
-
-    name: str
-    bind: Bind
-    tensors: Tensors = ()
-    written: Sequence[bool] = ()
-    key: Hashable = None
-    alike: object = None
-    uneven: bool = False
-    staged: bool = True
-    placed: torch.Tensor | None = None
-
-    @property
-    def first(self) -> torch.Tensor | None:
-        """The tensor that has the operation's size, if it is on any."""
-        return self.tensors[0] if self.tensors else None
-
-
-@dataclass(frozen=True)
-class CollectiveOperation:
-    """What is alike in all calls of an operation.
-
-    It is given one tensor or two, of which the first has its size, and then what else must be the same on all ranks.
-
-    Attributes:
-        name: Its name in messages.
-        tensors: How many of what it is given are tensors.
-        bind: Makes what performs it on a rank's memory, of a binder and what is given.
-        said: Tells in words what must be the same on the ranks of a node, of a binder and what is given.
-        together: Whether its ranks wait for each other where there are any elements, of what is given.
-    """
-
-    name: str
-    tensors: int
-    bind: Callable[..., Compiled]
-    said: Callable[..., str]
-    together: Callable[..., bool]
-
-    def key(self, *given: Any) -> tuple[Hashable, ...]:
-        """Under which what performs it is kept; the operation's function looks for the same in `ready`."""
-        first, rest = given[0], given[self.tensors :]
-        others = (None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in given[1 : self.tensors])
-        return (self.name, first.data_ptr(), first.numel(), first.dtype, *others, *rest)
-
-    def bound(self, binder: Binder, *given: Any) -> Compiled:
-        """The operation on a rank's memory, as it was bound before or is now."""
-        bind, said = partial(self.bind, binder, *given), partial(self.said, binder, *given)
-        together = self.together(*given)
-        return binder.bound(self.key(*given), bind, *given[: self.tensors], said=said, together=together)
-
-    def on(self, tensors: Tensors, written: Sequence[bool], *arguments: Any, **more: Any) -> Invocation:
-        """One call of it.
-
-        Args:
-            tensors: The tensors that it is given, in their order.
-            written: Which of them it changes.
-            arguments: What else it is given.
-            more: Further fields of the invocation.
-        """
-
-        def bind(binder: Binder, *tensors: torch.Tensor) -> Compiled:
-            return self.bound(binder, *tensors, *arguments)
-
-        fields = {"key": self.key(*tensors, *arguments), "alike": arguments, **more}
-        return Invocation(self.name, bind, tensors, written, **fields)
 
 
 class Dispatcher(Member):
@@ -128,7 +42,10 @@ class Dispatcher(Member):
         ready: What performs an operation that was performed before, by its key. It is for CPU tensors, and not when
             debugging.
         binder: Binds operations for the calling thread.
+        probe: all_reduce, by which the ways of carrying device memory are measured.
     """
+
+    probe: ClassVar[CollectiveOperation]
 
     def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
         super().__init__(topology, label)
@@ -145,6 +62,8 @@ class Dispatcher(Member):
         self._checks = Checks(self._owned.duplicate(comm), topology.nodes) if compared else None
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
+        self._carriers: dict[Binder, Carriers] = {}
+        self._stream: torch.Stream | None = None  # of which operations on a device in the background are asked
         self._freed = False
 
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
@@ -174,11 +93,12 @@ class Dispatcher(Member):
             known(call.first)
             return None
         self.compare(call.name, call.tensors, call.alike, call.uneven, call.placed)
+        device = self._device_of(call.name, call.tensors)
+        if device is not None:
+            return self._dispatch_on_device(call, device, async_op)
         if async_op:
-            numel = call.first.numel() if call.first is not None else 0
-            binder = self._background or self.binder
-            perform = partial(self._perform, call, binder, self._background_record)
-            return self._worker.submit(f"{call.name} of {numel} elements on {self.label}", perform)
+            perform = partial(self._perform, call, self._background or self.binder, self._background_record)
+            return self._worker.submit(self._described(call), perform)
         if self._background is None:
             self._worker.drain()  # what waits to be run here comes first
         self._perform(call, self.binder, self._record)
@@ -188,6 +108,9 @@ class Dispatcher(Member):
                 waiting = self._worker.waiting if self._background is None else ()
                 self.ready[call.key] = repeated(self._record, call.name, compiled.calls, waiting, self._worker.drain)
         return None
+
+    def _described(self, call: Invocation) -> str:
+        return f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
 
     def compare(
         self, name: str, tensors: Tensors, alike: object, uneven: bool = False, placed: torch.Tensor | None = None
@@ -202,27 +125,73 @@ class Dispatcher(Member):
         with self._record.comparing(name, first):
             self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
 
-    def _perform(self, call: Invocation, binder: Binder, record: Record) -> None:
+    def _perform(self, call: Invocation, binder: Binder, record: Record, device: torch.device | None = None) -> None:
         def act() -> None:
-            if call.staged:
-                self.carry_out(binder, call.bind, call.tensors, call.written)
-            else:
+            if device is None or call.on_device:
                 call.bind(binder, *call.tensors)()
+            elif call.operation is not None:
+                self.perform(binder, call.operation, call.tensors, call.written, *call.given)
+            else:
+                through_host(partial(call.bind, binder), call.tensors, call.written)
 
         seen(record, call.name, call.first, act)
 
-    def carry_out(self, binder: Binder, bind: Bind, tensors: Tensors, written: Sequence[bool]) -> None:
-        """Bind and perform an operation, or a part of one, on host copies of what the library cannot read."""
-        if not tensors or tensors[0] is None or not is_accelerator(tensors[0].device):
-            bind(binder, *tensors)()
-        elif self.process.cuda_aware:
-            call = bind(binder, *tensors)
-            for tensor in tensors:
-                if tensor is not None:
-                    synchronize(tensor.device)
-            call()
+    def perform(
+        self, binder: Binder, operation: CollectiveOperation, tensors: Tensors, written: Sequence[bool], *given: Any
+    ) -> None:
+        """Perform an operation, or a part of one, in the calling thread, on host memory or on the rank's device."""
+        device = self._device_of(operation.name, tensors)
+        if device is None:
+            operation.bound(binder, *tensors, *given)()
         else:
-            through_host(partial(bind, binder), tensors, written)
+            self._carriers_of(binder, device).perform(operation, tensors, written, given)
+
+    def _dispatch_on_device(self, call: Invocation, device: torch.device, async_op: bool) -> Work | None:
+        """Likewise, of tensors on the rank's device."""
+        if not async_op:
+            if self._background is None:
+                self._worker.drain()
+            with between(device):
+                self._perform(call, self.binder, self._record, device)
+            return None
+        if self._stream is None:
+            self._stream = new_stream(device)
+        binder = self._background or self.binder
+        act = partial(self._perform, call, binder, self._background_record, device)
+        tensors = [tensor for tensor in call.tensors if tensor is not None]
+        return OnDevice(self._described(call), tensors, act, self._stream, self._worker)
+
+    def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
+        """The device that the tensors are on, which is the rank's; None for the host.
+
+        Raises:
+            InputError: They are on several devices, or on another than the rank's.
+        """
+        present = [tensor for tensor in tensors if tensor is not None]
+        if not any(is_accelerator(tensor.device) for tensor in present):
+            return None
+        device, memory = present[0].device, self.process.device_memory
+        if any(tensor.device != device for tensor in present):
+            places = ", ".join(str(tensor.device) for tensor in present)
+            raise InputError(f"{name}: the tensors are on {places}; move them to one device")
+        if memory.device is None:
+            memory.device = device
+        if memory.device != device:
+            raise InputError(
+                f"{name}: a tensor is on {device}, but rank {self.rank} communicates what is on {memory.device}; "
+                f"move it there (a rank has one device)"
+            )
+        return device
+
+    def _carriers_of(self, binder: Binder, device: torch.device) -> Carriers:
+        found = self._carriers.get(binder)
+        if found is None:
+            found = self._carriers[binder] = Carriers(binder, self.process.device_memory, device, self.probe)
+        return found
+
+    def device_ways(self, device: torch.device) -> list[Way]:
+        """The ways in which this communicator can carry what is on a device. Collective."""
+        return self._carriers_of(self.binder, device).ways
 
     def _free(self) -> None:
         """Release what operations use; collective. Nothing may be dispatched afterwards."""
@@ -231,6 +200,8 @@ class Dispatcher(Member):
         self._worker.close()
         if self.process.may_release(self._comm):
             for binder in (self.binder, self._background):
+                if binder in self._carriers:
+                    self._carriers.pop(binder).free()
                 if binder is not None:
                     binder.free()
             self._owned.free()

@@ -16,7 +16,8 @@ from mpitrain.comm.algorithms.direct import direct_gather
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.registry import Algorithm, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
@@ -71,4 +72,4 @@ def _said(binder: Binder, x: Tensor, out: Tensor | None, root: int) -> str:
     return described(f"gather to rank {root}", x.numel() * binder.topology.size, x.dtype)
 
 
-OPERATION = CollectiveOperation("gather", 2, _bind, _said, never)
+OPERATION = CollectiveOperation("gather", 2, _bind, _said, never, parameters=("root",), by_rank=(False, True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.tuning import Tuning
@@ -12,6 +13,21 @@ from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import Share
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
+
+
+@dataclass
+class DeviceMemory:
+    """What is to be done with device memory in this process.
+
+    Attributes:
+        way: How it is carried: "auto", "mpi", "staged", "peer" or "nccl".
+        device: The device of this rank, once anything on one was communicated.
+        mpi_reads: Whether MPI takes addresses of the device's memory, once that was asked.
+    """
+
+    way: str = "auto"
+    device: torch.device | None = None
+    mpi_reads: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,7 @@ class Process:
         faults: What ends the job where this rank fails.
         cores: What this rank has of its node's.
         spare_cores: Of the ranks that have fewest, cores that no rank computes on; negative for ranks that have none.
-        cuda_aware: Whether MPI reads and writes device memory.
+        device_memory: Which device this rank has, and how its memory is carried.
         debug: Whether the ranks compare what they are about to do.
         proofs: Of the programs used so far, in the debug mode.
         failures: Where the job is to go on without ranks that die (see `faults.ulfm`).
@@ -37,7 +53,7 @@ class Process:
     faults: Faults
     cores: Share
     spare_cores: int
-    cuda_aware: bool
+    device_memory: DeviceMemory
     debug: bool
     proofs: Proofs | None = None
     failures: FailureHandler | None = None

@@ -20,7 +20,8 @@ from mpitrain.comm.algorithms.tree import tree_reduce
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, never
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
@@ -103,7 +104,9 @@ def _said(binder: Binder, x: Tensor, op: str, root: int, algorithm: str, place: 
     return described(f"reduce to rank {root}", x.numel(), x.dtype, op, place)
 
 
-OPERATION = CollectiveOperation("reduce", 1, _bind, _said, never)
+OPERATION = CollectiveOperation(
+    "reduce", 1, _bind, _said, never, parameters=("op", "root", "algorithm"), by_rank=(False,), in_place=True
+)
 
 
 def _by_library(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:

@@ -22,7 +22,8 @@ from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scat
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
 from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
@@ -104,7 +105,9 @@ def reduce_scatter(
 def can_defer(binder: Binder, x: Tensor) -> bool:
     """Whether all ranks share x's memory, the same on all of them."""
     topology = binder.topology
-    return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and binder.arena_of(x) is not None
+    arena = binder.arena_of(x)
+    in_host_memory = arena is not None and arena.mapped is None
+    return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and in_host_memory
 
 
 def deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
@@ -172,6 +175,8 @@ OPERATION = CollectiveOperation(
     _bind,
     lambda binder, x, out, op, counts, *_: described("reduce_scatter", x.numel(), x.dtype, op, unequal(counts)),
     lambda x, out, op, counts, *_: not counts or min(counts) > 0,
+    parameters=("op", "counts", "algorithm", "reproducible"),
+    by_rank=(True, False),
 )
 
 

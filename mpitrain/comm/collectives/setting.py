@@ -19,8 +19,7 @@ class Setting:
         numel: Elements of the whole vector.
         nodes: The node of each rank.
         memory: Where every rank's vector lies: "arena" (shared by its node), "reachable" (the system lets neighbours
-            read
-            and write it), or "private".
+            read and write it), "device" (an arena on devices that the ranks have mapped), or "private".
         oversubscribed: Whether some node has more ranks than cores.
         reproducible: Whether sums are to be taken in the order of the fixed tree over the ranks.
         root: That of an operation that has one.

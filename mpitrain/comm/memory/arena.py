@@ -24,6 +24,8 @@ from mpi4py import MPI
 
 from mpitrain.comm.memory.buffers import DTYPES, LARGEST_COUNT, memory_at, tensor_at
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.memory.mapped import MappedMemory
+from mpitrain.comm.memory.sharing import map_each_other
 from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import InputError
 
@@ -42,6 +44,8 @@ class Arena:
             here.
         window: The MPI window of a shared arena.
         name: Of a shared arena, the same on all of its ranks.
+        mapped: Of an arena on a device that the ranks of a node have mapped from each other, these memories; it then
+            has segments and a name as a shared one has.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Arena:
         segments: dict[int, int] | None = None,
         window: MPI.Win | None = None,
         index: ArenaIndex | None = None,
+        mapped: MappedMemory | None = None,
     ) -> None:
         self.kind = kind
         self.tensor = tensor
@@ -59,6 +64,7 @@ class Arena:
         self.segments = segments or {}  # world rank on this node -> address of its segment here
         self.window = window
         self.name = ""
+        self.mapped = mapped
         self._index = index
 
     def view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
@@ -90,7 +96,8 @@ class Arena:
         """
         if world_rank not in self.segments:
             raise InputError(f"rank {world_rank} shares no memory with this rank; peers are {sorted(self.segments)}")
-        return tensor_at(self.segments[world_rank], self.tensor.numel(), self.tensor.dtype)
+        at = tensor_at if self.mapped is None else self.mapped.at
+        return at(self.segments[world_rank], self.tensor.numel(), self.tensor.dtype)
 
     def free(self) -> None:
         """Release the memory. Collective over the arena's ranks; tensors over it must not be used afterwards."""
@@ -101,6 +108,7 @@ class Arena:
         if self.window is not None:
             _free(self.window)
             self.window = None
+        self.mapped = None
 
 
 class ArenaIndex:
@@ -110,6 +118,7 @@ class ArenaIndex:
         numbers: Gives each arena of which this process is the first rank the number in its name.
         warned: Whether a warning was printed that shared memory has no room.
         generation: Changes whenever an address may have come to lie in an arena, or may do so no longer.
+        maps_devices: Whether the ranks of a node are to map each other's arenas on devices.
     """
 
     def __init__(self) -> None:
@@ -118,6 +127,7 @@ class ArenaIndex:
         self.numbers = count(1)  # of those that this process is the first rank of
         self.warned = False  # that there is no room in shared memory
         self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
+        self.maps_devices = True
         self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -189,7 +199,7 @@ def allocate(
         world_ranks: The rank in the world of each rank of `node`.
         numel: Elements for each rank.
         dtype: Of the elements.
-        device: On which they lie; a CUDA device has no shared arena.
+        device: On which they lie.
         index: Where a shared arena is entered.
         for_tensors: Whether collectives find the arena in the index, by the address of what they are given.
 
@@ -199,7 +209,7 @@ def allocate(
     if dtype not in DTYPES:
         raise InputError(f"an arena of {dtype} is not possible; use one of {sorted(map(str, DTYPES))}")
     if is_accelerator(device):
-        return Arena("device", torch.zeros(numel, dtype=dtype, device=device))
+        return _on_device(comm, node, world_ranks, torch.zeros(numel, dtype=dtype, device=device), index)
     nbytes = -(-max(numel * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
     window = _shared_window(comm, node, nbytes, index) if comm.size > 1 else None
     if window is None:
@@ -208,11 +218,31 @@ def allocate(
     mine = segments[world_ranks[node.rank]]
     arena = Arena("shared", tensor_at(mine, numel, dtype), segments, window, index)
     arena.start, arena.nbytes = mine, numel * dtype.itemsize
+    _name(arena, node, world_ranks, index)
+    index.add(arena, for_tensors=for_tensors)
+    return arena
+
+
+def _on_device(
+    comm: MPI.Intracomm, node: MPI.Intracomm, world_ranks: Sequence[int], tensor: torch.Tensor, index: ArenaIndex
+) -> Arena:
+    """An arena on a device, mapped by the ranks of each node where that is wanted and possible. Collective."""
+    wanted = index.maps_devices and comm.size > 1 and tensor.numel() > 0
+    found = map_each_other(comm, node, tensor) if wanted else None
+    if found is None:
+        return Arena("device", tensor)
+    addresses, mapped = found
+    arena = Arena("device", tensor, dict(zip(world_ranks, addresses, strict=True)), index=index, mapped=mapped)
+    _name(arena, node, world_ranks, index)
+    index.add(arena, for_tensors=True)
+    return arena
+
+
+def _name(arena: Arena, node: MPI.Intracomm, world_ranks: Sequence[int], index: ArenaIndex) -> None:
+    """Give an arena the same name on all ranks of the node. Collective over it."""
     number = np.array([next(index.numbers)])
     node.Bcast(number)
     arena.name = f"{world_ranks[0]}.{number[0]}"
-    index.add(arena, for_tensors=for_tensors)
-    return arena
 
 
 def _free(window: MPI.Win) -> None:

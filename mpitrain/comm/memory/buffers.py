@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpitrain.comm.memory.device import current_stream, foreign_stream, recorded
 from mpitrain.errors import InputError
 
 # The library computes with these types only; fp16 and bf16 are converted or reduced by us.
@@ -32,18 +33,12 @@ DTYPES = frozenset(MPI_TYPES) | frozenset(HALVES)
 LARGEST_COUNT = 2**30  # bytes or elements in one MPI call: some libraries fail above 2^31 - 1
 
 
-class _DeviceMemory:
-    """Device memory by address, without owning it, as torch and CuPy accept it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
 def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
     """View an array as a torch tensor over the same memory.
 
     Args:
-        x: A contiguous torch tensor (CPU, CUDA) or NumPy or CuPy array, of one of `DTYPES`.
+        x: A contiguous torch tensor on the CPU or an accelerator, or array of NumPy, of CuPy or of another library that
+            has __cuda_array_interface__ or __dlpack__, of one of `DTYPES`.
         written: Whether the operation writes into it; a read-only array is then an error.
 
     Raises:
@@ -64,11 +59,13 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
             raise InputError(f"a NumPy array of shape {x.shape} is not contiguous; pass numpy.ascontiguousarray(x)")
         tensor = _over_numpy(x)
     elif hasattr(x, "__cuda_array_interface__"):
-        if not x.flags.c_contiguous:
-            raise InputError(f"a CuPy array of shape {x.shape} is not contiguous; pass cupy.ascontiguousarray(x)")
-        tensor = torch.as_tensor(x, device="cuda")
+        tensor = _over_device_memory(x)
+    elif hasattr(x, "__dlpack__"):
+        tensor = torch.from_dlpack(x)  # which has its library order its stream before ours
     else:
-        raise InputError(f"a {type(x).__name__} cannot be communicated; pass a torch, NumPy or CuPy array")
+        raise InputError(
+            f"a {type(x).__name__} cannot be communicated; pass a torch, NumPy or CuPy array, or one with __dlpack__"
+        )
     if tensor.dtype not in DTYPES:
         raise InputError(_no_dtype(tensor.dtype))
     if not tensor.is_contiguous():
@@ -89,13 +86,23 @@ def _over_numpy(x: np.ndarray) -> torch.Tensor:
     return tensor_at(x.__array_interface__["data"][0], x.size, dtype).view(x.shape)
 
 
+def _over_device_memory(x: Any) -> torch.Tensor:
+    """The tensor over an array of CuPy or Numba; what its stream was asked comes before what ours is asked."""
+    tensor = torch.as_tensor(x)
+    handle = x.__cuda_array_interface__.get("stream")
+    other = foreign_stream(tensor.device, handle) if handle is not None else None
+    if other is not None:
+        current_stream(tensor.device).wait_event(recorded(tensor.device, other))
+    return tensor
+
+
 def _no_dtype(dtype: object) -> str:
     names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
     return f"dtype {dtype} cannot be communicated; convert to one of {names}"
 
 
-def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """The flat tensor over `numel` elements at an address.
+def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The flat tensor over `numel` elements at an address in host memory.
 
     It does not own the memory, which must live as long as the tensor is used.
 
@@ -103,13 +110,9 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device
         address: Of the first element.
         numel: Number of elements.
         dtype: Of the elements.
-        device: The device that the address is on; None for the host.
     """
     if numel == 0:
-        return torch.empty(0, dtype=dtype, device=device)
-    if device is not None and device.type == "cuda":
-        memory = _DeviceMemory(address, numel * dtype.itemsize)
-        return torch.as_tensor(memory, device=device).view(dtype)
+        return torch.empty(0, dtype=dtype)
     return torch.frombuffer(MPI.memory.fromaddress(address, numel * dtype.itemsize), dtype=dtype, count=numel)
 
 

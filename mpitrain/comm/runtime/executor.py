@@ -48,6 +48,7 @@ class Layout:
         events: What carries the signals of each event of the program.
         inbox, inbox_bounds: Address and cell offsets of INBOX; without an address the plan has its own.
         device: Where the memory is; None for the host.
+        memory: Finds the tensor over an address on a device; None for the host.
     """
 
     dtype: torch.dtype
@@ -64,6 +65,7 @@ class Layout:
     inbox: int = 0
     inbox_bounds: Sequence[int] = ()
     device: torch.device | None = None
+    memory: Callable[[int, int, torch.dtype], torch.Tensor] | None = None
 
     @property
     def slot(self) -> int:
@@ -210,8 +212,12 @@ class Binding:
     def view(self, place: Place) -> Array:
         """The elements of a place, in the form in which they are worked on: a NumPy array or a torch tensor."""
         layout = self.layout
+        if layout.memory is not None:
+            if place.memory == SCRATCH:
+                return self._scratch[place.owner][place.start : place.start + place.numel]
+            return layout.memory(self.address(place), place.numel, layout.dtype)
         if not for_numpy(layout.dtype, layout.device, place.numel):
-            return tensor_at(self.address(place), place.numel, layout.dtype, layout.device)
+            return tensor_at(self.address(place), place.numel, layout.dtype)
         end = place.start + place.numel
         whole = self._arrays.get((place.memory, place.owner))
         if whole is None or whole.size < end:
@@ -318,7 +324,18 @@ def combine(
     reduction: Reduction, parts: Sequence[Place], into: Place, tree: bool, scale: float | None, binding: Binding
 ) -> list[Call]:
     """The calls that set `into` to the reduction of the parts, times `scale` if there is one."""
-    return reduction.combine([binding.view(part) for part in parts], binding.view(into), tree=tree, scale=scale)
+    out, calls = binding.view(into), list[Call]()
+    views = [_beside(binding.view(part), out, calls) for part in parts]
+    return [*calls, *reduction.combine(views, out, tree=tree, scale=scale)]
+
+
+def _beside(view: Array, out: Array, calls: list[Call]) -> Array:
+    """The view, or a copy of it on out's device, where a neighbour computes on another; calls: gets what copies it."""
+    if isinstance(view, np.ndarray) or isinstance(out, np.ndarray) or view.device == out.device:
+        return view
+    near = torch.empty_like(out)
+    calls.append(copying(near, view))
+    return near
 
 
 def copy(into: Place, of: Place, binding: Binding) -> list[Call]:

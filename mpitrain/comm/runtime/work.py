@@ -21,6 +21,8 @@ from mpi4py import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.errors import CommunicationError
 
+_EAGER_ROUNDS = 1000  # of asking without a pause
+
 
 class Work:
     """An operation that has begun. Keeps the tensors of its call alive until it is complete."""
@@ -100,6 +102,7 @@ class Messages(Work):
         proceed: Callable[[list[MPI.Status]], Sequence[MPI.Request]],
         record: Record,
         awaited: Sequence[int],
+        held_up: set[Messages],
     ) -> None:
         """Take over messages that have begun.
 
@@ -111,7 +114,11 @@ class Messages(Work):
                 raises if what has arrived is not what was expected.
             record: Where a wait is to be seen.
             awaited: The ranks of the world that the other end may be.
+            held_up: Messages of this rank that make no progress by themselves: their `proceed` has to be called. They
+                do so while this one is waited for, since the other end may wait for them first.
         """
+        self._held_up = held_up
+        self._error: CommunicationError | None = None
         self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
         self.source: int | None = None  # the rank that sends, once that is known
         self._requests = list(requests)
@@ -128,15 +135,42 @@ class Messages(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until all messages have been carried; see `Work.wait`."""
+        self._raise_met()
         if timeout is None:
             while not self._complete:
                 statuses = [MPI.Status() for _ in self._requests]
                 self._record.awaited = self._awaited
+                if self._held_up - {self}:
+                    seen(self._record, self._name, self._tensor, self._wait_with_others)
+                    continue
                 seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
                 self._go_on(statuses)
         elif not self._complete:
             with self.limited_wait():
                 poll(self, f"{self._record.label}: {self._name}", timeout)
+
+    def _raise_met(self) -> None:
+        """Raise the error that was met while something else was waited for."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _wait_with_others(self) -> None:
+        """Let the messages that are held up make progress until this one is complete, or none is held up."""
+        rounds = 0
+        while self._held_up - {self} and not self.done():
+            for other in self._held_up - {self}:
+                other.progress()
+            rounds += 1
+            if rounds > _EAGER_ROUNDS:
+                time.sleep(1e-4)
+
+    def progress(self) -> None:
+        """As `done`, but an error is raised where this is waited for, not here."""
+        try:
+            self.done()
+        except CommunicationError as error:
+            self._error = error
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
@@ -152,6 +186,7 @@ class Messages(Work):
 
     def done(self) -> bool:
         """Whether all messages have been carried. Calling this also lets them make progress."""
+        self._raise_met()
         while not self._complete:
             statuses = [MPI.Status() for _ in self._requests]
             try:

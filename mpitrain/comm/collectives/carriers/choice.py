@@ -1,0 +1,161 @@
+"""Which of the ways to carry device memory is taken: the one that was asked for, else the fastest of those possible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.carriers.carrier import Carrier
+from mpitrain.comm.collectives.carriers.direct import Direct, takes_addresses
+from mpitrain.comm.collectives.carriers.nccl import Nccl
+from mpitrain.comm.collectives.carriers.peer import Peer
+from mpitrain.comm.collectives.carriers.staged import Staged
+from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.process import DeviceMemory
+from mpitrain.comm.memory.device import synchronize
+from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.errors import refusal
+
+_MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
+_REPEATS = 4  # of which the first does not count
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is known of one way on the ranks of a communicator.
+
+    Attributes:
+        name: As `comm.device` names it.
+        obstacle: Why it is not possible; "" where it is.
+        seconds: Of an all_reduce of each size in bytes that was measured.
+    """
+
+    name: str
+    obstacle: str
+    seconds: dict[int, float]
+
+
+class Carriers:
+    """The ways in which one thread of a communicator carries device memory."""
+
+    def __init__(self, binder: Binder, memory: DeviceMemory, device: torch.device, probe: CollectiveOperation) -> None:
+        """Find out what is possible, and where there is a choice what is fastest. Collective.
+
+        Args:
+            binder: Binds operations for the thread.
+            memory: What is to be done in this process.
+            device: This rank's device.
+            probe: The operation that is measured: all_reduce.
+
+        Raises:
+            InputError: On all ranks: the way that was asked for is not possible.
+        """
+        self._binder, self._device, self._probe = binder, device, probe
+        self._staged = Staged(binder, device)
+        self._possible: dict[str, Carrier] = {"staged": self._staged}
+        self._obstacles = {"staged": ""}
+        wanted = ("mpi", "peer", "nccl") if memory.way == "auto" else (memory.way,)
+        for name in wanted:
+            if name != "staged":
+                made, self._obstacles[name] = self._make(name)
+                if made is not None:
+                    self._possible[name] = made
+        if memory.way != "auto" and self._obstacles[memory.way]:
+            raise refusal(f"comm.device {memory.way} is not possible: {self._obstacles[memory.way]}; use auto")
+        self._seconds = self._measure() if memory.way == "auto" and len(self._possible) > 1 else {}
+        self._default = memory.way if memory.way != "auto" else "staged"
+
+    @property
+    def ways(self) -> list[Way]:
+        """All that was looked at."""
+        return [Way(name, why, self._seconds.get(name, {})) for name, why in self._obstacles.items()]
+
+    def of_size(self, nbytes: int) -> Carrier:
+        """The way that an operation on so many bytes a rank goes, unless this way does not carry it."""
+        if not self._seconds:
+            return self._possible[self._default]
+        near = min(_MEASURED, key=lambda size: abs(np.log(size / max(1, nbytes))))
+        return self._possible[min(self._seconds, key=lambda name: self._seconds[name][near])]
+
+    def perform(
+        self,
+        operation: CollectiveOperation,
+        tensors: Sequence[Tensor | None],
+        written: Sequence[bool],
+        given: Sequence[Any],
+    ) -> None:
+        """Perform an operation on the rank's device; see `Carrier.perform`."""
+        if self._binder.topology.size == 1:
+            _alone(operation, tensors, given)
+            return
+        largest = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
+        carrier = self.of_size(largest)
+        if not carrier.carries(operation, tensors, given):
+            carrier = self._staged
+        carrier.perform(operation, tensors, written, given)
+
+    def free(self) -> None:
+        """Release the memory of all of them. Collective."""
+        for carrier in self._possible.values():
+            carrier.free()
+
+    def _make(self, name: str) -> tuple[Carrier | None, str]:
+        """A carrier, else why there is none; the same on all ranks."""
+        binder, device = self._binder, self._device
+        if binder.topology.size == 1:
+            return None, "there is one rank"
+        if name == "mpi":
+            takes = self._everywhere(takes_addresses(device.type))
+            return (Direct(binder), "") if takes else (None, f"this MPI takes no addresses of {device.type} memory")
+        if name == "peer":
+            if binder.topology.num_nodes > 1:
+                return None, "the ranks are on several nodes"
+            peer = Peer(binder, device)
+            if peer.possible:
+                return peer, ""
+            peer.free()
+            return None, "the ranks cannot map each other's device memory"
+        return Nccl.make(binder, device)
+
+    def _everywhere(self, yes: bool) -> bool:
+        answer = np.array([yes], dtype=np.int64)
+        self._binder.comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
+        return bool(answer[0])
+
+    def _measure(self) -> dict[str, dict[int, float]]:
+        """Seconds of an all_reduce by each way, at each size: the best of a few, of the slowest rank."""
+        found: dict[str, dict[int, float]] = {name: {} for name in self._possible}
+        for nbytes in _MEASURED:
+            x = torch.zeros(nbytes // 4, device=self._device)
+            for name, carrier in self._possible.items():
+                times = []
+                for _ in range(_REPEATS):
+                    synchronize(self._device)
+                    self._binder.comm.Barrier()
+                    begin = time.perf_counter()
+                    carrier.perform(self._probe, (x,), (True,), ("sum", "auto", False))
+                    synchronize(self._device)
+                    times.append(time.perf_counter() - begin)
+                best = np.array([min(times[1:])])
+                self._binder.comm.Allreduce(MPI.IN_PLACE, best, MPI.MAX)
+                found[name][nbytes] = float(best[0])
+        return found
+
+
+def _alone(operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> None:
+    """The operation of a communicator of one rank: the only block is where it came from, and goes where it is to be."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    op = operation.value(given, "op")
+    if op is not None:
+        Reduction.of(op, present[0].dtype, 1)
+    if len(present) == 2:
+        into, of = reversed(present) if operation.name in ("reduce_scatter", "gather", "all_to_all") else present
+        into.detach().view(-1).copy_(of.detach().view(-1))

@@ -1,0 +1,93 @@
+"""Device memory by an MPI library that takes its addresses.
+
+MPI knows nothing of streams: the host waits for what was asked of the caller's stream before it calls, and when a call
+returns the data are there. Only blocking reductions are called, because those of Open MPI that do not block crash on
+device memory (mpi4py issue 164). 16-bit sums and averages, which the library does not
+compute, are computed on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpitrain.comm.collectives.arguments import overlap
+from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT
+from mpitrain.comm.memory.device import mpi_reads, recorded
+from mpitrain.comm.runtime.kernels import Reduction
+
+_OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
+
+
+def takes_addresses(kind: str) -> bool:
+    """Whether the MPI library takes addresses of a kind of device memory. MPITRAIN_DEVICE_AWARE=0|1 overrides it.
+
+    The library is asked by its own function for the kind, or by the kinds of memory that it says it was built or
+    started for (MPI-4.1, section 12.4.3).
+    """
+    for name in _OVERRIDES:
+        override = os.environ.get(name)
+        if override is not None:
+            return override not in ("0", "", "no", "false")
+    answer = mpi_reads(kind)
+    if answer is not None:
+        return answer
+    kinds = (MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or "").split(",")
+    names = {"xpu": "level_zero", "cuda": "rocm" if torch.version.hip else "cuda"}
+    return any(named.split(":")[0] == names.get(kind, kind) for named in kinds)
+
+
+class Direct:
+    """Carries device memory by calls of the MPI library on it."""
+
+    name = "mpi"
+
+    def __init__(self, binder: Binder) -> None:
+        self._binder = binder
+
+    def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
+        """Whatever the library can do in one call, in the order of its own."""
+        nbytes = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
+        return (
+            bool(operation.by_rank)
+            and nbytes * self._binder.topology.size <= LARGEST_COUNT
+            and operation.value(given, "algorithm", "mpi") in ("auto", "mpi")
+            and not operation.value(given, "reproducible", False)
+        )
+
+    def perform(
+        self,
+        operation: CollectiveOperation,
+        tensors: Sequence[Tensor | None],
+        written: Sequence[bool],
+        given: Sequence[Any],
+    ) -> None:
+        """Perform the operation; see `Carrier.perform`."""
+        first = next(tensor for tensor in tensors if tensor is not None)
+        op = operation.value(given, "op")
+        scale = None
+        if op is not None:
+            scale = Reduction.of(op, first.dtype, self._binder.topology.size).scale
+        given = operation.replaced(given, algorithm="mpi", op="sum" if op == "avg" else op)
+        wide = op is not None and first.dtype in HALVES
+        passed = [None if t is None else t.detach().float() if wide else t.detach() for t in tensors]
+        if len(passed) == 2 and passed[0] is not None and passed[1] is not None and overlap(passed[0], passed[1]):
+            passed = [t if changed or t is None else t.clone() for t, changed in zip(passed, written, strict=True)]
+        recorded(first.device).synchronize()
+        operation.bind(self._binder, *passed, *given)()
+        for tensor, result, changed in zip(tensors, passed, written, strict=True):
+            if changed and tensor is not None and result is not None:
+                if scale is not None:
+                    result.mul_(scale)
+                if wide:
+                    tensor.detach().copy_(result)
+
+    def free(self) -> None:
+        """Nothing is held."""

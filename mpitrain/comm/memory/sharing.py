@@ -1,0 +1,58 @@
+"""Device memory that the ranks of a node map from each other, each its own part of an arena."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.memory.device import export_memory, import_memory, synchronize
+from mpitrain.comm.memory.mapped import MappedMemory
+from mpitrain.errors import MpitrainError
+
+_IMPOSSIBLE = (MpitrainError, RuntimeError, OSError, ValueError, TypeError, AttributeError)
+
+
+def map_each_other(
+    comm: MPI.Intracomm, node: MPI.Intracomm, tensor: torch.Tensor
+) -> tuple[list[int], MappedMemory] | None:
+    """Map the tensors of all ranks of a node. Collective over `comm`.
+
+    Args:
+        comm: The ranks that are to come to one answer.
+        node: The communicator of those of them that are on this node.
+        tensor: This rank's, which is the whole of its storage.
+
+    Returns:
+        The address of each rank's tensor in this process, in the order of `node`, and these memories; None on all ranks
+        where some rank cannot map its neighbours' memory.
+    """
+    synchronize(tensor.device)  # its first values are to be there before a neighbour writes others
+    try:
+        told = json.dumps(export_memory(tensor))
+    except _IMPOSSIBLE:
+        told = ""
+    texts = _all_gather_text(node, told)
+    memories = list[torch.Tensor]()
+    try:
+        for rank, text in enumerate(texts if all(texts) else []):
+            memories.append(tensor if rank == node.rank else import_memory(json.loads(text), tensor.device))
+    except _IMPOSSIBLE:
+        memories.clear()
+    mapped = np.array([len(memories) == node.size], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, mapped, MPI.MIN)
+    if not mapped[0]:
+        return None
+    return [memory.data_ptr() for memory in memories], MappedMemory(memories)
+
+
+def _all_gather_text(comm: MPI.Intracomm, text: str) -> list[str]:
+    data = np.frombuffer(text.encode(), dtype=np.uint8).copy()
+    lengths = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([data.size], dtype=np.int64), lengths)
+    everything = np.empty(int(lengths.sum()), dtype=np.uint8)
+    comm.Allgatherv(data, [everything, lengths.tolist(), MPI.BYTE])
+    ends = np.cumsum(lengths)
+    return [everything[end - n : end].tobytes().decode() for n, end in zip(lengths, ends, strict=True)]
