@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from warm import Warm
 
 RANKS = int(os.environ.get("MPITRAIN_TEST_RANKS", "0"))  # 0: serial
@@ -52,6 +54,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
     items[:] = chosen
     config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The pretend accelerator is loaded, but not shown, before anything computes gradients: see pretend.load."""
+    if any(_device_of(item) == "pretend" for item in session.items):
+        import pretend
+
+        with suppress(pretend.build.BuildError):  # which the fixture says
+            pretend.load()
+
+
+def _device_of(item: pytest.Item) -> object:
+    called = getattr(item, "callspec", None)
+    return called.params.get("device") if called is not None else None
+
+
+@pytest.fixture(params=["cpu", "pretend"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The CPU; and, in a second test, the pretend accelerator's device of this rank.
+
+    Its work runs only when something waits for it. A test for the accelerator alone: `@pytest.mark.parametrize("device", ["pretend"], indirect=True)`. One that starts
+    jobs passes on `device=device.type` (support.job).
+    """
+    import torch
+
+    if request.param == "cpu":
+        yield torch.device("cpu")
+        return
+    import pretend
+
+    if reason := pretend.build.missing():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    with pretend.shown(_rank()) as shown:
+        yield shown
+
+
+def _rank() -> int:
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 
 
 @pytest.fixture(scope="session")
@@ -130,8 +170,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
-    if rank == 0 and LABEL:
+    if _rank() == 0 and LABEL:
         FOLDER.mkdir(exist_ok=True)
         broken = 1 if exitstatus not in (0, 1, 5) else 0  # collection errors and the like
         text = f"{_counts.passed} {_counts.failed + broken} {_counts.skipped}\n"

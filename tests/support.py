@@ -41,14 +41,38 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | extra
 
 
+def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dict[str, str]:
+    """What a child process needs to have the pretend accelerator from `import torch` on.
+
+    Args:
+        visible: The numbers of the devices that it sees, "1,0" for instance; all (two) if it is None.
+        late_ms: How late work runs that nothing waits for; -1: never.
+    """
+    path = [str(ROOT / "tests/pretend/autoload"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shown = {} if visible is None else {"PRETEND_VISIBLE_DEVICES": visible}
+    knobs = {"PRETEND_LATE_MS": str(late_ms), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    return {"PYTHONPATH": os.pathsep.join(path)} | knobs | shown
+
+
 def train_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "mpitrain.train", *map(str, arguments)]
 
 
 def job(
-    ranks: int, command: Sequence[str], *, timeout: float = 90, cwd: Path | None = None, **environment: str
+    ranks: int,
+    command: Sequence[str],
+    *,
+    timeout: float = 90,
+    cwd: Path | None = None,
+    device: str = "cpu",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on `ranks` ranks (0: plainly, without a launcher) and capture what it says."""
+    """Run a command on `ranks` ranks (0: plainly, without a launcher) and capture what it says.
+
+    device: "pretend": its processes have the pretend accelerator (it must be asked for all the same: run.device).
+    """
+    if device == "pretend":
+        environment = pretend_environment() | environment
     return subprocess.run(
         [*(launcher(ranks) if ranks else []), *command],
         capture_output=True,

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Installs from Debian what the tests of clusters need: Slurm and munge, `ip`, h5dump. Does nothing where it is
-# there already; without root or apt-get it says so and those tests skip.
+# Installs from Debian what the tests of clusters need (Slurm and munge, `ip`, h5dump), and a C++ compiler for the
+# pretend accelerator. Does nothing where it is there already; without root or apt-get it says so and those tests skip.
 set -uo pipefail
 packages=()
 command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v srun >/dev/null || packages+=(slurm-wlm)
 command -v munged >/dev/null || packages+=(munge)
 command -v ip >/dev/null || packages+=(iproute2)
 command -v h5dump >/dev/null || packages+=(hdf5-tools)
+command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
 [ ${#packages[@]} -eq 0 ] && exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "missing: ${packages[*]}; installing them needs root and apt-get: tests of clusters will skip" >&2
+    echo "missing: ${packages[*]}; installing them needs root and apt-get: tests that need them will skip" >&2
     exit 0
 fi
 export DEBIAN_FRONTEND=noninteractive
 { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${packages[@]}"; } >/dev/null ||
-    echo "installing ${packages[*]} failed: tests of clusters will skip" >&2
+    echo "installing ${packages[*]} failed: tests that need them will skip" >&2
 exit 0

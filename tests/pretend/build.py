@@ -1,0 +1,106 @@
+"""Builds the library of the pretend accelerator, once for each (sources, PyTorch, flags, compiler).
+
+    python -m pretend       build it, where that was not done before; needs `tests` on PYTHONPATH
+
+It lies in `.pretend/` of the checkout. Processes that want it at the same time wait for the one that builds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).with_name("source")
+CACHE = Path(__file__).resolve().parents[2] / ".pretend"
+TIMEOUT = 300  # seconds for one file
+
+
+class BuildError(Exception):
+    """The library cannot be built; the message is one line."""
+
+
+def missing() -> str:
+    """Why there is no pretend accelerator on this machine; "" where there is one."""
+    if sys.platform != "linux":
+        return "the pretend accelerator needs Linux"
+    return "" if _compiler() else "the pretend accelerator needs a C++ compiler: g++, c++ or clang++, or CXX"
+
+
+def library() -> Path:
+    """The library, built first where that was not done before.
+
+    Raises:
+        BuildError: There is no compiler, or it fails.
+    """
+    if reason := missing():
+        raise BuildError(reason)
+    built = CACHE / f"{_key()}.so"
+    if not built.exists():
+        CACHE.mkdir(exist_ok=True)
+        with open(CACHE / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not built.exists():
+                _build(built)
+    return built
+
+
+@functools.cache
+def _compiler() -> str:
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "c++", "clang++")
+    return next((found for name in names if (found := shutil.which(name))), "")
+
+
+def _flags() -> list[str]:
+    installed = Path(torch.__file__).parent / "include"
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [
+        *("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *("-Wno-interference-size", f"-I{installed}", f"-I{installed}/torch/csrc/api/include"),
+    ]
+
+
+def _key() -> str:
+    compiler = _compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
+    made_of = hashlib.sha256(repr((torch.__version__, torch.version.git_version, _flags(), compiler, version)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        made_of.update(path.read_bytes())
+    return made_of.hexdigest()[:16]
+
+
+def _build(built: Path) -> None:
+    """Compile file by file, as many at once as there are cores, and link; what others see appears whole."""
+    folder = built.with_suffix(f".{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size)
+        sources.sort(key=lambda path: path.name not in ("autocast.cpp", "operators.cpp"))  # those take longest
+        objects = [folder / f"{path.stem}.o" for path in sources]
+        commands = [[*_flags(), "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(_compile, commands))
+        libraries = Path(torch.__file__).parent / "lib"
+        found = [f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}", "-lpthread"]
+        whole = folder / "whole.so"
+        _compile(["-shared", *map(str, objects), "-o", str(whole), *found])
+        os.replace(whole, built)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(arguments: list[str]) -> None:
+    done = subprocess.run([_compiler(), *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        told = said[0].strip() if said else f"exit code {done.returncode}"
+        raise BuildError(f"building the pretend accelerator failed: {told}")

@@ -1,0 +1,248 @@
+"""The pretend accelerator itself: it computes what the CPU computes, and shows what real devices let pass."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from support import clean_environment, pretend_environment
+
+pytestmark = pytest.mark.parametrize("device", ["pretend"], indirect=True)
+accelerator = torch.accelerator
+
+
+def stream_of(device):
+    return accelerator.current_stream(device)
+
+
+# -- what is forgotten shows
+
+
+def test_a_copy_to_the_host_arrives_when_the_host_has_waited(device):
+    x = torch.arange(6.0, device=device)
+    host = torch.zeros(6, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    before = host.tolist()
+    event = torch.Event(device=device.type)
+    event.record()
+    assert not event.query()
+    event.synchronize()
+    assert before == [0] * 6 and host.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_pinned_source_is_read_when_the_stream_gets_there(device):
+    host = torch.ones(6).pin_memory()
+    x = torch.empty(6, device=device)
+    x.copy_(host, non_blocking=True)
+    host.fill_(7)  # too early
+    assert x.tolist() == [7] * 6
+
+
+def test_a_stream_that_does_not_wait_computes_with_nothing(device):
+    beside = torch.Stream(device=device)
+    y = torch.ones(6, device=device) * 2
+    with beside:
+        early = (y + 0).tolist()
+    beside.wait_stream(stream_of(device))
+    with beside:
+        assert early != [2] * 6 and (y + 0).tolist() == [2] * 6
+
+
+def test_freed_memory_is_nothing_once_all_streams_got_there(device):
+    beside = torch.Stream(device=device)
+    x = torch.ones(256, device=device)
+    accelerator.synchronize()
+    with beside:
+        y = x.view(256) * 1  # queued, but not run
+    view, address = torch.as_tensor(x), x.data_ptr()
+    x.record_stream(beside)
+    del x, view
+    assert torch.empty(256, device=device).data_ptr() != address  # beside may still use it
+    beside.synchronize()
+    accelerator.synchronize()
+    bytes_there = ctypes.string_at(torch.pretend.host_alias(address), 1024)
+    assert np.isnan(np.frombuffer(bytes_there, np.float32)).all() and y.tolist() == [1] * 256
+
+
+def in_child(do) -> int:
+    """The signal that ends a forked child which does something; 0 if it comes back."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        do()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def test_the_cpu_cannot_touch_device_memory(device):
+    x = torch.ones(4, device=device)
+    accelerator.synchronize()
+    assert in_child(lambda: ctypes.string_at(x.data_ptr(), 4)) == signal.SIGSEGV
+    assert in_child(lambda: ctypes.string_at(torch.pretend.host_alias(x.data_ptr()), 4)) == 0
+    source = (ctypes.c_char * 16).from_address(x.data_ptr())
+    with open(os.devnull, "wb") as _, pytest.raises(OSError, match="Bad address"):
+        reader, writer = os.pipe()
+        os.write(writer, source)
+    os.close(reader), os.close(writer)
+
+
+def test_a_forked_child_is_refused(device):
+    def use() -> None:
+        with pytest.raises(RuntimeError, match="forked child"):
+            torch.ones(1, device=device)
+        torch.manual_seed(1)
+        torch.ones(2) + 1
+
+    assert in_child(use) == 0
+
+
+# -- memory of the host and of other processes
+
+
+def test_memory_of_the_host_is_pinned_when_it_is_registered(device):
+    with mmap.mmap(-1, 1 << 16) as shared:
+        host = torch.frombuffer(shared, dtype=torch.float32)
+        assert not host.is_pinned()
+        torch.pretend.host_register(host.data_ptr(), 1 << 16)
+        x = torch.ones(1024, device=device)
+        host[2048:3072].copy_(x, non_blocking=True)
+        late = host[2048].item()
+        stream_of(device).synchronize()
+        assert host[16:].is_pinned() and (late, host[2048].item()) == (0, 1)
+        torch.pretend.host_unregister(host.data_ptr())
+        assert not host.is_pinned()
+        host[:1024].copy_(x, non_blocking=True)  # as any driver: it waits
+        assert host[0].item() == 1
+        del host
+
+
+CHILD = """
+import json, sys, torch
+assert torch.accelerator.current_accelerator(check_available=True).type == "pretend"
+x = torch.arange(1000.0, device="pretend")
+torch.accelerator.synchronize()
+properties = torch.pretend.get_device_properties()
+told = torch.pretend.export_memory(x.untyped_storage())
+print(json.dumps([torch.accelerator.device_count(), properties.name, properties.uuid, told]), flush=True)
+sys.stdin.readline()
+print(x.sum().item(), x[0].item(), flush=True)
+"""
+
+
+def test_memory_of_another_process_and_the_devices_it_sees(device):
+    environment = clean_environment(**pretend_environment(visible="1"))
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        *there, told = json.loads(child.stdout.readline())
+        assert there == [1, "Pretend 1", "pretend-1"]
+        storage = torch.pretend.import_memory(told)
+        theirs = torch.empty(0, dtype=torch.float32, device=device).set_(storage)
+        assert theirs.shape == (1000,) and theirs.device == device and theirs.sum().item() == 499500
+        theirs[0].sub_(1)  # queued: not there yet
+        assert ctypes.c_float.from_address(torch.pretend.host_alias(theirs.data_ptr())).value == 0
+        theirs.neg_()
+        accelerator.synchronize()
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        assert child.stdout.readline().split() == ["-499499.0", "1.0"]
+        child.stdin.close()
+    with pytest.raises(RuntimeError, match="memory of process"):
+        torch.pretend.import_memory([told[0], told[1], told[2] + 1, 0, 8])
+    assert theirs[1].item() == -1  # mapped still
+
+
+# -- hidden, it is as if it were not there
+
+
+def test_hidden_it_changes_nothing_on_the_cpu(device):
+    import pretend
+
+    pretend.available(False)
+    try:
+        assert accelerator.current_accelerator(check_available=True) is None
+        assert not accelerator.is_available() and accelerator.device_count() == 0
+        torch.manual_seed(1)
+        x = torch.rand(8, 4)
+        loader = torch.utils.data.DataLoader(x, 2, pin_memory=torch.accelerator.is_available(), num_workers=1)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in loader:
+            with torch.autocast("cpu", torch.bfloat16):
+                model(batch).float().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        with torch.random.fork_rng():
+            torch.rand(1)
+        assert not batch.is_pinned() and torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).shape == (
+            8,
+            4,
+        )
+    finally:
+        pretend.available(True)
+    assert accelerator.is_available() and accelerator.device_count() == 2
+
+
+# -- time
+
+
+def test_stages_of_a_pipeline_overlap(device):
+    """Four chunks to the device and back, 20 ms for each copy: 8 copies after each other, or 5 where they overlap."""
+    torch.pretend.set_late_ms(0)
+    torch.pretend.set_copy_bandwidth(1e6)
+    torch.pretend.set_kernel_ms(1)
+    chunk = 5000  # of 4 bytes: 20 ms
+    source, target = (torch.ones(4, chunk, pin_memory=True) for _ in range(2))
+    on_device = torch.empty(4, chunk, device=device)
+    took = []
+    for streams in ([stream_of(device)] * 2, [torch.Stream(device=device) for _ in range(2)]):
+        start = time.perf_counter()
+        for k in range(4):
+            with streams[0]:
+                on_device[k].copy_(source[k], non_blocking=True)
+                on_device[k].add_(k)
+            streams[1].wait_stream(streams[0])
+            with streams[1]:
+                target[k].copy_(on_device[k], non_blocking=True)
+        assert time.perf_counter() - start < 0.1  # the host has not waited
+        streams[1].synchronize()
+        took.append(time.perf_counter() - start)
+        assert [target[k, 0].item() for k in range(4)] == [1, 2, 3, 4]
+    begin, end = (torch.Event(device=device.type, enable_timing=True) for _ in range(2))
+    begin.record()
+    on_device[0].copy_(source[0], non_blocking=True)
+    end.record()
+    end.synchronize()
+    assert took[0] >= 0.16 and 0.1 <= took[1] < 0.14 < took[0], took
+    assert 19 < begin.elapsed_time(end) < 30
+
+
+# -- it computes what the CPU computes
+
+
+def losses(device, model, batch, autocast=False):
+    torch.manual_seed(0)
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(20):
+        x, y = batch()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = model(x.to(device), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
