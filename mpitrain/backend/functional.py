@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,12 +10,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 
-def install() -> torch.library.Library | None:
-    """Give torch the operations; they are there as long as what is returned. None where torch has none of them."""
+@functools.cache
+def install(kind: str) -> torch.library.Library | None:
+    """Give torch the operations; they are there as long as what is returned, which is for ever.
+
+    Args:
+        kind: Of the devices that their tensors lie on.
+
+    Returns:
+        None where torch has none of them.
+    """
     if not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         return None
     library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, "CPU")
+    key: str = torch._C._dispatch_key_for_device(kind)
+    library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, key)
     return library
 
 

@@ -14,7 +14,7 @@ from mpitrain.backend.arguments import Tensors
 from mpitrain.backend.debug import Comparison
 from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.queues import Queue
-from mpitrain.backend.tensors import on_stream
+from mpitrain.backend.streams import Order
 from mpitrain.backend.work import FinishedWork, Operation, Several
 
 
@@ -38,7 +38,7 @@ class Issuing(versions.Base):
 
         shown: as what torch's dispatcher is to see it: the name, and the arguments.
         """
-        return self._seen(shown, outputs, partial(self._issue, name, call, outputs, options, alike))
+        return self._seen(shown, outputs, partial(self._issue, name, call, outputs, options, alike, shown))
 
     def _seen(self, shown: tuple[Any, ...], outputs: Tensors, issue: Callable[[], dist.Work]) -> dist.Work:
         """Issue an operation, by way of torch's dispatcher where somebody looks. shown: as `_run` has it."""
@@ -47,7 +47,13 @@ class Issuing(versions.Base):
         return issue()
 
     def _issue(
-        self, name: str, call: Callable[[], None], outputs: Tensors, options: Any, alike: Sequence[object]
+        self,
+        name: str,
+        call: Callable[[], None],
+        outputs: Tensors,
+        options: Any,
+        alike: Sequence[object],
+        arguments: Sequence[Any],
     ) -> dist.Work:
         self._compare(name, alike)
         at_once = not versions.asynchronous(options) and self._coalesced is None
@@ -55,7 +61,8 @@ class Issuing(versions.Base):
             self._queue.perform(call)
             return FinishedWork(outputs)
         title = f"{name} of {self.comm.label}"
-        work = self._queue.submit(Operation(title, on_stream(outputs, call), outputs, self._queue))
+        order = Order(arguments, self._queue.streams)
+        work = self._queue.submit(Operation(title, call, outputs, self._queue, order))
         if at_once:  # by a thread, because nobody can be called back from inside MPI
             work.wait()
         return self._remember(work)

@@ -23,27 +23,45 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 
+from mpitrain.backend import functional
 from mpitrain.backend.store import NoStore
 from mpitrain.backend.versions import Base
+from mpitrain.comm.memory.device import accelerator
 
 _HELPER = "_new_process_group_helper"
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
 
 
-def install(name: str, address: str, library: object) -> None:
+def install(name: str, address: str) -> None:
     """Put our functions before torch's.
 
     Args:
         name: Our backend's name.
         address: The init_method that asks MPI.
-        library: Operations, to be kept.
     """
-    _replace("init_process_group", functools.partial(_init_process_group, name, address, library))
+    _replace("init_process_group", functools.partial(_init_process_group, name, address))
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     c10d._store_based_barrier = functools.partial(_store_based_barrier, c10d._store_based_barrier)
     _replace(_HELPER, functools.partial(_new_group, name, False))
     _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"], address)
+
+
+def know_devices(name: str) -> None:
+    """Tell torch that the backend takes tensors of the CPU and of the accelerator there is.
+
+    Each time that a group is made, because a package that is imported later may bring an accelerator along.
+
+    Args:
+        name: Our backend's name.
+    """
+    kinds = dist.Backend.backend_capability[name]
+    for kind in ("cpu", accelerator(present=False)):
+        if kind:
+            functional.install(kind)
+        if kind and kind not in kinds:
+            kinds.append(kind)
+            dist.Backend.default_device_backend_map.setdefault(kind, name)
 
 
 def take_over(name: str, address: str) -> None:
@@ -72,7 +90,8 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
             setattr(module, name, function)
 
 
-def _init_process_group(name: str, address: str, _: object, original: Callable[..., None], **given: Any) -> None:
+def _init_process_group(name: str, address: str, original: Callable[..., None], **given: Any) -> None:
+    know_devices(name)
     from_environment = (given.get("init_method") or "env://").startswith("env://")
     if name in str(given.get("backend")) and from_environment and given.get("store") is None:
         given["init_method"] = address

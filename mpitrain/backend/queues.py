@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpitrain.backend.failures import translation
+from mpitrain.backend.streams import Streams
 from mpitrain.errors import MpitrainError
 
 if TYPE_CHECKING:
@@ -48,7 +49,14 @@ class Waiting:
 
 
 class Queue:
-    """The operations of one process group, carried out in the order they were issued."""
+    """The operations of one process group, carried out in the order they were issued.
+
+    Attributes:
+        threaded: Whether to make progress in a thread whenever there is something to do.
+        limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
+        given_up: Operations that somebody has waited for in vain.
+        streams: The side streams of devices that they are carried out on.
+    """
 
     def __init__(self, threaded: bool, waiting: Waiting, limit: float | None = None) -> None:
         """Begin with nothing in it.
@@ -60,6 +68,7 @@ class Queue:
         """
         self.threaded, self.limit = threaded, limit
         self.given_up: list[Operation] = []  # that somebody has waited for in vain
+        self.streams: Streams = {}
         self._waiting = waiting
         self._pending: deque[Operation] = deque()
         self._running = threading.Lock()  # held by whoever carries out an operation

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from mpitrain.backend import environment, functional, patches
+from mpitrain.backend import environment, patches
 from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ def register() -> None:
     """Make the backend known to torch.distributed. Twice is fine."""
     if NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     register_rendezvous_handler(NAME, meet)
-    patches.install(NAME, ADDRESS, functional.install())
+    patches.install(NAME, ADDRESS)
+    patches.know_devices(NAME)
     environment.announce()
 
 

@@ -5,7 +5,7 @@ Types that it does not reduce (fp8, unsigned 16 to 64 bits) travel as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -125,18 +125,3 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
             return False
         address += tensor.numel() * tensor.element_size()
     return True
-
-
-def on_stream(tensors: Sequence[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:
-    """The call, after what the caller's streams hold by now: it may be made from another thread."""
-    devices = {t.device for t in tensors if t.is_cuda}
-    if not devices:
-        return call
-    events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-    def run() -> None:
-        for event in events:
-            event.synchronize()
-        call()
-
-    return run

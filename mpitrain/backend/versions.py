@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.failures import ArgumentError
+from mpitrain.comm.memory.device import accelerator
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -80,7 +81,7 @@ class Base(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in ("cpu", "cuda")]
+        return [torch.device(kind) for kind in ("cpu", accelerator()) if kind]
 
     def get_group_store(self) -> dist.Store:
         """The store that torch has given the group."""

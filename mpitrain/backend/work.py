@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.queues import Queue, Waiting
+from mpitrain.backend.streams import Order, devices_of
+from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
 
@@ -75,12 +77,23 @@ class FinishedWork(GroupWork):
 class Operation(GroupWork):
     """A collective in a `Queue`."""
 
-    def __init__(self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue) -> None:
+    def __init__(
+        self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue, order: Order
+    ) -> None:
+        """Describe it.
+
+        Args:
+            name: Its name in messages to people.
+            call: What carries it out.
+            outputs: The tensors that it writes.
+            queue: Where it waits.
+            order: Its place among what the caller asks of devices.
+        """
         super().__init__(outputs)
         self.name = name
         self.complete = False
         self._call: Callable[[], None] | None = call
-        self._queue = queue
+        self._queue, self._order = queue, order
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
 
@@ -89,7 +102,8 @@ class Operation(GroupWork):
         call, self._call = self._call, None
         assert call is not None
         try:
-            call()
+            with self._order.after_caller():
+                call()
         except BaseException as error:  # surfaces in wait() and in the futures
             self.error = translation(error)
 
@@ -99,10 +113,14 @@ class Operation(GroupWork):
             self.complete = True
             waiting, self._futures = self._futures, []
         for future in waiting:
+            self._resolve(future)
+
+    def _resolve(self, future: torch.futures.Future) -> None:
+        with self._order.beside():
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is complete.
+        """Block until it is complete; where its tensors are on a device, the current stream waits for the rest.
 
         Args:
             timeout: How long at most; without it, the group's limit.
@@ -123,6 +141,7 @@ class Operation(GroupWork):
                     raise
         if self.error is not None:
             raise self.error
+        self._order.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -150,7 +169,7 @@ class Operation(GroupWork):
             if not resolved:
                 self._futures.append(future)
         if resolved:
-            future.set_result(self.outputs)
+            self._resolve(future)
             if self.error is None:
                 return future
         return future.then(self._outcome)
@@ -185,14 +204,17 @@ class MessageWork(GroupWork):
         self._work, self._timeout, self._waiting, self._land = work, timeout, waiting, land
         self._complete = False
         self._change = threading.Lock()
+        self._landed: dict[torch.device, torch.Event] = {}
         self._in_flight = in_flight
         in_flight.add(self)
 
     def _done(self) -> bool:
         with self._change:
             if not self._complete and self._arrived():
+                self._work.wait()  # at once, and this thread's stream, on which it lands, comes after it
                 if self._land is not None:
                     self._land()
+                self._landed = {device: recorded(device) for device in devices_of(self.outputs)}
                 self._complete = True
                 self._in_flight.discard(self)
         return self._complete
@@ -205,7 +227,7 @@ class MessageWork(GroupWork):
             raise translation(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is complete.
+        """Block until it is complete; where its tensor is on a device, the current stream waits for the rest.
 
         Args:
             timeout: How long at most; without it, the group's limit.
@@ -217,6 +239,8 @@ class MessageWork(GroupWork):
             self._waiting.start_all()
             with self._work.limited_wait():
                 _poll(self._done, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
+        for device, event in self._landed.items():
+            current_stream(device).wait_event(event)
         return True
 
     def is_completed(self) -> bool:
@@ -238,6 +262,7 @@ class MessageWork(GroupWork):
         """A future that is resolved with the outputs, by a thread that waits for them."""
         future = _future_for(self.outputs)
         if self._done():
+            self.wait()  # which orders this thread's stream
             future.set_result(self.outputs)
             return future
 
@@ -300,5 +325,5 @@ def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> Non
 
 
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
-    devices = sorted({t.device for t in outputs if t.is_cuda}, key=str)
+    devices = devices_of(outputs)
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()

@@ -32,9 +32,13 @@ _HOST = ("cpu", "meta")  # devices that have neither streams nor memory of their
 # -- which devices there are
 
 
-def accelerator() -> str:
-    """The kind of accelerator that this process has, as PyTorch names it ("cuda", "xpu", …); "" where it has none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+def accelerator(*, present: bool = True) -> str:
+    """The kind of accelerator that this process has, as PyTorch names it ("cuda", "xpu", …); "" where it has none.
+
+    Args:
+        present: False asks for the kind that PyTorch was made for, be there a device or not, and wakes no driver.
+    """
+    found = torch.accelerator.current_accelerator(check_available=present)
     return found.type if found is not None else ""
 
 
@@ -130,6 +134,18 @@ def recorded(device: torch.device, stream: torch.Stream | None = None) -> torch.
     event = torch.Event(device=device.type)
     event.record(stream if stream is not None else current_stream(device))
     return event
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream the current one of its device, in this thread; `with stream:` can only be said by one at a time."""
+    index, before = torch.accelerator.current_device_index(), current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)
 
 
 def synchronize(device: torch.device) -> None:
