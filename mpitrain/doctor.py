@@ -20,9 +20,11 @@ if "--clean" in sys.argv:  # works where MPI would not start: outside a job, wit
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
 from mpitrain.comm import Communicator, init
+from mpitrain.comm.collectives.carriers.choice import Way
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.tuning import describe
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
+from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.process import fault_tolerance
 from mpitrain.comm.process.cleanup import clean
 from mpitrain.comm.process.cores import sharing
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             print(f"mpitrain: {error}", file=sys.stderr)
             return error.exit_code
     world = init(timeout=60)
-    lines = [*software(world), *placement(world), *memory(world)]
+    lines = [*software(world), *placement(world), *memory(world), *devices(world)]
     reached = reach(world)
     lines += [*reached, *(() if any(verdict == BAD for verdict, _, _ in reached) else speed(world)), *algorithms(world)]
     if world.rank == 0:
@@ -76,7 +78,6 @@ def software(world: Communicator) -> list[Line]:
         (OK, "thread level", level) if level == "MULTIPLE" else (BAD, "thread level", f"{level}: {_ONE_THREAD}"),
         (OK, "mpi4py", facts.mpi4py),
         (OK, "python", f"{platform.python_version()}, mpitrain {_version('mpitrain')}, {versions}"),
-        (OK, "CUDA", _cuda(facts.cuda_aware)),
         (OK, "fault tolerance", f"ULFM is off: elastic.mode needs {missing}" if missing else "ULFM is on"),
     ]
     different = [rank for rank, values in enumerate(seen) if values != seen[0]]
@@ -129,6 +130,58 @@ def memory(world: Communicator) -> list[Line]:
     return [(WARN if low else OK, SHARED_MEMORY, text), (OK, "memory", smallest)]
 
 
+def devices(world: Communicator) -> list[Line]:
+    """The ranks' devices, and the ways in which their memory is carried. Collective."""
+    kind = hardware.accelerator()
+    names = [hardware.name(torch.device(kind, number)) for number in range(hardware.count(kind))] if kind else []
+    mine = hardware.of_rank("auto", world.local_rank)
+    everyone = world.all_gather_object([world.node, kind, names, _told_apart(world, mine)])
+    kinds = {values[1] for values in everyone}
+    if kinds == {""}:
+        return [(OK, "device", "no accelerator: the ranks compute on CPUs")]
+    if len(kinds) > 1:
+        without = [rank for rank, values in enumerate(everyone) if values[1] != everyone[0][1]]
+        text = f"rank 0 has {kind or 'no accelerator'}, ranks {without[:8]} have another kind or none"
+        return [(BAD, "device", f"{text}; ask for devices for all ranks of the job")]
+    seen = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
+    numbers = _range({len(values[2]) for values in everyone})
+    shared = max(Counter((node, device) for node, _, _, device in everyone).values())
+    text = "each rank has its own" if shared == 1 else f"up to {shared} ranks take turns on one; start fewer ranks"
+    lines: list[Line] = [
+        (OK, "device", f"{kind}: a rank sees {numbers}; rank 0: {seen}"),
+        (OK if shared == 1 else WARN, "device of a rank", text),
+    ]
+    ways = world.device_ways(mine)
+    lines += [(OK, "device memory", f"{way.name}: {way.obstacle or _speeds(way)}") for way in ways]
+    return [*lines, (OK, "device memory", f"comm.device auto takes {_fastest(ways)}")]
+
+
+def _told_apart(world: Communicator, device: torch.device) -> str:
+    """What is the same for ranks that share the device; a device without a number of its own is taken for unshared."""
+    if not hardware.is_accelerator(device):
+        return ""
+    found = hardware.identity(device)
+    unknown = found == str(device) and hardware.count(device.type) == 1
+    return f"{found} of rank {world.rank}" if unknown else found
+
+
+def _speeds(way: Way) -> str:
+    """How fast an all_reduce went by this way, where that was measured."""
+    rates = [f"{size // 1024:,} KiB in {seconds * 1e3:.2f} ms" for size, seconds in way.seconds.items()]
+    return f"possible; all_reduce of {', '.join(rates)}" if rates else "possible"
+
+
+def _fastest(ways: Sequence[Way]) -> str:
+    """Which way is taken for each size."""
+    measured = [way for way in ways if way.seconds]
+    if not measured:
+        return next(way.name for way in ways if not way.obstacle)
+    best = {size: min(measured, key=lambda way: way.seconds[size]).name for size in measured[0].seconds}
+    if len(set(best.values())) == 1:
+        return next(iter(best.values()))
+    return ", ".join(f"{chosen} near {size // 1024:,} KiB" for size, chosen in best.items())
+
+
 def reach(world: Communicator) -> list[Line]:
     """Whether the ranks of a node may read each other's memory. Collective."""
     if world.num_nodes == world.size:
@@ -171,13 +224,6 @@ def algorithms(world: Communicator) -> list[Line]:
         rules = describe(table.rules("all_reduce", place, world.size))
         lines.append((OK, "algorithms", f"all_reduce, {words}: {rules} ({origin})"))
     return lines
-
-
-def _cuda(aware: bool) -> str:
-    if not torch.cuda.is_available():
-        return "no device"
-    how = "MPI reads device memory" if aware else "MPI does not read device memory: tensors go through the host"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}; {how}"
 
 
 def _short(per_host: Counter[str]) -> str:

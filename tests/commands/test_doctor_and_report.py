@@ -22,7 +22,7 @@ def test_the_doctor_gives_a_verdict_on_every_line(world, capsys):
         return
     lines = out.splitlines()
     assert all(line[:4] in ("ok  ", "warn", "BAD ") for line in lines[:-1])
-    for subject in ("MPI", "thread level", "mpi4py", "CUDA", "ranks", "cores", "threads", "/dev/shm", "bandwidth"):
+    for subject in ("MPI", "thread level", "mpi4py", "device", "ranks", "cores", "threads", "/dev/shm", "bandwidth"):
         assert any(line[6:].startswith(subject) for line in lines), subject
     if world.size > 1:
         assert "GB/s inside a node" in out
