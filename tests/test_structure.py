@@ -14,6 +14,8 @@ from support import ROOT
 
 LINES, OF_A_FUNCTION = 400, 60
 PACKAGE = ROOT / "mpitrain"
+KINDS = {"cuda", "xpu", "hip", "mps", "npu", "hpu", "mtia", "privateuse1"}  # of accelerators, as PyTorch names them
+KNOWS_KINDS = {"comm/memory/device.py"}  # everybody else says device, stream, event, pinned
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
@@ -58,6 +60,37 @@ def test_a_class_name_stands_for_one_class():
         node.name for _, tree in trees() for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_one_file_knows_kinds_of_devices():
+    told = []
+    for path, tree in trees():
+        if path.relative_to(PACKAGE).as_posix() not in KNOWS_KINDS:
+            told += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in _kinds_in(tree)]
+    assert not told, "ask mpitrain.comm.memory.device instead:\n" + "\n".join(told)
+
+
+def test_what_asks_for_a_kind_of_device_is_found():
+    asks = "x.is_cuda", "torch.cuda.synchronize()", "x.device.type == 'xpu'", "x.to('cuda:0')", "import torch.cuda"
+    for code in (*asks, "from torch import xpu", "from torch.cuda import Stream", "x.cuda()"):
+        assert len(list(_kinds_in(ast.parse(code)))) == 1, code
+    assert not list(_kinds_in(ast.parse("'the kind, such as cuda'; x.device.type == 'cpu'; self.cudart")))
+
+
+def _kinds_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines and places that name a kind of accelerator: attributes, imports, and strings that are nothing else."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr.removeprefix("is_")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value.partition(":")[0]]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")[1:]]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        if KINDS & set(names):
+            yield node.lineno, ast.unparse(node)
 
 
 def _lines(path: Path) -> int:
