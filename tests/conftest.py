@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support import RANK, require_pretend
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ RANKS = int(os.environ.get("MPITRAIN_TEST_RANKS", "0"))  # 0: serial
 LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
 FOLDER = Path(os.environ.get("MPITRAIN_TESTS", ".tests"))
 OPERATION_TIMEOUT = 60.0  # seconds
+ON_PRETEND = (2, 3)  # sizes at which tests on the pretend accelerator run, if they run at one of these
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         sizes = item.get_closest_marker("ranks")
         here = RANKS in sizes.args if sizes is not None else RANKS == 0
+        if _is_on_pretend(item) and sizes is not None:
+            here = here and (RANKS in ON_PRETEND or not set(sizes.args) & set(ON_PRETEND))
         only_full = item.get_closest_marker("full") is not None
         is_long = only_full or item.get_closest_marker("campaign") is not None
         wanted = is_long == long and full >= only_full
@@ -58,16 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The pretend accelerator is loaded, but not shown, before anything computes gradients: see pretend.load."""
-    if any(_device_of(item) == "pretend" for item in session.items):
+    if any(map(_is_on_pretend, session.items)):
         import pretend
 
         with suppress(pretend.build.BuildError):  # which the fixture says
             pretend.load()
 
 
-def _device_of(item: pytest.Item) -> object:
+def _is_on_pretend(item: pytest.Item) -> bool:
+    """Whether a test works on the pretend accelerator: on that device, or by a way in which device memory is carried."""
     called = getattr(item, "callspec", None)
-    return called.params.get("device") if called is not None else None
+    params = called.params if called is not None else {}
+    return params.get("device") == "pretend" or params.get("way", "cpu") != "cpu"
 
 
 @pytest.fixture(params=["cpu", "pretend"])
@@ -84,14 +90,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         return
     import pretend
 
-    if reason := pretend.build.missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    with pretend.shown(_rank()) as shown:
+    require_pretend()
+    with pretend.shown(RANK) as shown:
         yield shown
-
-
-def _rank() -> int:
-    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 
 
 @pytest.fixture(scope="session")

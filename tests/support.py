@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
 ROOT = Path(__file__).resolve().parents[1]
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 
 
 def launcher(ranks: int) -> list[str]:
@@ -52,6 +53,15 @@ def pretend_environment(*, visible: str | None = None, late_ms: int = -1) -> dic
     shown = {} if visible is None else {"PRETEND_VISIBLE_DEVICES": visible}
     knobs = {"PRETEND_LATE_MS": str(late_ms), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     return {"PYTHONPATH": os.pathsep.join(path)} | knobs | shown
+
+
+def require_pretend() -> None:
+    """Skip the test, with the reason, where the pretend accelerator cannot be built; CI has what that takes."""
+    import pretend
+    import pytest
+
+    if reason := pretend.build.missing():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
 
 def train_command(*arguments: object) -> list[str]:

@@ -48,7 +48,7 @@ def meaningful(op: str, dtype: torch.dtype) -> bool:
 def assert_equal(got: torch.Tensor, wanted: torch.Tensor, ranks: int = 1) -> None:
     """Exactly for whole numbers; to a few roundings for the others."""
     tolerance = TOLERANCE.get(got.dtype, 0.0) * ranks
-    wide = _wide(got.dtype)
+    got, wide = got.cpu(), _wide(got.dtype)
     torch.testing.assert_close(got.to(wide), wanted.to(wide), rtol=tolerance, atol=0.0)
 
 

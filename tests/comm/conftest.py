@@ -1,0 +1,72 @@
+"""Where the operations of a test work: in host memory, and on the pretend accelerator by each way of carrying it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.comm.collectives import library
+from mpitrain.comm.memory import buffers
+
+WAYS = ("staged", "mpi", "peer")
+
+
+@pytest.fixture(params=["cpu", *WAYS])
+def way(request: pytest.FixtureRequest) -> str:
+    """cpu, or how device memory is carried."""
+    return request.param
+
+
+@pytest.fixture
+def device(way: str, request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the tensors of the test are."""
+    if way == "cpu":
+        yield torch.device("cpu")
+        return
+    import pretend
+    from support import RANK, require_pretend
+
+    require_pretend()
+    with pretend.shown(RANK) as shown:
+        yield shown
+
+
+@pytest.fixture
+def comm(
+    world: Communicator, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Communicator]:
+    """All ranks; for device memory a communicator of its own, which carries that in the way."""
+    if way == "cpu":
+        yield world
+        return
+    memory = world.process.device_memory
+    monkeypatch.setattr(memory, "way", way)
+    monkeypatch.setattr(memory, "device", None)
+    monkeypatch.setattr(memory, "mpi_reads", None)
+    monkeypatch.setattr(world.process.arenas, "maps_devices", way == "peer")
+    if way == "mpi":
+        take_device_addresses(monkeypatch)
+    made = world.split(0)
+    yield made
+    made.free()
+
+
+def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an MPI library that reads and writes the memory of the pretend accelerator, at the addresses it has there."""
+
+    def translated(memory_at: Callable[[int, int], object]) -> Callable[[int, int], object]:
+        def at(address: int, nbytes: int) -> object:
+            try:
+                address = torch.pretend.host_alias(address)
+            except RuntimeError:  # it is host memory
+                pass
+            return memory_at(address, nbytes)
+
+        return at
+
+    monkeypatch.setenv("MPITRAIN_DEVICE_AWARE", "1")
+    for module in (buffers, library):
+        monkeypatch.setattr(module, "memory_at", translated(module.memory_at))
