@@ -70,7 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _is_on_pretend(item: pytest.Item) -> bool:
-    """Whether a test works on the pretend accelerator: on that device, or by a way in which device memory is carried."""
+    """Whether a test works on the pretend accelerator: on that device, or by a way of carrying device memory."""
     called = getattr(item, "callspec", None)
     params = called.params if called is not None else {}
     return params.get("device") == "pretend" or params.get("way", "cpu") != "cpu"
@@ -80,8 +80,11 @@ def _is_on_pretend(item: pytest.Item) -> bool:
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The CPU; and, in a second test, the pretend accelerator's device of this rank.
 
-    Its work runs only when something waits for it. A test for the accelerator alone: `@pytest.mark.parametrize("device", ["pretend"], indirect=True)`. One that starts
-    jobs passes on `device=device.type` (support.job).
+    Its work runs only when something waits for it. A test for the accelerator alone:
+
+        @pytest.mark.parametrize("device", ["pretend"], indirect=True)
+
+    One that starts jobs passes the kind on: `support.job(…, device=device.type)`.
     """
     import torch
 
@@ -171,7 +174,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if _rank() == 0 and LABEL:
+    if RANK == 0 and LABEL:
         FOLDER.mkdir(exist_ok=True)
         broken = 1 if exitstatus not in (0, 1, 5) else 0  # collection errors and the like
         text = f"{_counts.passed} {_counts.failed + broken} {_counts.skipped}\n"

@@ -325,5 +325,5 @@ def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> Non
 
 
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
-    devices = devices_of(outputs)
+    devices: list[int | str | torch.device] = [*devices_of(outputs)]
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
