@@ -13,6 +13,7 @@ from mpitrain.comm.collectives import library
 from mpitrain.comm.memory import buffers
 
 WAYS = ("staged", "mpi", "peer")
+_made: dict[str, Communicator] = {}
 
 
 @pytest.fixture(params=["cpu", *WAYS])
@@ -36,13 +37,10 @@ def device(way: str, request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 @pytest.fixture
-def comm(
-    world: Communicator, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Communicator]:
-    """All ranks; for device memory a communicator of its own, which carries that in the way."""
+def comm(world: Communicator, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Communicator:
+    """All ranks; for device memory a communicator of its own, which carries that in the way; it is made once."""
     if way == "cpu":
-        yield world
-        return
+        return world
     memory = world.process.device_memory
     monkeypatch.setattr(memory, "way", way)
     monkeypatch.setattr(memory, "device", None)
@@ -50,9 +48,9 @@ def comm(
     monkeypatch.setattr(world.process.arenas, "maps_devices", way == "peer")
     if way == "mpi":
         take_device_addresses(monkeypatch)
-    made = world.split(0)
-    yield made
-    made.free()
+    if way not in _made:
+        _made[way] = world.split(0)
+    return _made[way]
 
 
 def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from mpitrain.comm.collectives.registry import Algorithm, always
 from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.board import described
+from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
@@ -52,6 +53,7 @@ class Peer:
     def __init__(self, binder: Binder, device: torch.device) -> None:
         self._binder = binder
         self._room: Arena = binder.allocate(_ROOM, device=device)
+        self._emptied: torch.Event | None = None  # behind the last copy out of the room
 
     @property
     def possible(self) -> bool:
@@ -74,6 +76,8 @@ class Peer:
         if self._binder.arena_of(own[0]) is not None:
             self._run(operation, own, given)
             return
+        if self._emptied is not None:  # perhaps on another stream
+            current_stream(own[0].device).wait_event(self._emptied)
         for piece in cut(operation, self._binder.topology.size, tensors, given, _ROOM):
             places = list[Tensor]()
             for tensor, part, changed in zip(own, piece.parts, written, strict=True):
@@ -88,6 +92,7 @@ class Peer:
                 if changed and part is not None:
                     for here, there in spans(part, place, tensor):
                         there.copy_(here)
+        self._emptied = recorded(own[0].device)
 
     def _run(self, operation: CollectiveOperation, tensors: Sequence[Tensor], given: Sequence[Any]) -> None:
         """Perform it on a vector in an arena: the first tensor."""
