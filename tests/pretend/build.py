@@ -79,7 +79,7 @@ def _key() -> str:
 
 def _build(built: Path) -> None:
     """Compile file by file, as many at once as there are cores, and link; what others see appears whole."""
-    folder = built.with_suffix(f".{os.getpid()}")
+    folder = CACHE / "building"  # only one process has the lock; what a killed one left is removed
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:

@@ -1,4 +1,6 @@
 // Devices as PyTorch asks for them: current ones, their streams, events and generators, and which there are at all.
+#include "devices.h"
+
 #include "memory.h"
 #include "streams.h"
 
@@ -8,9 +10,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
-
-#include "devices.h"
 
 namespace pretend {
 
@@ -100,7 +101,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return device < 0 ? getCurrentDevice() : exchangeDevice(device);
   }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(shown, "pin_memory=True requires an accelerator, and the pretend one is hidden");
+    return &pinned_allocator();
+  }
   at::Device getDeviceFromPtr(void* address) const override {
     return at::Device(KIND, c10::DeviceIndex(device_of(address)));
   }

@@ -20,9 +20,14 @@ int environment(const char* name, int otherwise) {
   return value && *value ? std::atoi(value) : otherwise;
 }
 
+double environment(const char* name, double otherwise) {
+  const char* value = std::getenv(name);
+  return value && *value ? std::atof(value) : otherwise;
+}
+
 std::atomic<int> late_ms{environment("PRETEND_LATE_MS", -1)};
-std::atomic<double> copy_bandwidth{double(environment("PRETEND_COPY_BANDWIDTH", 0))};
-std::atomic<double> kernel_seconds{environment("PRETEND_KERNEL_MS", 0) * 1e-3};
+std::atomic<double> copy_bandwidth{environment("PRETEND_COPY_BANDWIDTH", 0.0)};
+std::atomic<double> kernel_seconds{environment("PRETEND_KERNEL_MS", 0.0) * 1e-3};
 
 namespace {
 
@@ -83,10 +88,16 @@ void run_first(Stream* stream) {
   done_with.push_back(std::move(stream->queue.front()));
   stream->queue.pop_front();
   Task task = done_with.back();  // a copy: tasks that this one waits for are put there, too
-  const Task* before = std::exchange(stream->running, &task);
+  struct Running {  // also where it fails
+    Stream* stream;
+    const Task* before;
+    uint64_t number;
+    ~Running() {
+      stream->running = before;
+      stream->done = number;
+    }
+  } running{stream, std::exchange(stream->running, &task), task.number};
   task.run();
-  stream->running = before;
-  stream->done = task.number;
 }
 
 void see_first(Stream* stream) {

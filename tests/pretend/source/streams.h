@@ -70,6 +70,7 @@ void require_usable();              // throws in a forked child
 extern thread_local int current_device;
 
 int environment(const char* name, int otherwise);
+double environment(const char* name, double otherwise);
 
 Stream* current_stream(int device);
 Stream* stream_of(c10::Stream stream);
