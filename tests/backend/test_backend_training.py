@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 STEPS = 3
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -31,8 +32,9 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = STEPS) -> None:
+    device = next(model.parameters()).device
     for step in range(steps):
-        x, y = batch(rank, step)
+        x, y = (part.to(device) for part in batch(rank, step))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -42,28 +44,28 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def ddp(rank: int, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
+def ddp(rank: int, device: torch.device = CPU, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(rank)  # DDP makes the ranks equal
-    model = nn.parallel.DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.0005} | options)
+    model = nn.parallel.DistributedDataParallel(Net().to(device), **{"bucket_cap_mb": 0.0005} | options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def plain(rank: int) -> dict[str, torch.Tensor]:
-    model, optimizer = ddp(rank)
+def plain(rank: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    model, optimizer = ddp(rank, device)
     train(model, optimizer, rank)
     return values(model)
 
 
-def gradients_are_views(rank: int) -> dict[str, torch.Tensor]:
-    model, optimizer = ddp(rank, gradient_as_bucket_view=True, static_graph=True)
+def gradients_are_views(rank: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    model, optimizer = ddp(rank, device, gradient_as_bucket_view=True, static_graph=True)
     train(model, optimizer, rank)
     return values(model)
 
 
-def half_precision_hook(rank: int) -> dict[str, torch.Tensor]:
+def half_precision_hook(rank: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    model, optimizer = ddp(rank)
+    model, optimizer = ddp(rank, device)
     model.register_comm_hook(None, fp16_compress_hook)
     train(model, optimizer, rank)
     return values(model)
