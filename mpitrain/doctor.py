@@ -149,7 +149,7 @@ def devices(world: Communicator) -> list[Line]:
     text = "each rank has its own" if shared == 1 else f"up to {shared} ranks take turns on one; start fewer ranks"
     lines: list[Line] = [
         (OK, "device", f"{kind}: a rank sees {numbers}; rank 0: {seen}"),
-        (OK if shared == 1 else WARN, "device of a rank", text),
+        (OK if shared == 1 else WARN, "devices of ranks", text),
     ]
     ways = world.device_ways(mine)
     lines += [(OK, "device memory", f"{way.name}: {way.obstacle or _speeds(way)}") for way in ways]
