@@ -19,6 +19,8 @@ would in a training step. Smaller vectors are measured in runs of calls and stay
 fp32 data are zeros, so that sums repeated in place neither overflow nor become denormal. 16-bit data are set to
 0.5 before each measurement: the library's fp16 is software, whose time may depend on the numbers.
 
+With --device, vectors of a device's memory instead: see `collectives_device`.
+
 The predicted order of the algorithms comes from `comm.simulate` with the speeds of `prediction.py`, measured in the
 same run. Spearman's rank correlation says how well it agrees with the measured order.
 """
@@ -38,10 +40,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mpitrain.bench import collectives_device
 from mpitrain.bench.collectives_report import report
 from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
+from mpitrain.bench.report import Report
 from mpitrain.bench.timing import Contender, interleaved, plain
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, tuning
@@ -67,7 +71,21 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("--sizes", type=_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
     repeated(made, 21, 8, "one operation at one size")
     made.add_argument("--tune", action="store_true", help="find the fastest algorithms; keep them for later jobs here")
-    return run(Benchmark("collectives", made, measure, report), arguments)
+    made.add_argument(
+        "--device",
+        default="cpu",
+        metavar="KIND",
+        help="where the vectors lie: auto (an accelerator, where there is one), cpu, cuda, xpu and so on [cpu]",
+    )
+    made.add_argument(
+        "--way", type=_ways, metavar="W,W", help="of device memory: staged, mpi, peer, nccl [all possible]"
+    )
+    return run(Benchmark("collectives", made, measure, shown), arguments)
+
+
+def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """The report of the results by rank count, of host memory or of a device's."""
+    return (collectives_device.report if collectives_device.asked_for(options) else report)(results, options)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -76,6 +94,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         raise InputError("collectives of one rank do nothing; start 2 ranks or more", agreed=True)
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     repeats, seconds = (5, 0.3) if options.quick else (options.repeats, options.seconds)
+    if collectives_device.asked_for(options):
+        return collectives_device.measure(world, options, sizes, repeats, seconds)
     time_all = partial(interleaved, world, repeats=repeats, budget=seconds)
     bench = _Contenders(world)
     passes: dict[str, Callable[[int], Any]]
@@ -225,6 +245,14 @@ def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
     origin = f"measured {time.strftime('%Y-%m-%d')}"
     path = world.on_root(lambda: str(tuning.keep(tuning.this_machine(), rules, origin)))
     return {"path": path, "rules": rules}
+
+
+def _ways(text: str) -> list[str]:
+    ways = text.split(",")
+    for way in ways:
+        if way not in collectives_device.WAYS:
+            raise argparse.ArgumentTypeError(f"{way!r} is not a way; there are {', '.join(collectives_device.WAYS)}")
+    return ways
 
 
 def _sizes(text: str) -> list[int]:

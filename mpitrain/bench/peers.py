@@ -7,10 +7,11 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from mpitrain.errors import InputError
@@ -23,9 +24,41 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's own setting: the network interface t
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
+def gloo(world: Communicator) -> AbstractContextManager[None]:
+    """torch.distributed's default group over gloo, with the ranks of `world`, while inside. Collective."""
+    return _over("gloo", world)
+
+
 @contextmanager
-def gloo(world: Communicator) -> Iterator[None]:
-    """torch.distributed's default group over gloo, with the ranks of `world`, while inside. Collective.
+def on_device(world: Communicator, device: torch.device, own: bool) -> Iterator[str]:
+    """torch.distributed's default group for tensors on a device, while inside. Collective.
+
+    Args:
+        world: The ranks.
+        device: This rank's.
+        own: Whether no two ranks share one, which the libraries of makers refuse.
+
+    Yields:
+        The name of its backend: the one that torch has for the kind of device, else ours; "" for one rank.
+    """
+    if world.size == 1:
+        yield ""
+        return
+    import mpitrain.backend
+
+    name = dist.get_default_backend_for_device(device) if own else mpitrain.backend.NAME
+    if name == mpitrain.backend.NAME:
+        dist.init_process_group(name, timeout=_PATIENCE)
+        yield name
+        dist.destroy_process_group()
+        return
+    with _over(name, world):
+        yield name
+
+
+@contextmanager
+def _over(backend: str, world: Communicator) -> Iterator[None]:
+    """torch.distributed's default group over one of its own backends, while inside. Collective.
 
     The ranks meet at a store on rank 0, at a port the system chose. On one node that is the loopback interface;
     between nodes the one that GLOO_SOCKET_IFNAME names, or else the first that has an address.
@@ -38,7 +71,7 @@ def gloo(world: Communicator) -> Iterator[None]:
     port = world.broadcast_object(store.port if store is not None else 0)
     if store is None:
         store = dist.TCPStore(host, port, world.size, is_master=False, timeout=_PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=_PATIENCE)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_PATIENCE)
     yield  # after an error the other ranks may be anywhere: no meeting then
     world.barrier()
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ touches lies in main memory when its turn comes: the contenders before it have m
 Ours sum the norm of the gradients in each step, to refuse one that is not finite; torch's contenders do not.
 
 Memory is measured in jobs of their own, one for each contender: see `step_memory`. `--grow` measures how the step's
-time grows with ranks and parameters instead, without the memory.
+time grows with ranks and parameters instead, without the memory; `--device` a step in bf16 on a device (`step_device`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.bench import step_device
+from mpitrain.bench.collectives_device import asked_for
 from mpitrain.bench.jobs import Benchmark, launched, parser, repeated, run
 from mpitrain.bench.peers import gloo
+from mpitrain.bench.report import Report
 from mpitrain.bench.step_contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders
 from mpitrain.bench.step_memory import measured_apart, remembered
 from mpitrain.bench.step_report import HEAVY, LIGHT, report
@@ -54,17 +57,22 @@ _ROOM = 0.7  # of the node's free memory that may be used
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    benchmark = Benchmark("step", _parser(), measure, report)
+    benchmark = Benchmark("step", _parser(), measure, shown)
     if launched():
         return run(benchmark, arguments)
     options = benchmark.parser.parse_args(list(arguments))
-    if options.grow:
+    if options.grow or asked_for(options):
         return run(benchmark, arguments)
     names = [name for name, made in contenders().items() if not isinstance(made, str) and _wanted(name, options)]
     shape = QUICK_SHAPE if options.quick else SHAPE
     with tempfile.TemporaryDirectory(prefix="mpitrain-bench-step-") as folder:
         code = measured_apart(shape, _batches(options), names, options.ranks, options.limit, Path(folder))
         return run(benchmark, arguments) if code == EXIT_DONE else code
+
+
+def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """The report of the results by rank count, of the CPU or of a device."""
+    return (step_device.report if asked_for(options) else report)(results, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,11 +82,26 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--grow", action="store_true", help="how the cost grows with parameters, and with --ranks 2,4,8 with ranks"
     )
+    made.add_argument(
+        "--device",
+        default="cpu",
+        metavar="KIND",
+        help="in bf16 on a device: auto (an accelerator, where there is one), cuda, xpu and so on [cpu, in fp32]",
+    )
+    made.add_argument(
+        "--samples",
+        type=int,
+        default=step_device.SAMPLES,
+        metavar="N",
+        help=f"of {step_device.SHAPE.tokens} tokens a rank, on a device [{step_device.SAMPLES}]",
+    )
     return made
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Everything at this rank count. Collective."""
+    if asked_for(options):
+        return step_device.measure(world, options)
     if world.size == 1:
         raise InputError("one rank has nothing to reduce; start 2 ranks or more", agreed=True)
     shapes = [QUICK_SHAPE if options.quick else SHAPE]
