@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mpitrain.bench.peers import on_device
@@ -45,6 +44,7 @@ _WANTED = 0.4  # share of the peak
 _AGREE = 0.03  # relative: what bf16 may change of a loss after the run's steps
 
 Step = Callable[[], torch.Tensor | float]
+Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -120,9 +120,7 @@ def _built(made: dict[str, Callable[[], tuple[Step, Callable[[], object]]]]) -> 
         end()
 
 
-def _batches(
-    rank: int, device: torch.device, shape: Shape, samples: int
-) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(rank: int, device: torch.device, shape: Shape, samples: int) -> Batches:
     """Tokens and the token after each, on the device."""
     source = torch.Generator().manual_seed(rank)
     drawn = torch.randint(shape.vocabulary, (_STEPS, samples, shape.tokens + 1), generator=source).to(device)
@@ -130,7 +128,7 @@ def _batches(
 
 
 def _of_torch(
-    device: torch.device, shape: Shape, batches: Any, ranks: int, wrap: Callable[[GPT], nn.Module]
+    device: torch.device, shape: Shape, batches: Batches, ranks: int, wrap: Callable[[GPT], nn.Module]
 ) -> tuple[Step, Callable[[], object]]:
     model = shape.build().to(device)
     wrapped = wrap(model)
@@ -154,7 +152,7 @@ def _torch_ddp(model: GPT) -> nn.Module:
 
 
 def _ours(
-    world: Communicator, device: torch.device, shape: Shape, batches: Any, options: Options
+    world: Communicator, device: torch.device, shape: Shape, batches: Batches, options: Options
 ) -> tuple[Step, Callable[[], object]]:
     model = shape.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -170,7 +168,7 @@ def _ours(
     return step, engine.close
 
 
-def _endless(batches: Any) -> Iterator[Any]:
+def _endless(batches: Batches) -> Iterator[Any]:
     while True:
         yield from batches
 
