@@ -37,6 +37,7 @@ MIB = 1 << 20
 _CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages by process_vm_readv
 _ONE_THREAD = "operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
 _UNMEASURED = "built-in; measured by python -m mpitrain.bench collectives --tune"
+_RANKS_SHOWN, _SHOWN = 8, 12  # ranks whose devices are told, and the last characters of what tells devices apart
 Line = tuple[str, str, str]  # verdict, subject, finding
 
 
@@ -135,7 +136,7 @@ def devices(world: Communicator) -> list[Line]:
     kind = hardware.accelerator()
     names = [hardware.name(torch.device(kind, number)) for number in range(hardware.count(kind))] if kind else []
     mine = hardware.of_rank("auto", world.local_rank)
-    everyone = world.all_gather_object([world.node, kind, names, _told_apart(world, mine)])
+    everyone = world.all_gather_object([world.node, kind, names, _told_apart(world, mine), str(mine)])
     kinds = {values[1] for values in everyone}
     if kinds == {""}:
         return [(OK, "device", "no accelerator: the ranks compute on CPUs")]
@@ -145,8 +146,10 @@ def devices(world: Communicator) -> list[Line]:
         return [(BAD, "device", f"{text}; ask for devices for all ranks of the job")]
     seen = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
     numbers = _range({len(values[2]) for values in everyone})
-    shared = max(Counter((node, device) for node, _, _, device in everyone).values())
+    shared = max(Counter((values[0], values[3]) for values in everyone).values())
     text = "each rank has its own" if shared == 1 else f"up to {shared} ranks take turns on one; start fewer ranks"
+    taken = [f"{rank} {values[4]} ({values[3][-_SHOWN:]})" for rank, values in enumerate(everyone[:_RANKS_SHOWN])]
+    text += f": {', '.join(taken)}{' …' if len(everyone) > _RANKS_SHOWN else ''}"
     lines: list[Line] = [
         (OK, "device", f"{kind}: a rank sees {numbers}; rank 0: {seen}"),
         (OK if shared == 1 else WARN, "devices of ranks", text),

@@ -87,6 +87,24 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     assert len(rules) == 2 and all(any(describe(rule) in line for line in lines) for rule in rules)
 
 
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_path):
+    command = [sys.executable, "-m", "mpitrain.bench", "collectives", "--quick", "--ranks", "2", "--sizes", "64,1Mi"]
+    done = job(0, [*command, "--device", "auto", "--way", "staged,peer", "--out", str(tmp_path)], device=device.type)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "BENCH-collectives.json").read_text())
+    result = values["results"]["2"]
+    assert result["device"] == "Pretend 0" and "mpi" in result["obstacles"]
+    for operation in ("all_reduce", "reduce_scatter", "all_gather"):
+        for times in result[operation].values():
+            assert set(times) == {"staged", "peer", "copies", "host"}
+            assert all(0 < t["best"] <= t["median"] < 60 for t in times.values())
+    times = {name: of["median"] for name, of in result["all_reduce"][str(MIB)].items()}
+    ratio = times["staged"] / max(times["copies"], times["host"])
+    [target] = values["targets"]
+    assert float(target["measured"]) == pytest.approx(ratio, abs=0.006) and target["met"] == (ratio <= 1.25)
+
+
 def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do():
     done = bench("colectives")
     one_line(done, "colectives", "collectives")

@@ -15,6 +15,7 @@ from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import markdown
 from mpitrain.bench.step import _groups, _losses, _parser, main
 from mpitrain.bench.step_contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
+from mpitrain.bench.step_device import flops_of_a_token
 from mpitrain.bench.step_memory import _watching
 from mpitrain.bench.step_report import report
 from mpitrain.errors import CommunicationError
@@ -43,6 +44,28 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
         assert words in text, words
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert (tmp_path / "BENCH-step.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
+    command = [sys.executable, "-m", "mpitrain.bench", "step", "--quick", "--ranks", "2", "--device", device.type]
+    done = job(0, [*command, "--only", "DDP,torch DDP", "--out", str(tmp_path)], device=device.type)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "BENCH-step.json").read_text())
+    result = values["results"]["2"]
+    assert result["devices"] == 2 and result["backend"] == "mpitrain"
+    for of in result["found"].values():
+        assert of["tokens"] == pytest.approx(2 * 2 * 32 / of["step"]) and of["share"] is None
+    assert result["found"]["DDP"]["loss"] == pytest.approx(result["found"]["torch DDP"]["loss"], rel=0.03)
+    assert [target["met"] for target in values["targets"]] == [None]
+
+
+def test_operations_of_a_token_are_those_of_its_matrix_products_forwards_and_twice_back():
+    shape = Shape(vocabulary=1000, layers=3, width=128, tokens=64)
+    inside = 3 * 2 * 12 * 128**2  # of the blocks: a product and a sum for each weight
+    attention, scores = 3 * 2 * 2 * 64 * 128, 2 * 1000 * 128
+    assert flops_of_a_token(shape) == pytest.approx(3 * (inside + attention + scores), rel=0.01)
 
 
 def test_an_unknown_contender_is_named_with_those_there_are(capsys):
