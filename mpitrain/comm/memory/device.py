@@ -256,26 +256,32 @@ def import_memory(told: Sequence[Any], device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def memory_kind(kind: str) -> str:
+    """What MPI-4.1 (section 12.4.3) calls the memory of a kind of device."""
+    if kind == "xpu":
+        return "level_zero"
+    return "rocm" if kind == "cuda" and torch.version.hip else kind
+
+
 def mpi_reads(kind: str) -> bool | None:
     """Whether the MPI library of this process takes addresses of a kind of memory; None where it does not say.
 
     Open MPI and libraries made of it have a function for each kind that they can be built for.
     """
-    names = {"cuda": ("MPIX_Query_rocm_support",) if torch.version.hip else ("MPIX_Query_cuda_support",)}
-    names["xpu"] = ("MPIX_Query_ze_support",)
+    named = memory_kind(kind)
+    function = f"MPIX_Query_{'ze' if named == 'level_zero' else named}_support"
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
             paths = {line.split()[-1] for line in maps if "libmpi" in line}
     except OSError:
         return None
     for path in sorted(paths):
-        for function in names.get(kind, ()):
-            try:
-                query = getattr(ctypes.CDLL(path), function)
-            except (OSError, AttributeError):
-                continue
-            query.restype = ctypes.c_int
-            return bool(query())
+        try:
+            query = getattr(ctypes.CDLL(path), function)
+        except (OSError, AttributeError):
+            continue
+        query.restype = ctypes.c_int
+        return bool(query())
     return None
 
 

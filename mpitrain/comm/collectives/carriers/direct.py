@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from mpitrain.comm.collectives.arguments import overlap
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT
-from mpitrain.comm.memory.device import mpi_reads, recorded
+from mpitrain.comm.memory.device import memory_kind, mpi_reads, recorded
 from mpitrain.comm.runtime.kernels import Reduction
 
 _OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
@@ -40,8 +39,7 @@ def takes_addresses(kind: str) -> bool:
     if answer is not None:
         return answer
     kinds = (MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or "").split(",")
-    names = {"xpu": "level_zero", "cuda": "rocm" if torch.version.hip else "cuda"}
-    return any(named.split(":")[0] == names.get(kind, kind) for named in kinds)
+    return memory_kind(kind) in [named.split(":")[0] for named in kinds]
 
 
 class Direct:

@@ -1,0 +1,157 @@
+"""What is asked of the device before and after an operation stays in order, by each way of carrying device memory.
+
+The pretend accelerator runs nothing until something waits for it, so that a wait too few gives wrong numbers.
+`tests/test_synchronizations.py` takes each wait away in turn, and expects a test to fail.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import WAYS
+
+from mpitrain.errors import InputError
+
+pytestmark = pytest.mark.ranks(2)
+on_device = pytest.mark.parametrize("way", WAYS, indirect=True)
+MANY = 700_000  # elements: more pieces than there are slots
+
+
+def late(value: float, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor that is not computed yet."""
+    x = torch.full((numel,), value, dtype=dtype, device=device)
+    return x.mul_(2).sub_(value)
+
+
+def beside(device: torch.device) -> torch.Stream:
+    return torch.Stream(device=device)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("numel", [5, MANY])
+def test_an_operation_comes_after_what_was_asked_before_and_before_what_is_asked_later(comm, device, dtype, numel):
+    for op, wanted in (("sum", 3.0), ("avg", 1.5)):
+        x = late(comm.rank + 1.0, numel, device, dtype)
+        comm.all_reduce(x, op)
+        y = x * 2  # not the operation, nor the copy to the host, orders this
+        x.fill_(-1.0)
+        assert (y.cpu() == 2 * wanted).all()
+    out = late(7.0, numel, device, dtype)
+    before = out * 1  # reads what the operation is to replace
+    comm.broadcast(out, 1)
+    assert (before.cpu() == 7).all() and (out.cpu() == 7).all()
+
+
+@on_device
+def test_results_replace_what_was_there_when_it_has_been_read(comm, device):
+    out, x = late(7.0, 2 * MANY, device), late(comm.rank + 1.0, MANY, device)
+    before = out * 1
+    comm.all_gather(out, x)
+    x.fill_(-1.0)
+    after = out * 1
+    assert (before.cpu() == 7).all()
+    assert after.cpu().view(2, MANY).eq(torch.tensor([[1.0], [2.0]])).all()
+    own = late(7.0, MANY, device)
+    before = own * 1
+    comm.reduce_scatter(own, out)
+    out.fill_(-1.0)
+    assert (before.cpu() == 7).all() and (own.cpu() == 2 * (comm.rank + 1)).all()
+
+
+@on_device
+def test_operations_that_follow_each_other_do_not_mix(comm, device):
+    x = late(comm.rank + 1.0, MANY, device)
+    for _ in range(3):
+        comm.all_reduce(x)
+    works = [comm.all_reduce(x, async_op=True) for _ in range(3)]
+    works[-1].wait()
+    small = [late(comm.rank + i, 3, device) for i in range(8)]
+    for y in small:
+        comm.all_reduce(y)
+    assert (x.cpu() == 3 * 2**5).all()
+    assert [y[0].item() for y in small] == [2 * i + 1 for i in range(8)]
+
+
+@on_device
+def test_an_operation_in_the_background_stands_where_it_was_asked_for(comm, device):
+    one, other = beside(device), beside(device)
+    with one:
+        x = late(comm.rank + 1.0, MANY, device)
+        work = comm.all_reduce(x, async_op=True)
+        later = torch.ones(3, device=device)  # which the operation need not come after
+    assert later is not None
+    with other:
+        work.wait()
+        y = x * 2
+        assert (y.cpu() == 6).all()
+    assert work.done()
+
+
+@on_device
+def test_memory_is_not_given_out_while_an_operation_may_use_it(comm, device):
+    x = late(comm.rank + 1.0, MANY, device)
+    work = comm.all_reduce(x, async_op=True)
+    comm.all_reduce(torch.ones(3, device=device))  # where no thread makes progress, what was asked before runs now
+    while not work.done():
+        pass
+    del work, x
+    others = [torch.full((MANY,), 7.0, device=device) for _ in range(3)]
+    torch.accelerator.synchronize()
+    assert all((other.cpu() == 7).all() for other in others)
+
+
+@on_device
+def test_messages_come_after_what_was_asked_before(comm, device):
+    other = 1 - comm.rank
+    x, y = late(comm.rank + 1.0, MANY, device), late(7.0, MANY, device)
+    before = y * 1
+    works = [comm.isend(x, other), comm.irecv(y, other)]
+    for work in works:  # the send first, of which both wait for the other's receive
+        work.wait()
+    after = y * 2
+    assert (before.cpu() == 7).all() and (after.cpu() == 2 * (other + 1)).all()
+
+
+@on_device
+def test_a_vector_in_an_arena_on_the_device_is_worked_on_in_order(comm, device):
+    arena = comm.arena(MANY, torch.float32, device)
+    for _ in range(2):
+        arena.tensor.fill_(comm.rank + 1.0)
+        arena.tensor.mul_(2)
+        comm.all_reduce(arena.tensor)
+        y = arena.tensor * 2
+        arena.tensor.fill_(-1.0)
+        assert (y.cpu() == 12).all()
+        comm.barrier()
+    own = arena.tensor[: MANY // 2]
+    arena.tensor.fill_(comm.rank + 1.0)
+    out = torch.empty(MANY // 2, device=device)
+    comm.reduce_scatter(out, arena.tensor)
+    own.fill_(-1.0)
+    assert (out.cpu() == 3).all()
+    arena.free()
+
+
+@pytest.mark.parametrize("way", ["staged"], indirect=True)
+def test_arrays_of_other_libraries_and_of_other_devices(comm, device):
+    class Array:  # what JAX and others have
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def __dlpack__(self, **options: object) -> object:
+            return self.tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.tensor.__dlpack_device__()
+
+    x = late(comm.rank + 1.0, 5, device)
+    comm.all_reduce(Array(x))
+    assert (x.cpu() == 3).all()
+    elsewhere = torch.ones(5, device=torch.device(device.type, 1 - device.index))
+    with pytest.raises(
+        InputError, match=rf"a tensor is on .*:{1 - device.index}, but rank {comm.rank} .*move it there"
+    ):
+        comm.all_reduce(elsewhere)
+    with pytest.raises(InputError, match="move them to one device"):
+        comm.all_gather(torch.empty(10), x)
