@@ -4,7 +4,7 @@ There is no PBS to be had for this machine. So the tests give the script what PB
 PBS_O_WORKDIR ...), and `qsub` and `qstat` on its PATH are scripts of the test: the one notes what it was asked for, in
 which environment, and the other prints a job as PBS prints it. Jobs that were submitted are then run from that note.
 What is not shown: that a PBS server takes these options, and several hosts. jobs/train.sbatch, which shares
-jobs/batch.sh, runs on a real Slurm cluster in tests/cluster.
+jobs/batch.sh, runs on a real Slurm cluster in tests/cluster; here only with devices, which that cluster pretends too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support import ROOT, clean_environment
+from support import ROOT, clean_environment, launcher, pretend_environment
 
 from mpitrain.data.prepare import prepare
 
@@ -230,3 +230,71 @@ def test_jobs_that_fail_again_and_again_without_progress_are_given_up(batch):
 def test_a_wrong_configuration_is_not_tried_again(batch):
     assert batch.finish(1000, {"ARGUMENTS": "--train.stepps 5"}) == 2
     assert "train.steps" in batch.out(1000) and not batch.submitted()
+
+
+# -- devices, under Slurm: `mpirun` and `srun` give processes those that Slurm 22.05 gave them in a job of two devices
+
+SCONTROL = f"""#!/usr/bin/env bash
+echo "   Command={ROOT}/jobs/train.sbatch"
+"""
+MPIRUN = """#!/usr/bin/env bash
+[ -z "${SLURM_GPUS_PER_TASK:-}" ] || export PRETEND_VISIBLE_DEVICES=0 # its daemon is one task: one device for all ranks
+exec MPIRUN "$@"
+"""
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done # of `srun --options command`: for what is done once on each node
+exec "$@"
+"""
+STEP = """#!/usr/bin/env bash
+export PRETEND_VISIBLE_DEVICES=0,1
+[ -z "${SLURM_GPUS_PER_TASK:-}" ] || PRETEND_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK
+exec "$@"
+"""
+
+
+def with_devices(batch: Batch, **variables: str) -> str:
+    """Run jobs/train.sbatch on one node with two devices; what it printed."""
+    real, *options = launcher(2)
+    arguments = batch.arguments(train__steps=2, model__factory="slow_model:quick").split()
+    for name, content in (("scontrol", SCONTROL), ("mpirun", MPIRUN), ("srun", SRUN), ("step", STEP)):
+        (batch.folder / "bin" / name).write_text(content.replace("MPIRUN", real))
+        (batch.folder / "bin" / name).chmod(0o755)
+    path = f"{batch.folder / 'bin'}:{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(batch.folder), "SLURM_JOB_NUM_NODES": "1"}
+    slurm |= {"SLURM_CPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "2"}
+    shown = pretend_environment()
+    shown["PYTHONPATH"] = f"{shown['PYTHONPATH']}:{ROOT}:{batch.folder}"
+    step = f"{real} {' '.join(options)} {batch.folder}/bin/step"
+    variables = {name: value.replace("STEP", step) for name, value in variables.items()}
+    done = subprocess.run(
+        ["bash", str(ROOT / "jobs/train.sbatch"), *arguments],
+        cwd=batch.folder,
+        env=clean_environment(PATH=path, VENV="/nowhere", OMPI_MCA_osc="^ucx", **shown) | slurm | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.parametrize(
+    ("asked", "sees"),
+    [
+        ({"SLURM_GPUS_PER_TASK": "1"}, "a rank sees 2"),  # mpirun
+        pytest.param({"SLURM_GPUS_PER_NODE": "2"}, "a rank sees 2", marks=pytest.mark.campaign),  # mpirun
+        pytest.param({"SLURM_GPUS_PER_NODE": "2", "LAUNCH": "STEP"}, "a rank sees 2", marks=pytest.mark.campaign),
+        pytest.param({"SLURM_GPUS_PER_TASK": "1", "LAUNCH": "STEP"}, "a rank sees 1", marks=pytest.mark.campaign),
+    ],
+    ids=["mpirun-per-task", "mpirun-per-node", "srun-per-node", "srun-per-task"],
+)
+def test_each_rank_of_a_batch_job_has_a_device_of_its_own(batch, device, asked, sees):
+    (batch.folder / "slow_model.py").write_text(FACTORY + "\ndef quick(description):\n    return Slow(0)\n")
+    out = with_devices(batch, **asked)
+    assert sees in out and "each rank has its own: 0 pretend:0 (pretend-0)" in out, out
+    assert ("1 pretend:0 (pretend-1)" if sees.endswith("1") else "1 pretend:1 (pretend-1)") in out
+    trained = out.partition(" to look at")[2]  # the doctor's last line
+    assert "2 ranks on 1 nodes" in out and "1 x Pretend 0, 1 x Pretend 1" in trained and "done" in trained, out
+    assert {line["world_size"] for line in batch.metrics()} == {2}
