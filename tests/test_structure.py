@@ -123,7 +123,7 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def test_the_documentation_names_files_that_are_there():
-    for page in ("docs/architecture.md", "docs/glossary.md", "CONTRIBUTING.md", "README.md"):
+    for page in ("docs/architecture.md", "docs/devices.md", "docs/glossary.md", "CONTRIBUTING.md", "README.md"):
         for name in re.findall(r"`([\w/]+\.(?:py|sh|md|cfg))`", (ROOT / page).read_text(encoding="utf-8")):
             found = (ROOT / name).exists() or (PACKAGE / name).exists() or any(PACKAGE.rglob(name))
             assert found, f"{page} names {name}"
