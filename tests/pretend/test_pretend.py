@@ -39,11 +39,13 @@ def test_a_copy_to_the_host_arrives_when_the_host_has_waited(device):
     host = torch.zeros(6, pin_memory=True)
     host.copy_(x, non_blocking=True)
     before = host.tolist()
+    x.add_(1)  # for which the device has to get there, but the host has not waited
+    before += host.tolist()
     event = torch.Event(device=device.type)
     event.record()
     assert not event.query()
     event.synchronize()
-    assert before == [0] * 6 and host.tolist() == [0, 1, 2, 3, 4, 5]
+    assert before == [0] * 12 and host.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_pinned_source_is_read_when_the_stream_gets_there(device):
@@ -73,6 +75,7 @@ def test_freed_memory_is_nothing_once_all_streams_got_there(device):
     address = x.data_ptr()
     x.record_stream(beside)
     del x
+    stream_of(device).synchronize()
     assert torch.empty(256, device=device).data_ptr() != address  # beside may still use it
     beside.synchronize()
     accelerator.synchronize()
@@ -191,10 +194,9 @@ def test_hidden_it_changes_nothing_on_the_cpu(device):
             optimizer.step()
         with torch.random.fork_rng():
             torch.rand(1)
-        assert not batch.is_pinned() and torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).shape == (
-            8,
-            4,
-        )
+        assert not batch.is_pinned()
+        with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+            torch.empty(1, pin_memory=True)
     finally:
         pretend.available(True)
     assert accelerator.is_available() and accelerator.device_count() == 2
@@ -228,7 +230,7 @@ def test_stages_of_a_pipeline_overlap(device):
         took.append(begin.elapsed_time(end))
         assert time.perf_counter() - start > took[-1] / 1000 - 0.005
         assert [target[k, 0].item() for k in range(4)] == [1, 2, 3, 4]
-    assert took[0] >= 164 and 104 <= took[1] < 0.8 * took[0], took
+    assert took[0] > 163 and 103 < took[1] < 0.8 * took[0], took
 
 
 # -- it computes what the CPU computes
