@@ -15,6 +15,7 @@ Precision = Literal["fp32", "bf16", "fp16"]  # trainer.precision
 Decay = Literal["constant", "linear", "cosine"]  # of the learning rate after its warm-up: config.learning_rate
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedules
 AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
+DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.device
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
 
 

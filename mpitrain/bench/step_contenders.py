@@ -172,7 +172,7 @@ def _ours(world: Communicator, shape: Shape, batches: Batches, options: Options)
     engine = Engine(model, model.loss, _optimizer(model.parameters()), world, options)
 
     def forward_backward(x: torch.Tensor, y: torch.Tensor) -> float:
-        return engine.forward_backward([[(x, y)]], len(x) * world.size)[0]
+        return float(engine.forward_backward([[(x, y)]], len(x) * world.size))
 
     def account() -> dict[str, int]:
         values = asdict(engine.memory())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mpitrain.choices import AllReduce, Compression, PipelineSchedule
+from mpitrain.choices import AllReduce, Compression, DeviceWay, PipelineSchedule
 from mpitrain.config.section import Named, Section, setting
 
 
@@ -53,4 +53,7 @@ class CommSection(Section):
         also=["bucket_cap_mb"],
     )
     compression: Literal["none", Compression] = setting("none", "gradient compression on the wire")
+    device: Literal["auto", DeviceWay] = setting(
+        "auto", "how device memory is carried between ranks; auto: the fastest that is there"
+    )
     timeout: float = setting(600.0, "seconds before an unfinished operation ends the job", gt=0.0)

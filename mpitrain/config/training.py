@@ -32,6 +32,9 @@ class ModelSection(Section):
         128, "tokens per sample", ge=1, also=["sequence_length", "seq_len", "seq_length", "block_size", "context"]
     )
     dropout: float = setting(0.0, "dropout probability (gpt, mlp)", ge=0.0, lt=1.0)
+    compile: bool = setting(
+        False, "compile the model's blocks with torch.compile: the first steps take longer", also=["torch_compile"]
+    )
     options: dict[str, Any] = setting({}, "further keyword arguments for model.factory")
 
     @model_validator(mode="after")

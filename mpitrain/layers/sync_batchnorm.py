@@ -93,7 +93,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         dims = [d for d in range(x.dim()) if d != 1]
         wide = x.double()  # sums of squares of ranks' parts lose the digits that one rank's mean would keep
-        sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), wide.new_tensor([x.numel() / max(1, x.shape[1])])])
+        sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), wide.new_full((1,), x.numel() / max(1, x.shape[1]))])
         comm.all_reduce(sums)
         features = x.shape[1]
         count = sums[-1]

@@ -7,10 +7,12 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.offload import MappedFiles
@@ -35,24 +37,40 @@ class Updater:
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
         self._parts = self._parts_of_norm()
+        self._on_device = all(device.is_accelerator(s.value.device) for s in sharding.flat_parameters)
 
-    def norm(self) -> float:
-        """The 2-norm of all gradients as they are, over all axes. Collective; the same on every rank."""
+    @property
+    def skips(self) -> bool:
+        """Whether the device can divide gradients, and leave an update out, by numbers that only it knows yet.
+
+        Fused Adam and AdamW can, where their parameters are on the device. (Fused SGD begins its momentum with
+        whatever is in memory when its first update is left out.)
+        """
+        optimizer = self._sharding.optimizer
+        fused = isinstance(optimizer, torch.optim.Adam) and getattr(optimizer, "_step_supports_amp_scaling", False)
+        return fused and self._on_device and not self._sharding.options.reproducible
+
+    def squares(self) -> torch.Tensor:
+        """The sum of the squares of all gradients as they are, over all axes. Collective; the same on every rank.
+
+        Returns:
+            float64 [1], where the gradients are; not finite where one of them is not.
+        """
         sharding = self._sharding
         if sharding.options.reproducible:
-            return math.sqrt(self._exact_squares())
+            return torch.tensor([self._exact_squares()], dtype=torch.float64)
         gradients = self._parts or [
             g for s in sharding.flat_parameters if s.counted and (g := s.gradient()) is not None
         ]
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device=sharding.groups[0].device)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_wide(*gradients)))
-            total += norms.double().square_().sum().cpu()
+            total += norms.double().square_().sum()
         if self._parts or sharding.stage.states:  # the other ranks of the shard have summed further ones
             sharding.shard.all_reduce(total)
         for axis in self._axes:
             axis.all_reduce(total)
-        return math.sqrt(float(total)) if math.isfinite(total) else math.nan
+        return total
 
     def _parts_of_norm(self) -> list[torch.Tensor]:
         """Where all ranks have all gradients, with zeros between them: the part of each bucket that is this rank's."""
@@ -84,6 +102,19 @@ class Updater:
             mine = everyone
         values = mine.tolist()
         return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+    @torch.no_grad()
+    def apply_unless(self, wrong: torch.Tensor, divisor: torch.Tensor) -> None:
+        """Update with the gradients over `divisor`, unless `wrong` is 1, which the device decides. Collective.
+
+        wrong, divisor: float32 scalars on the device, which must be able to (see `skips`).
+        """
+        optimizer: Any = self._sharding.optimizer
+        optimizer.found_inf, optimizer.grad_scale = wrong, divisor
+        try:
+            self.apply(1.0)
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
 
     @torch.no_grad()
     def apply(self, factor: float) -> None:

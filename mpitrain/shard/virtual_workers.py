@@ -14,13 +14,14 @@ N = 1, 2, 4, ..., W.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.shard.protocols import Gradients
@@ -96,16 +97,25 @@ class VirtualWorkers:
         counts = [-(-(hi - lo) // (microbatch or max(1, hi - lo))) for lo, hi in pairwise(bounds)]
         return [sum(counts[r * each : (r + 1) * each]) for r in range(self.ranks)]
 
-    def total(self, comm: Communicator, values: Sequence[float]) -> float:
+    def total(self, comm: Communicator, values: torch.Tensor) -> float:
         """The sum of one number of every virtual worker, rounded once; NaN if one is not finite. Collective.
 
-        values: of this rank's workers.
+        values: of this rank's workers, float64 [workers].
         """
-        everyone = torch.zeros(self.count, dtype=torch.float64)
-        everyone[self.own.start : self.own.stop] = torch.tensor(values, dtype=torch.float64)
+        return self.begin_total(comm, values)()
+
+    def begin_total(self, comm: Communicator, values: torch.Tensor) -> Callable[[], float]:
+        """As `total`, but what is returned waits for the device that the values are on. Collective, too."""
+        everyone = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        everyone[self.own.start : self.own.stop] = values
         comm.all_reduce(everyone)
-        numbers = everyone.tolist()
-        return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+        told = device.fetched(everyone)
+
+        def wait() -> float:
+            numbers = told().tolist()
+            return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+
+        return wait
 
 
 class TreeSum:

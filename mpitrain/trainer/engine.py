@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpitrain.checkpoint import Manifest, Part
 from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.axes import Axes, Microbatch
@@ -68,6 +69,7 @@ class Engine:
         scale: Of the loss; None: as the precision needs it.
 
     Attributes:
+        device: Where the module's parameters are.
         settled: Whether parameters and states are those between two updates, not half-way through one.
         synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
     """
@@ -93,6 +95,7 @@ class Engine:
         broadcast_state(module, comm)
         convert(module, precision)
         self.sharding = Sharding(module, optimizer, comm, self.options, axes.counted, staged=self._pipeline is not None)
+        self.device = self.sharding.groups[0].device
         self.scale = scale if scale is not None else LossScale.of(precision)
         self.settled = True
         folder = self.options.offload
@@ -117,8 +120,7 @@ class Engine:
         """function(*args, **kwargs) in the engine's precision, arguments included."""
         args = tuple(narrowed(a, self.precision) for a in args)
         kwargs = {name: narrowed(a, self.precision) for name, a in kwargs.items()}
-        device = self.sharding.groups[0].device.type
-        cast = torch.autocast(device, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
+        cast = torch.autocast(self.device.type, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
         with cast, self._metered():
             return function(*args, **kwargs)
 
@@ -151,7 +153,7 @@ class Engine:
         *,
         rounds: int = 1,
         before: Callable[[int], None] = lambda worker: None,
-    ) -> list[float]:
+    ) -> torch.Tensor:
         """Gradients of one step, and the part of its loss that each virtual worker of this rank has.
 
         Gradients are summed in order within a virtual worker, and over virtual workers as a binary tree.
@@ -162,27 +164,29 @@ class Engine:
             rounds: The most microbatches that any rank has.
             before: Called with the number of a virtual worker on this rank before its passes, to seed what is
                 random in them.
+
+        Returns:
+            The parts of the loss, float64 [workers], on the device, which may still be at work on them.
         """
         self.sharding.gradients.zero()
         if self._pipeline is not None:
             before(0)
-            return [self._through_pipeline(self._pipeline, [m for worker in workers for m in worker], samples)]
+            loss = self._through_pipeline(self._pipeline, [m for worker in workers for m in worker], samples)
+            return torch.tensor([loss], dtype=torch.float64)
         if self.synchronous and sum(map(len, workers)) != rounds:
             raise InputError(
                 "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "
                 "the ranks, and of train.microbatch on each of them"
             )
-        losses, done = [], 0
+        losses, done = torch.zeros(len(workers), dtype=torch.float64, device=self.device), 0
         tree = TreeSum(self.sharding.gradients) if len(workers) > 1 else None
         for number, worker in enumerate(workers):
             before(number)
-            total = 0.0
             for m, (x, y) in enumerate(worker):
                 loss = self.forward(x, y) * (len(x) / samples)
                 self.backward(loss, reduce=tree is None and m == len(worker) - 1)
-                total += float(loss.detach())
+                losses[number] += loss.detach()
                 done += 1
-            losses.append(total)
             if tree is not None:
                 tree.add(last=number == len(workers) - 1)
         self._keep_up(done, rounds)
@@ -225,34 +229,53 @@ class Engine:
         if lr is not None:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = lr
-        norm = self._updater.norm() / self.scale.value
-        factor = 1.0 / self.scale.value
-        if self.clip and norm > self.clip:
-            factor *= self.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
+        squares = self._updater.squares()
+        told = device.fetched(squares)
+        if unseen := self._updater.skips:
+            self._update_unseen(squares)
+        found = float(told())
+        norm = math.sqrt(found) / self.scale.value if math.isfinite(found) else math.nan
         finite = math.isfinite(norm)
-        if finite:
-            self.settled = False
-            self._updater.apply(factor)
-            self.settled = True
+        if finite and not unseen:
+            self._update(norm)
         self.scale.update(overflowed=not finite)
         return StepResult(norm, not finite)
 
+    def _update(self, norm: float) -> None:
+        """Clip gradients of that norm, and update with them."""
+        factor = 1.0 / self.scale.value
+        if self.clip and norm > self.clip:
+            factor *= self.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
+        self.settled = False
+        self._updater.apply(factor)
+        self.settled = True
+
+    def _update_unseen(self, squares: torch.Tensor) -> None:
+        """The same for a norm that the host does not know yet: the device clips, and decides whether to update."""
+        norm = squares[0].sqrt() / self.scale.value
+        divisor = torch.full_like(norm, self.scale.value)
+        if self.clip:
+            divisor *= torch.where(norm > self.clip, (norm + 1e-6) / self.clip, 1.0)
+        self.settled = False
+        self._updater.apply_unless((~norm.isfinite()).float(), divisor.float())
+        self.settled = True
+
     @torch.no_grad()
-    def evaluate(self, x: Any = None, y: Any = None) -> float:
-        """The loss of this rank's samples, without training on them.
+    def evaluate(self, x: Any = None, y: Any = None) -> torch.Tensor:
+        """The loss of this rank's samples, without training on them: a scalar, on the device.
 
         Without samples: take part in the forward pass of other ranks; the result means nothing.
         """
         if x is None:
             if not self.sharding.parameters.gathers:
-                return 0.0
+                return torch.zeros(())
             x, y = self._some_example()
         if self._pipeline is not None:
-            return float(self.compute(self._pipeline.evaluate, x, y))
+            return torch.tensor(self.compute(self._pipeline.evaluate, x, y), dtype=torch.float64)
         was_training = self.module.training
         self.module.eval()
         try:
-            return float(self.forward(x, y))
+            return self.forward(x, y)
         finally:
             self.module.train(was_training)
 

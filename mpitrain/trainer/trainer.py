@@ -211,9 +211,9 @@ class Trainer:
         rounds = workers.rounds(size, microbatch)
         losses = self.engine.forward_backward(shares, size, rounds=rounds, before=seed)
         lr = self.schedule.rate(self.step)
-        loss = workers.total(self.mesh.data, losses)
+        loss = workers.begin_total(self.mesh.data, losses)  # nothing collective may come after the update: see elastic
         result = self.engine.step(lr)
-        return Step(self.step + 1, batch, loss, lr, result.norm, result.skipped)
+        return Step(self.step + 1, batch, loss(), lr, result.norm, result.skipped)
 
     def evaluate(self) -> float | None:
         """The mean loss of held-out samples, each counted once; None where none are held out. Collective."""
@@ -222,13 +222,15 @@ class Trainer:
         config, workers = self.config, self.workers
         chosen = min(config.train.evaluate_samples, len(self.held_out))
         microbatch = config.train.microbatch if self.mesh.pipeline.size == 1 else 0  # a pipeline cuts batches itself
-        sums = [0.0] * len(workers.own)
+        pipeline = self.mesh.pipeline.size > 1  # whose losses are told to the host
+        place = CPU if pipeline else self.device
+        sums = torch.zeros(len(workers.own), dtype=torch.float64, device=place)
         for batch in evaluation_batches(self.held_out, samples=chosen, batch=config.train.batch, share=workers.share):
             size = min(config.train.batch, chosen - batch.position)
             done = 0
             for worker, (lo, hi) in enumerate(workers.within(size)):
                 for x, y in microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch):
-                    sums[worker] += self.engine.evaluate(x, y) * len(x)
+                    sums[worker] += self.engine.evaluate(x, y).double() * len(x)
                     done += 1
             for _ in range(done, workers.rounds(size, microbatch)):
                 self.engine.evaluate()

@@ -186,6 +186,25 @@ def native_handle(stream: torch.Stream) -> int:
 # -- memory
 
 
+def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a tensor to the host, behind what the current stream was asked so far.
+
+    Returns:
+        What waits for that copy alone, and gives it; of a tensor on the CPU, that tensor.
+    """
+    if not is_accelerator(tensor.device):
+        return lambda: tensor
+    copy = pinned(tensor.shape, tensor.dtype, tensor.device)
+    copy.copy_(tensor, non_blocking=True)
+    copied = recorded(tensor.device)
+
+    def wait() -> torch.Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
+
+
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialized host tensor that the device copies to and from while the host goes on; plain for the CPU."""
     return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
