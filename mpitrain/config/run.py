@@ -19,9 +19,9 @@ class RunSection(Section):
     )
     device: str = setting(
         "auto",
-        "what each rank computes on: cpu, or a kind of accelerator as PyTorch names it (cuda, also for ROCm; xpu, ...); "
-        "auto: the accelerator that is there, else cpu",
-        pattern="[a-z]+[a-z0-9_]*",
+        "what each rank computes on: cpu, or a kind of accelerator as PyTorch names it (cuda, also for ROCm; xpu ...); "
+        "auto: what is there",
+        pattern=r"^[a-z]+[a-z0-9_]*$",
     )
     stop_before: float = setting(120.0, "seconds before the batch job's end to save and stop", ge=0.0)
     workers: int = setting(8, "with run.reproducible: virtual workers the batch is summed over", ge=1)

@@ -18,16 +18,19 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
 
-def setting(default: Any, description: str, *, also: Sequence[str] = (), **limits: float) -> Any:
+def setting(
+    default: Any, description: str, *, also: Sequence[str] = (), pattern: str | None = None, **limits: float
+) -> Any:
     """Declare a setting; its type is the annotation beside it.
 
     Args:
         default: Its value where none is given.
         description: A sentence for `--help`.
         also: What other tools call it, so that an unknown key can be answered with this one.
+        pattern: What a text must match.
         **limits: Its range: ge, gt, le, lt, as `pydantic.Field` has them.
     """
-    return Field(default, description=description, json_schema_extra={"also": list(also)}, **limits)  # type: ignore[call-overload]
+    return Field(default, description=description, json_schema_extra={"also": list(also)}, pattern=pattern, **limits)  # type: ignore[call-overload]
 
 
 def other_names(field: FieldInfo) -> list[str]:

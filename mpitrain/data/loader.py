@@ -61,6 +61,7 @@ class Loader:
         position: The running position of the first sample.
         workers: How many threads read; with 0 the caller does.
         prefetch: How many batches are kept ready ahead of the caller.
+        finish: What a reader makes of each batch: for `on_device`, one in pinned memory.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Loader:
         position: int = 0,
         workers: int = 1,
         prefetch: int = 2,
+        finish: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        self._dataset, self._order, self._batch = dataset, order, batch
+        self._dataset, self._order, self._batch, self._finish = dataset, order, batch, finish
         self._start, self._stop = share(batch)
         self._position = position
         self._ahead: deque[tuple[int, Ids]] = deque()
@@ -87,9 +89,9 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._threads is None:
-            return _batch(self._dataset, *self._advance())
+            return self._read(*self._advance())
         while len(self._pending) <= self._depth:
-            self._pending.append(self._threads.submit(_batch, self._dataset, *self._advance()))
+            self._pending.append(self._threads.submit(self._read, *self._advance()))
         return self._pending.popleft().result()
 
     def close(self) -> None:
@@ -103,6 +105,9 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _read(self, position: int, ids: Ids) -> Batch:
+        return self._finish(_batch(self._dataset, position, ids))
 
     def _advance(self) -> tuple[int, Ids]:
         """The position and the sample ids of the next batch."""

@@ -52,6 +52,7 @@ class Pipeline:
             each block costs.
         sample: The input of a microbatch, to measure the blocks with.
         recompute: Stages keep their input alone, and run forward again before backward.
+        device: What this rank computes on, where its blocks are moved; None: where they are.
         record: Note when each step runs; into the file, if one is given, for one training batch.
         static_shapes: Microbatches that look alike have the same shapes inside the model, so that these are told
             once; False: they are told with every message.
@@ -75,6 +76,7 @@ class Pipeline:
         cut: str | Sequence[float] = "uniform",
         sample: Any = None,
         recompute: bool = False,
+        device: torch.device | None = None,
         record: bool | Path = False,
         static_shapes: bool = True,
     ) -> None:
@@ -97,7 +99,10 @@ class Pipeline:
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self._last_rank = plan.rank_of[-1]
         self._loss = loss if self.comm.rank == self._last_rank else None  # a method keeps its model
-        device = next((t.device for t in self.module.parameters() if t.device.type != "meta"), torch.device("cpu"))
+        if device is None:
+            device = next((t.device for t in self.module.parameters() if t.device.type != "meta"), torch.device("cpu"))
+        else:
+            self.module.to(device)
         self._wire = Wire(self.comm, device)
         self._recorder = Recorder() if record else None
         self._record_to = record if isinstance(record, Path) else None

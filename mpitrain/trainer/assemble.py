@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
 from mpitrain.errors import refusal
@@ -28,17 +29,19 @@ from mpitrain.shard.axes import Axes
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.tensor.plan import begins_sequence
 from mpitrain.trainer.data import microbatch_size
+from mpitrain.trainer.device import move
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.options import options_of
 from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
 
+Cut = str | Sequence[float]
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def assemble(
-    config: Config, mesh: Mesh, task: Task, data: Dataset, make_optimizer: MakeOptimizer
+    config: Config, mesh: Mesh, task: Task, data: Dataset, make_optimizer: MakeOptimizer, device: torch.device = CPU
 ) -> tuple[Engine, int]:
     """Divide a model over the ranks of a mesh. Collective.
 
@@ -46,6 +49,7 @@ def assemble(
         task: the whole model, the same on all ranks.
         data: what it is to be trained on.
         make_optimizer: makes the optimizer of this rank's part, given the names and tensors of its parameters.
+        device: what this rank computes on; its part of the model is moved there once it is cut out.
 
     Returns:
         The engine, and the number of parameters of the whole model.
@@ -59,11 +63,14 @@ def assemble(
         parallelize(module, mesh.tensor, plan_of(module, config), sequence=config.parallel.sequence)
     pipeline, elsewhere = None, set()
     if mesh.pipeline.size > 1:
-        pipeline = make_pipeline(config, mesh, module, task, cut)
+        pipeline = make_pipeline(config, mesh, module, task, cut, device)
         elsewhere = pipeline.counted_elsewhere()
         module = pipeline.module
     elif config.train.recompute:
         recompute_blocks(module)
+    move(module, device)
+    if isinstance(task.loss, nn.Module):
+        move(task.loss, device)
     uncounted = {p for name, p in module.named_parameters() if name in elsewhere}
 
     def counted(parameter: nn.Parameter) -> bool:
@@ -83,7 +90,7 @@ def assemble(
     return engine, parameters
 
 
-def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> str | Sequence[float]:
+def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
     """How to cut the model: parallel.cut, or what each block costs, measured by one rank for all. Collective.
 
     Before the model is divided in any other way: what its layers then do together, one rank cannot do alone.
@@ -109,7 +116,9 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> str | Se
     return mesh.world.on_root(found) or parallel.cut
 
 
-def make_pipeline(config: Config, mesh: Mesh, module: nn.Module, task: Task, cut: str | Sequence[float]) -> Pipeline:
+def make_pipeline(
+    config: Config, mesh: Mesh, module: nn.Module, task: Task, cut: Cut, device: torch.device
+) -> Pipeline:
     loss = getattr(task.module, "criterion", task.loss)  # a bound method would keep the whole model
     recorded = config.parallel.recording and mesh.data.rank == mesh.tensor.rank == 0
     return Pipeline(
@@ -122,6 +131,7 @@ def make_pipeline(config: Config, mesh: Mesh, module: nn.Module, task: Task, cut
         cut=cut,
         microbatches=2 * mesh.pipeline.size,
         recompute=config.train.recompute,
+        device=device,
         record=Path(config.parallel.recording) if recorded else False,
     )
 

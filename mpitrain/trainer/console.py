@@ -48,7 +48,7 @@ class Console(Callback):
             self._held_out_loss = step.held_out_loss
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        memory = torch.tensor([peak_memory_bytes()])
+        memory = torch.tensor([peak_memory_bytes(trainer.device)])
         trainer.world.all_reduce(memory, "max")
         trainer.folder.log.info("ended at step %d", trainer.step)
         if trainer.world.rank:
@@ -86,7 +86,7 @@ def facts(trainer: Trainer) -> RunFacts:
         ranks=world.size,
         nodes=world.num_nodes,
         threads=torch.get_num_threads(),
-        device=trainer.device.type.upper(),
+        device=trainer.devices,
         mpi=world.library,
         model=config.model.factory or config.model.name,
         parameters=trainer.parameters,

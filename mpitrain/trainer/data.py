@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import (
     Batch,
@@ -19,6 +21,7 @@ from mpitrain.data import (
     stage_on_nodes,
     staged_folder,
 )
+from mpitrain.data.on_device import pin
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
@@ -51,8 +54,13 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
     return together(world, opened)
 
 
-def batches(config: Config, workers: VirtualWorkers, data: Dataset, position: int) -> Loader:
-    """This rank's share of every global batch from sample `position` of the run's order on."""
+def batches(
+    config: Config, workers: VirtualWorkers, data: Dataset, position: int, device: torch.device = CPU
+) -> Loader:
+    """This rank's share of every global batch from sample `position` of the run's order on.
+
+    device: What they are for (see `on_device`).
+    """
     return Loader(
         data,
         SampleOrder(len(data), config.run.seed),
@@ -60,6 +68,7 @@ def batches(config: Config, workers: VirtualWorkers, data: Dataset, position: in
         share=workers.share,
         position=position,
         workers=config.data.workers,
+        finish=partial(pin, to=device),
     )
 
 

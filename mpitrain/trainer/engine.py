@@ -171,8 +171,9 @@ class Engine:
         self.sharding.gradients.zero()
         if self._pipeline is not None:
             before(0)
-            loss = self._through_pipeline(self._pipeline, [m for worker in workers for m in worker], samples)
-            return torch.tensor([loss], dtype=torch.float64)
+            microbatches = [m for worker in workers for m in worker]
+            told = self._through_pipeline(self._pipeline, microbatches, samples)
+            return torch.tensor([told], dtype=torch.float64)
         if self.synchronous and sum(map(len, workers)) != rounds:
             raise InputError(
                 "BatchNorm needs as many microbatches on each rank as on any other; make train.batch a multiple of "

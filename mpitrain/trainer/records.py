@@ -67,7 +67,7 @@ class Records(Callback):
             tokens=tokens,
             step_s=step.seconds,
             tokens_per_s=tokens / step.seconds,
-            memory_bytes=peak_memory_bytes(),
+            memory_bytes=peak_memory_bytes(trainer.device),
             world_size=trainer.world.size,
             **step.extras,
         )

@@ -24,7 +24,8 @@ from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
 from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
-from mpitrain.data import Batch, Dataset, evaluation_batches
+from mpitrain.data import Batch, Dataset
+from mpitrain.data.on_device import on_device
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, refusal
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
@@ -35,7 +36,9 @@ from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.console import Console
 from mpitrain.trainer.data import batches, microbatch_size, microbatches, open_data, seed_worker
+from mpitrain.trainer.device import carry, choose, full_told
 from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.evaluation import mean_loss
 from mpitrain.trainer.folder import RunFolder, settled
 from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
@@ -46,7 +49,7 @@ from mpitrain.trainer.stopping import StopInTime
 class Trainer:
     """Trains a model as a configuration says. Collective over the ranks of `world` (default: all of the job).
 
-    config, world, device: what is to be done, by whom, and on what each rank computes.
+    config, world, device: what is to be done, by whom, and on what this rank computes. devices: of all ranks, in words.
     folder: the run's folder, with its settings, metrics, logs and checkpoints.
     callbacks: in the order in which they are called; at the end of training and after it in the reverse order.
 
@@ -80,7 +83,8 @@ class Trainer:
         """
         self.world = world if world is not None else init()
         self.config = shared_config(self.world, lambda: _config_of(config))
-        self.device = torch.device("cpu")
+        place = choose(self.config.run.device, self.world)
+        self.device, self.devices = place.device, place.text
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
         learning, self.records = LearningCheck(), Records()
@@ -104,6 +108,7 @@ class Trainer:
             MpitrainError: with one line of what is wrong and how to mend it.
         """
         set_timeout(self.config.comm.timeout)
+        carry(self.config.comm.device)
         set_threads(self.world, self.config.run.reproducible)
         if self.config.elastic.mode == "shrink":
             return elastic.fit(self)
@@ -124,14 +129,16 @@ class Trainer:
         """What `fit` does inside of the run folder; returns its exit code."""
         self._stop = ""
         try:
-            self.prepare()
-            with self.open_store() as self.store:
+            with full_told(self.device, self.world.rank):
+                self.prepare()
+            with full_told(self.device, self.world.rank), self.open_store() as self.store:
                 self.resume()
                 self.make_room()
                 self.call(lambda callback: callback.on_fit_start(self))
-                with batches(self.config, self.workers, self.data, self.position) as loader:
+                with batches(self.config, self.workers, self.data, self.position, self.device) as loader:
+                    coming = on_device(loader, self.device)
                     while self.step < self.config.train.steps and not self._stop:
-                        self.do_step(loader)
+                        self.do_step(coming)
                 self.call(lambda callback: callback.on_fit_end(self), reverse=True)
         except BaseException as caught:
             error = caught
@@ -167,7 +174,9 @@ class Trainer:
         task = self.make_model()
         self.mesh = Mesh.make(self.world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
         self.workers = VirtualWorkers.of(self.mesh.data, config.run.reproducible, config.run.workers)
-        self.engine, self.parameters = assemble(config, self.mesh, task, self.data, self.make_optimizer)
+        self.engine, self.parameters = assemble(
+            config, self.mesh, task, self.data, self.make_optimizer, device=self.device
+        )
         self.schedule = LearningRate.of(config.optim, config.train.steps)
 
     def make_model(self) -> Task:
@@ -219,22 +228,7 @@ class Trainer:
         """The mean loss of held-out samples, each counted once; None where none are held out. Collective."""
         if self.held_out is None:
             return None
-        config, workers = self.config, self.workers
-        chosen = min(config.train.evaluate_samples, len(self.held_out))
-        microbatch = config.train.microbatch if self.mesh.pipeline.size == 1 else 0  # a pipeline cuts batches itself
-        pipeline = self.mesh.pipeline.size > 1  # whose losses are told to the host
-        place = CPU if pipeline else self.device
-        sums = torch.zeros(len(workers.own), dtype=torch.float64, device=place)
-        for batch in evaluation_batches(self.held_out, samples=chosen, batch=config.train.batch, share=workers.share):
-            size = min(config.train.batch, chosen - batch.position)
-            done = 0
-            for worker, (lo, hi) in enumerate(workers.within(size)):
-                for x, y in microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch):
-                    sums[worker] += self.engine.evaluate(x, y).double() * len(x)
-                    done += 1
-            for _ in range(done, workers.rounds(size, microbatch)):
-                self.engine.evaluate()
-        return workers.total(self.mesh.data, sums) / chosen
+        return mean_loss(self.config, self.mesh, self.workers, self.engine, self.held_out)
 
     def save(self) -> Path:
         """Write a checkpoint, in the background if checkpoint.background says so; returns its folder. Collective."""

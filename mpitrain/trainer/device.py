@@ -1,0 +1,140 @@
+"""Where a rank computes: its device and who shares it, model and batches on it, what to do when its memory runs out."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain import comm
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device
+from mpitrain.data.on_device import mapped
+from mpitrain.errors import InputError, MpitrainError, refusal
+from mpitrain.trainer.folder import together
+
+
+class DeviceFull(MpitrainError):
+    """A device has not the memory that was asked of it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a run compute.
+
+    Attributes:
+        device: This rank's.
+        text: All ranks' devices, for people: "CPU", or "2 x NVIDIA H100 (2 ranks share each)".
+    """
+
+    device: torch.device
+    text: str
+
+
+def choose(kind: str, world: Communicator) -> Place:
+    """Choose this rank's device, and make it the current one of its kind. Collective.
+
+    Args:
+        kind: As `run.device` says it.
+        world: All ranks.
+
+    Raises:
+        InputError: On all ranks, where any of them has no device of the kind, or where `auto` finds other kinds on
+            some of them.
+    """
+    host = socket.gethostname()
+
+    def found() -> torch.device:
+        try:
+            return device.of_rank(kind, world.local_rank)
+        except InputError as error:
+            raise InputError(f"run.device on host {host}: {error}; choose another run.device, or auto") from None
+
+    chosen = together(world, found)
+    device.use(chosen)
+    told = world.all_gather_object([chosen.type, host, world.node, device.identity(chosen), device.name(chosen)])
+    hosts: dict[str, list[str]] = {}
+    for of, where, *_ in told:
+        hosts.setdefault(of, []).append(where)
+    if len(hosts) > 1:
+        found_where = ", ".join(f"{of} on {_some(set(where))}" for of, where in sorted(hosts.items()))
+        raise refusal(f"run.device {kind} finds {found_where}; set run.device to one kind that all hosts have")
+    return Place(chosen, _text(chosen, [tuple(each) for _, _, *each in told]))
+
+
+def _some(hosts: set[str]) -> str:
+    shown = sorted(hosts)[:3]
+    return "host " + ", ".join(shown) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+
+
+def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
+    """ranks: of each its node, and its device's identity and name."""
+    if not device.is_accelerator(chosen):
+        return device.name(chosen)
+    sharing = Counter((node, identity) for node, identity, _ in ranks)
+    names = Counter({(node, identity): name for node, identity, name in ranks}.values())
+    text = ", ".join(f"{count} x {name}" for name, count in names.items())
+    most = max(sharing.values())
+    if most > 1:
+        text += f" ({most} ranks share each)" if min(sharing.values()) == most else f" (up to {most} ranks share one)"
+    return text
+
+
+def carry(way: str) -> None:
+    """Have device memory carried between ranks as `comm.device` says, in all of this process."""
+    carry_device_memory = getattr(comm, "carry_device_memory", None)
+    if carry_device_memory is not None:
+        carry_device_memory(way)
+
+
+# -- what is on it
+
+
+def move(module: nn.Module, to: torch.device) -> None:
+    """Move a module to a device, in place; parameters stay the same objects, so that tied ones stay tied.
+
+    Raises:
+        InputError: PyTorch cannot keep the objects for this kind of device.
+    """
+    if all(t.device == to for t in (*module.parameters(), *module.buffers())):
+        return
+    before = list(module.parameters())
+    module.to(to)
+    if any(one is not other for one, other in zip(before, module.parameters(), strict=True)):
+        raise refusal(
+            f"PyTorch makes new parameters when a module is moved to {to.type}, which unties tied ones and leaves the "
+            "optimizer's behind; move the model before the optimizer is made"
+        )
+
+
+def moved(value: Any, to: torch.device) -> Any:
+    """A batch on the device: a tensor, or tuples, lists and mappings of them; what is there already, as it is.
+
+    The device copies behind what it was asked so far, and the host does not wait for it.
+    """
+    if not device.is_accelerator(to):
+        return value
+    return mapped(lambda t: t if device.is_accelerator(t.device) else t.to(to, non_blocking=True), value)
+
+
+# -- when it is full
+
+
+@contextmanager
+def full_told(on: torch.device, rank: int) -> Iterator[None]:
+    """Turn an error that the device's memory is used up inside into one that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = str(error).split(". GPU")[0].split(". If reserved")[0].strip().rstrip(".").replace("\n", " ")
+        raise DeviceFull(
+            f"rank {rank}: the memory of device {on} ({device.name(on)}) is used up ({asked}; its tensors take "
+            f"{device.memory_bytes(on) / 2**30:.2f} of {device.total_memory_bytes(on) / 2**30:.2f} GiB); use a smaller "
+            "train.microbatch, train.recompute true, parallel.zero 1 to 3, parallel.offload host or more ranks"
+        ) from error
