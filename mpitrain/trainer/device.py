@@ -113,6 +113,24 @@ def move(module: nn.Module, to: torch.device) -> None:
         )
 
 
+def place(module: nn.Module, kind: str, world: Communicator) -> None:
+    """Leave a module of the user's where it is, or move it from the CPU to a device of the kind. Collective.
+
+    Raises:
+        InputError: It is on several devices, or on one of another kind, or there is none of the kind.
+    """
+    found = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
+    if len(found) > 1:
+        raise refusal(f"the model is on {' and '.join(sorted(map(str, found)))}; move it to one device")
+    (on,) = found
+    if kind not in ("auto", on.type):
+        if device.is_accelerator(on):
+            raise refusal(f"run.device is {kind}, and the model is on {on}; move it, or leave run.device out")
+        on = choose(kind, world).device
+        move(module, on)
+    device.use(on)
+
+
 def moved(value: Any, to: torch.device) -> Any:
     """A batch on the device: a tensor, or tuples, lists and mappings of them; what is there already, as it is.
 

@@ -9,7 +9,8 @@ for x, y in batches:                    # this rank's microbatches
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, init, set_timeout
+from mpitrain.comm.memory.device import fetched
 from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
 from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import CheckpointError, InputError, refusal
+from mpitrain.trainer.device import carry, full_told, moved, place
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizer import make_optimizer
@@ -53,6 +56,14 @@ class TrainingEngine:
         return self._engine.optimizer
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is, and batches are moved."""
+        return self._engine.device
+
+    def _full_told(self) -> AbstractContextManager[None]:
+        return full_told(self.device, self._engine.comm.rank)
+
+    @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
@@ -69,11 +80,16 @@ class TrainingEngine:
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output; with a loss function and two arguments (x, y), the loss."""
-        if self._loss is not None and len(args) == 2 and not kwargs:
-            loss, (x, y) = self._loss, args
-            return self._engine.compute(lambda x: loss(self.module(x), y), x)
-        return self._engine.compute(self.module, *args, **kwargs)
+        """The model's output; with a loss function and two arguments (x, y), the loss.
+
+        Arguments that are on the host are moved to the model's device.
+        """
+        with self._full_told():
+            args, kwargs = moved((args, kwargs), self.device)
+            if self._loss is not None and len(args) == 2 and not kwargs:
+                loss, (x, y) = self._loss, args
+                return self._engine.compute(lambda x: loss(self.module(x), y), x)
+            return self._engine.compute(self.module, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them."""
@@ -82,7 +98,8 @@ class TrainingEngine:
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
         share = 1.0 / (self.settings.accumulate * self._engine.comm.size)
-        self._engine.backward(loss * share, reduce=self.at_boundary)
+        with self._full_told():
+            self._engine.backward(loss * share, reduce=self.at_boundary)
 
     def step(self) -> bool:
         """Update the parameters, if this microbatch was the last of the step; returns whether it was. Collective.
@@ -94,12 +111,37 @@ class TrainingEngine:
             return False
         self._passes = 0
         schedule = self.settings.schedule
-        result = self._engine.step(schedule.rate(self.steps) if schedule is not None else None)
+        with self._full_told():
+            result = self._engine.step(schedule.rate(self.steps) if schedule is not None else None)
         if self._scheduler is not None and not result.skipped:
             self._scheduler.step()
         self.steps, self.norm = self.steps + 1, result.norm
         self.skipped += result.skipped
         return True
+
+    def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
+        """A whole step on the next microbatches (x, y) of an iterator, as many as it accumulates. Collective.
+
+        Returns:
+            The mean loss over microbatches and ranks.
+
+        Raises:
+            InputError: There is no loss function, or a step has been begun.
+        """
+        if self._loss is None or self._passes:
+            why = "a step has been begun; end it" if self._passes else "it needs a loss; give mt.initialize one"
+            raise refusal(f"train_batch: {why}")
+        mean = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for _ in range(self.settings.accumulate):
+            x, y = next(batches)
+            loss = self(x, y)
+            self.backward(loss)
+            mean += loss.detach() / self.settings.accumulate
+            if self.at_boundary:
+                self._engine.comm.all_reduce(mean, "avg")
+                told = fetched(mean)
+            self.step()
+        return float(told())
 
     # -- checkpoints
 
@@ -171,7 +213,8 @@ def initialize(
     """Make an engine that trains a model over the ranks of a communicator. Collective.
 
     Args:
-        model: The module to train.
+        model: The module to train, on the device that this rank computes on; one on the CPU is moved to a device of the
+            kind that the key run.device names, if it names one.
         optimizer: Made for model.parameters(); without one, the configuration's.
         config: A TOML file or nested values of `mpitrain.config.settings`, also the config.toml of a finished run; or a
             DeepSpeed JSON file or its values.
@@ -190,6 +233,9 @@ def initialize(
             raise refusal(f"{what} was given, and {_origin(config)} names another; leave one out")
     if settings.timeout is not None:
         set_timeout(settings.timeout)
+    if settings.carry is not None:
+        carry(settings.carry)
+    place(model, settings.device, comm)
     if settings.without_effect and comm.rank == 0:
         print(f"without effect here: {', '.join(settings.without_effect)}", flush=True)
     if optimizer is None:

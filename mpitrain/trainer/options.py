@@ -22,6 +22,7 @@ class Settings:
 
     scale: of the loss; None for the precision's own. any_optimizer: take optimizers not known to be element-wise.
     optimizer: (class of torch.optim, options), to be made when none is given. timeout: of communication, seconds.
+    device: where to move a model that is on the CPU; auto leaves it. carry: `comm.device`. compile: the model's blocks.
     without_effect: keys that were given and mean nothing here.
     """
 
@@ -36,13 +37,17 @@ class Settings:
     optimizer: tuple[str, dict[str, Any]] | None = None
     schedule: LearningRate | None = None
     timeout: float | None = None
+    device: str = "auto"
+    carry: str | None = None
+    compile: bool = False
     without_effect: tuple[str, ...] = ()
 
 
 # keys that mt.initialize takes over, and the only value it can have of some others
 _TAKEN = {"train.batch", "train.microbatch", "train.precision", "train.clip", "train.recompute"}
 _TAKEN |= {"parallel.zero", "parallel.share_node", "parallel.shard_within", "parallel.reshard", "parallel.offload"}
-_TAKEN |= {"comm.algorithm", "comm.bucket_mb", "comm.compression", "comm.timeout"}
+_TAKEN |= {"comm.algorithm", "comm.bucket_mb", "comm.compression", "comm.timeout", "comm.device"}
+_TAKEN |= {"run.device", "model.compile"}
 _FOR_RATES = {"train.steps", "optim.schedule", "optim.warmup"}
 _FOR_OPTIMIZER = {"optim.name", "optim.lr", "optim.weight_decay", "optim.options"}
 _ONLY = {
@@ -97,6 +102,9 @@ def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str 
         options=options_of(config),
         schedule=None if own_optimizer else LearningRate.of(config.optim, train.steps),
         timeout=config.comm.timeout if "timeout" in config.comm.model_fields_set else None,
+        device=config.run.device,
+        carry=config.comm.device if "device" in config.comm.model_fields_set else None,
+        compile=config.model.compile,
         without_effect=without_effect,
     )
 

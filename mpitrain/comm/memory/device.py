@@ -86,7 +86,7 @@ def name(device: torch.device) -> str:
     if not is_accelerator(device):
         return device.type.upper()
     ask = getattr(_module(device), "get_device_name", None)
-    return str(ask(device)) if ask is not None else str(device)
+    return str(ask(device)) if ask is not None else device.type
 
 
 def identity(device: torch.device) -> str:
