@@ -6,14 +6,8 @@ hooks on parameters, which reduce gradients, run as ever.
 
 from __future__ import annotations
 
-import os
-import sys
-
-import torch
 from torch import nn
 
-from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.errors import InputError, refusal
 from mpitrain.shard.units import blocks_of
 
 

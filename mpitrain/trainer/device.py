@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -150,9 +151,11 @@ def full_told(on: torch.device, rank: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked = str(error).split(". GPU")[0].split(". If reserved")[0].strip().rstrip(".").replace("\n", " ")
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        more = f"{asked[1]} more" if asked else "what was asked"
+        taken, total = device.memory_bytes(on) / 2**30, device.total_memory_bytes(on) / 2**30
         raise DeviceFull(
-            f"rank {rank}: the memory of device {on} ({device.name(on)}) is used up ({asked}; its tensors take "
-            f"{device.memory_bytes(on) / 2**30:.2f} of {device.total_memory_bytes(on) / 2**30:.2f} GiB); use a smaller "
-            "train.microbatch, train.recompute true, parallel.zero 1 to 3, parallel.offload host or more ranks"
+            f"device {on} ({device.name(on)}) of rank {rank} has no room for {more}: this rank's tensors take {taken:.2f} "
+            f"of {total:.2f} GiB; use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, "
+            "parallel.offload host, or more ranks"
         ) from error

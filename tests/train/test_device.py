@@ -1,0 +1,96 @@
+"""The main job on an accelerator: the losses of the CPU, and one clear error where a device is missing or full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import job, one_line, train_command
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from train.jobs import run
+
+from mpitrain.comm.memory import device as devices
+from mpitrain.errors import InputError
+from mpitrain.trainer import device as placement
+
+STEPS, BATCH = 20, 8
+GPT = {"layers": 2, "width": 32, "heads": 4, "sequence": 16}
+ON_IT = pytest.mark.parametrize("device", ["pretend"], indirect=True)
+
+CASES = {
+    "ddp": {"train": {"microbatch": 2, "clip": 0.3}},
+    "zero 1, recompute": {"parallel": {"zero": 1}, "train": {"recompute": True}},
+    "zero 2": {"parallel": {"zero": 2}},
+    "zero 3": {"parallel": {"zero": 3}},
+    "reproducible": {"run": {"reproducible": True, "workers": 4}},
+    "pipeline": {"parallel": {"pipeline": 2}},
+    "tensor": {"parallel": {"tensor": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def place(world, tmp_path_factory):
+    return Path(world.broadcast_object(str(tmp_path_factory.mktemp("device"))))
+
+
+def train(comm, folder, kind, text, /, **sections):
+    settings = {"data": {"path": text}, "model": GPT, "checkpoint": {"every": 0}}
+    settings["train"] = {"steps": STEPS, "batch": BATCH, "evaluate_samples": 20} | sections.pop("train", {})
+    settings["run"] = {"dir": str(folder), "device": kind} | sections.pop("run", {})
+    with sdpa_kernel(SDPBackend.MATH):
+        return run(comm, folder, **settings, **sections)
+
+
+@ON_IT
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_the_cpu(world, place, text, device, case):
+    if world.size == 4 and case not in ("zero 3", "pipeline", "tensor"):
+        pytest.skip("seen at 2 ranks")
+    wanted = train(world, place / f"{case} cpu", "cpu", text, **CASES[case])
+    lines = train(world, place / f"{case} device", device.type, text, **CASES[case])
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=2e-6)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=2e-5)
+    assert lines[-1]["held_out_loss"] == pytest.approx(wanted[-1]["held_out_loss"], rel=2e-6)
+
+
+@ON_IT
+@pytest.mark.ranks(2)
+def test_a_step_whose_gradients_overflow_changes_nothing_though_the_host_does_not_know_yet(world, place, text, device):
+    """fp16 with the scale at first too large: the device leaves those steps out by itself."""
+    half = {"train": {"precision": "fp16", "steps": 6}}
+    wanted = train(world, place / "half cpu", "cpu", text, **half)
+    lines = train(world, place / "half device", device.type, text, **half)
+    assert any(m.get("skipped") for m in lines)
+    assert [m.get("skipped") for m in lines] == [m.get("skipped") for m in wanted]
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=1e-4)
+
+
+@ON_IT
+@pytest.mark.ranks(2)
+def test_a_device_that_some_rank_lacks_is_one_error_that_names_its_host(world, device, monkeypatch):
+    if world.rank == 1:
+        monkeypatch.setattr(devices, "accelerator", lambda: "")
+    with pytest.raises(
+        InputError, match=r"rank 1: run.device on host \S+: there is no device of kind 'pretend'"
+    ) as one:
+        placement.choose("pretend", world)
+    with pytest.raises(InputError, match=r"auto finds cpu on host \S+, pretend on host \S+; set run.device") as two:
+        placement.choose("auto", world)
+    assert one.value.agreed and two.value.agreed
+
+
+@ON_IT
+@pytest.mark.ranks(2, 4)
+def test_the_banner_says_who_shares_devices(world, device):
+    sharing = {2: "", 4: " (2 ranks share each)"}[world.size]
+    assert placement.choose("auto", world).text == f"1 x Pretend 0, 1 x Pretend 1{sharing}"
+    assert placement.choose("cpu", world).text == "CPU"
+
+
+@ON_IT
+def test_a_full_device_says_what_to_change(device, sentence, tmp_path):
+    command = train_command("--run.dir", tmp_path / "run", "--data.path", sentence, "--run.device", device.type)
+    done = job(2, [*command, "--model.layers", "4", "--train.steps", "3"], device="pretend", PRETEND_MEMORY_MIB="2")
+    assert done.returncode == 1
+    assert "has no room for" in one_line(done) and "train.microbatch" in one_line(done), done.stderr
