@@ -22,12 +22,13 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
     """The most this process has held, in bytes.
 
     Args:
-        device: On a CUDA device, what its tensors took there counts, else resident host memory.
+        device: On an accelerator, what its tensors took there counts, else resident host memory.
     """
-    if device is not None and device.type == "cuda":
-        import torch
+    if device is not None:
+        from mpitrain.comm.memory import device as devices
 
-        return torch.cuda.max_memory_allocated(device)
+        if devices.is_accelerator(device):
+            return devices.peak_memory_bytes(device)
     # getrusage's figure survives exec: a small rank started by a large launcher would report the launcher's peak
     if (kibibytes := _status("VmHWM")) is not None:
         return kibibytes * 1024
@@ -39,12 +40,13 @@ def memory_bytes(device: torch.device | None = None) -> int:
     """What this process holds now, in bytes. Where the system does not tell (no /proc), the peak.
 
     Args:
-        device: On a CUDA device, what its tensors take there counts, else resident host memory.
+        device: On an accelerator, what its tensors take there counts, else resident host memory.
     """
-    if device is not None and device.type == "cuda":
-        import torch
+    if device is not None:
+        from mpitrain.comm.memory import device as devices
 
-        return torch.cuda.memory_allocated(device)
+        if devices.is_accelerator(device):
+            return devices.memory_bytes(device)
     if (kibibytes := _status("VmRSS")) is not None:
         return kibibytes * 1024
     return peak_memory_bytes()

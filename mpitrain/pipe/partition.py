@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.comm.memory import device as devices
 from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.pipe.wire import as_tuple
@@ -95,7 +96,8 @@ def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
 def time_costs(blocks: Sequence[tuple[str, nn.Module]], x: Any) -> list[float]:
     """Seconds each block takes forward and backward for input x of the model. Leaves no trace in the model."""
     costs = []
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    device = next((t.device for t in as_tuple(x) if isinstance(t, torch.Tensor)), devices.CPU)
+    with devices.generators_kept(device), torch.enable_grad():
         for _, block in blocks:
             buffers = [(b, b.clone()) for b in block.buffers()]
             seconds, x = min((_timed(block, x) for _ in range(_TRIES)), key=lambda pair: pair[0])
@@ -111,11 +113,14 @@ def _timed(block: nn.Module, x: Any) -> tuple[float, Any]:
     tensors = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in as_tuple(x)]
     given = [t.clone() for t in tensors]  # the block may overwrite these, but not leaves of a graph
     x = given[0] if isinstance(x, torch.Tensor) else tuple(given)
+    device = next((t.device for t in tensors), devices.CPU)
+    devices.synchronize(device)
     begin = time.perf_counter()
     y = block(x)
     outputs = [t for t in as_tuple(y) if t.requires_grad]
     wanted = [t for t in [*tensors, *block.parameters()] if t.requires_grad]
     if outputs and wanted:
         torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    devices.synchronize(device)
     seconds = time.perf_counter() - begin
     return seconds, y.detach() if isinstance(y, torch.Tensor) else tuple(t.detach() for t in y)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import synchronize
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
@@ -52,7 +54,7 @@ class Pipeline:
             each block costs.
         sample: The input of a microbatch, to measure the blocks with.
         recompute: Stages keep their input alone, and run forward again before backward.
-        device: What this rank computes on, where its blocks are moved; None: where they are.
+        device: What this rank computes on, where its blocks are moved; None: where they are when a batch comes.
         record: Note when each step runs; into the file, if one is given, for one training batch.
         static_shapes: Microbatches that look alike have the same shapes inside the model, so that these are told
             once; False: they are told with every message.
@@ -99,11 +101,10 @@ class Pipeline:
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
         self._last_rank = plan.rank_of[-1]
         self._loss = loss if self.comm.rank == self._last_rank else None  # a method keeps its model
-        if device is None:
-            device = next((t.device for t in self.module.parameters() if t.device.type != "meta"), torch.device("cpu"))
-        else:
+        if device is not None:
             self.module.to(device)
-        self._wire = Wire(self.comm, device)
+        self._wire = Wire(self.comm)
+        self._device = device
         self._recorder = Recorder() if record else None
         self._record_to = record if isinstance(record, Path) else None
         self._batches = 0
@@ -190,16 +191,18 @@ class Pipeline:
         slices = self._named[2]
         if slices > 1:
             microbatches, weights = slice_sequences(microbatches, weights, slices)
+        self._wire.device = self._device or next((p.device for p in self.module.parameters()), self._wire.device)
         executor = self._executor(len(microbatches) // slices, training)
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
         if self._recorder is not None:
             self.comm.barrier()
-            self._recorder.start()
+            self._recorder.start(partial(synchronize, self._wire.device))
             self._recorded = executor.schedule
         losses = executor.run(PipelineBatch(inputs, targets, weights, known), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
-        return self._wire.share_loss(sum(float(loss) for loss in losses), self._last_rank)
+        numbers = torch.stack(losses).tolist() if losses else []  # the one wait of a batch for the device
+        return self._wire.share_loss(sum(numbers), self._last_rank)
 
     def _executor(self, microbatches: int, training: bool) -> Executor:
         """The compiled program of so many microbatches."""
@@ -221,7 +224,8 @@ class Pipeline:
         """What is known of the shapes of each microbatch, and whether they have to be told; alike on all ranks."""
         if not self._static:
             return [{} for _ in microbatches], True
-        mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        device = self._wire.device.type
+        mode = training, self.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(device)
         kinds = [(mode, look(x), look(y)) for x, y in microbatches]
         if all(kind in self._known for kind in kinds):
             return [self._known[kind] for kind in kinds], False

@@ -32,10 +32,11 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self._begin = 0.0
+        self._settle: Callable[[], object] = lambda: None
 
-    def start(self) -> None:
-        """Begin a batch; times count from here."""
-        self.rows = []
+    def start(self, settle: Callable[[], object]) -> None:
+        """Begin a batch; times count from here. settle: returns when the device has done what it was asked."""
+        self.rows, self._settle = [], settle
         self._begin = time.perf_counter()
 
     def timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
@@ -44,8 +45,10 @@ class Recorder:
             return call
 
         def run() -> None:
+            self._settle()
             begin = time.perf_counter()
             call()
+            self._settle()
             times = begin - self._begin, time.perf_counter() - self._begin
             self.rows.append([type(step).__name__, step.stage, step.microbatch, *times])
 

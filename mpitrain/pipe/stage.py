@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
+from mpitrain.comm.memory import device as devices
 from mpitrain.pipe.split_backward import backward_inputs
 from mpitrain.pipe.wire import as_tuple
 
 State = tuple[torch.Tensor, ...]
 _TOGETHER = 4  # blocks in one graph, with backward in halves
-RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # of the CPU; devices and theirs
+RandomState = list[tuple[torch.device, torch.Tensor]]  # of the generators of the CPU and of the device, if there is one
 Past = dict[int, list[State]]  # of one microbatch in one stage: by number of the block, the states of the slices so far
 Joint = list[tuple[torch.Tensor, torch.Tensor]]  # tensors that end one graph, and the leaves that begin the next
 
@@ -86,7 +86,7 @@ class Stage:
         if past is not None:
             kept.past = {number: list(states) for number, states in past.items()}
         if self.recompute and torch.is_grad_enabled():
-            kept.random = torch.get_rng_state(), *get_device_states(*kept.inputs)
+            kept.random = _random_state(kept.inputs)
             with torch.no_grad():
                 output, states = self._run(x, kept, past is not None)
             output = self._as_in_graph(output, kept)
@@ -181,10 +181,9 @@ class Stage:
     def _recompute(self, kept: Kept) -> None:
         """Run forward again with a graph, from the same state of the random generators."""
         assert kept.random is not None
-        state, devices, states_there = kept.random
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            torch.set_rng_state(state)
-            set_device_states(devices, states_there)
+        with devices.generators_kept(kept.random[-1][0]), torch.enable_grad():
+            for device, state in kept.random:
+                devices.set_generator_state(device, state)
             x = kept.inputs[0] if kept.single else kept.inputs
             output, states = self._run(x, kept, bool(kept.made))
         kept.outputs, kept.random = as_tuple(output), None
@@ -194,6 +193,12 @@ class Stage:
     def _inputs(self, kept: Kept) -> list[torch.Tensor]:
         """The inputs whose gradients the stage before waits for."""
         return [] if self.first else [t for t in kept.inputs if t.requires_grad]
+
+
+def _random_state(inputs: Sequence[Any]) -> RandomState:
+    """The state of the generators that a stage with these inputs draws from: the CPU's, then the device's."""
+    on = {t.device for t in inputs if isinstance(t, torch.Tensor) and devices.is_accelerator(t.device)}
+    return [(device, devices.generator_state(device)) for device in (devices.CPU, *on)]
 
 
 def _complete(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:

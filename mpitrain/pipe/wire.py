@@ -99,11 +99,13 @@ class Wire:
 
     Args:
         comm: The ranks of the pipeline.
+
+    Attributes:
         device: Where tensors are received.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self.comm, self.device = comm, device
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.device = comm, torch.device("cpu")
         self._sleeps = comm.process.spare_cores < 0
         self._sending: list[Work] = []
 

@@ -22,6 +22,7 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives.alternating import Alternating
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
 from mpitrain.tensor.rng_tracker import RngTracker
@@ -122,13 +123,16 @@ class Axis:
         self.comm.reduce_scatter(out, packed, counts=[part.numel() for part in parts])
         return out
 
-    def all_gather(self, x: torch.Tensor, dim: int, tag: int = 0) -> tuple[torch.Tensor, list[int]]:
+    def all_gather(
+        self, x: torch.Tensor, dim: int, tag: int = 0, lengths: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
         """Every rank's x, put together along a dimension.
 
         Args:
             x: Of the same shape and dtype on all ranks, but for its length along `dim`.
             dim: The dimension.
             tag: Must be the same on all ranks, or they get an error: see `new_tag`.
+            lengths: Of each rank's part along `dim`, where the caller knows them: the ranks need not tell each other.
 
         Returns:
             The whole, a new tensor, and the length of each rank's part along `dim`.
@@ -138,14 +142,16 @@ class Axis:
         views = self._exchange(_GATHER, x, dim, tag)
         if views is not None:
             return torch.cat(views, dim), [view.shape[dim] for view in views]
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self.comm.all_gather(lengths, torch.tensor([x.shape[dim]]))
-        shapes = [_with_length(x.shape, dim, length) for length in lengths.tolist()]
+        if lengths is None:
+            told = torch.empty(self.size, dtype=torch.int64)
+            self.comm.all_gather(told, torch.tensor([x.shape[dim]]))
+            lengths = told.tolist()
+        shapes = [_with_length(x.shape, dim, length) for length in lengths]
         counts = [torch.Size(shape).numel() for shape in shapes]
         flat = x.new_empty(sum(counts))
         self.comm.all_gather(flat, x.contiguous(), counts=counts)
         parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
-        return torch.cat(parts, dim), lengths.tolist()
+        return torch.cat(parts, dim), list(lengths)
 
     def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int) -> list[torch.Tensor] | None:
         """Show all ranks this rank's x, in shared memory; their lengths along `dim` may differ in an all-gather.
@@ -157,7 +163,7 @@ class Axis:
         Raises:
             CommunicationError: On every rank, when they bring what does not fit together.
         """
-        if self._slots is None or x.is_cuda or x.dtype not in _DTYPES:
+        if self._slots is None or is_accelerator(x.device) or x.dtype not in _DTYPES:
             return None
         length = x.shape[dim] if x.dim() else 1
         nbytes = x.numel() * x.element_size()

@@ -15,6 +15,7 @@ of `layout.split`, any length. On one rank all of them are the identity.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
-    return _exchanged(x, axis, lambda x: (axis.own(x, dim).contiguous(), lambda grad: axis.all_gather(grad, dim)[0]))
+    lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
+    return _exchanged(
+        x, axis, lambda x: (axis.own(x, dim).contiguous(), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0])
+    )
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -62,7 +66,10 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
-    return _exchanged(x, axis, lambda x: (axis.reduce_scatter(x, dim), lambda grad: axis.all_gather(grad, dim)[0]))
+    lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
+    return _exchanged(
+        x, axis, lambda x: (axis.reduce_scatter(x, dim), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0])
+    )
 
 
 def _exchanged(

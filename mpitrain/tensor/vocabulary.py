@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import InputError
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.features import Features, part_of
@@ -32,7 +33,7 @@ class VocabularyParallelEmbedding(nn.Module):
         sequence: Leave the output divided along the sequence.
 
     Raises:
-        IndexError: In forward, as torch does, for a token outside the vocabulary.
+        IndexError: In forward on the CPU, as torch does, for a token outside the vocabulary.
 
     Shape:
         Input [...], int64, tokens of the whole vocabulary.
@@ -90,7 +91,7 @@ def cross_entropy(
         The mean over the tokens that count, in nats, a scalar, the same on all ranks.
 
     Raises:
-        IndexError: A y is none of the classes.
+        IndexError: A y is none of the classes (on the CPU).
     """
     return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing)
 
@@ -133,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(scores.dtype, torch.float32)
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted
-        rows, columns = here.nonzero().squeeze(-1), (y[here] - start)
+        column = (y - start).clamp_(0, max(0, stop - start - 1)).unsqueeze(-1)  # any one, where y is another rank's
 
         # of each token: the largest score here, the sum of exponentials of the scores less it, y's score, all scores
         numbers = wide.new_zeros(4, len(y))
@@ -144,10 +145,11 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             shares = wide
             numbers[0].fill_(float("-inf"))
-        numbers[2][rows] = wide[rows, columns]
+        if stop > start:
+            numbers[2] = wide.gather(-1, column).squeeze(-1).masked_fill_(~here, 0)
         if label_smoothing:
             torch.sum(wide, -1, out=numbers[3])
-        told = axis.all_gather(numbers, 0)[0].view(axis.size, 4, len(y))
+        told = axis.all_gather(numbers, 0, lengths=[4] * axis.size)[0].view(axis.size, 4, len(y))
 
         largest = told[:, 0].amax(0)
         total = ((told[:, 0] - largest).exp_() * told[:, 1]).sum(0)
@@ -158,7 +160,7 @@ class _CrossEntropy(torch.autograd.Function):
         count = counted.sum()
         # exponentials here times this are the probabilities, already weighed for the mean
         weight = (numbers[0] - largest).exp_() / total
-        ctx.save_for_backward(shares, weight, counted, count, rows, columns)
+        ctx.save_for_backward(shares, weight, counted, count, here, column)
         ctx.smoothing, ctx.classes = label_smoothing, classes
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
         return loss.masked_fill_(~counted, 0).sum() / count
@@ -166,18 +168,23 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        shares, weight, counted, count, rows, columns = ctx.saved_tensors
+        shares, weight, counted, count, here, column = ctx.saved_tensors
         each = (grad / count).to(shares.dtype) * counted
         into = shares * (weight * each).unsqueeze(-1)
         if ctx.smoothing:
             into -= (each * (ctx.smoothing / ctx.classes)).unsqueeze(-1)
-        into[rows, columns] -= each[rows] * (1 - ctx.smoothing)
+        if into.shape[-1]:
+            right = (each * (1 - ctx.smoothing)).masked_fill_(~here, 0).unsqueeze(-1)
+            into.scatter_(-1, column, into.gather(-1, column) - right)
         return into.view(ctx.shape).to(ctx.dtype), None, None, None, None, None
 
 
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
-    """On the CPU, where it costs next to nothing; a rank that has no such row would take it for another's."""
-    if numbers.device.type == "cpu" and numbers.numel():
+    """On the CPU, where it costs next to nothing; a rank that has no such row would take it for another's.
+
+    On a device it would make the host wait for all that the device has been asked; there it is left out.
+    """
+    if not is_accelerator(numbers.device) and numbers.numel():
         low, high = numbers.aminmax()
         if int(low) < 0 or int(high) >= size:
             raise IndexError(f"{name} {int(low) if int(low) < 0 else int(high)} is not between 0 and {size - 1}")

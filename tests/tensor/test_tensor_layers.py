@@ -267,9 +267,9 @@ class Counting(Axis):
         self.count["all_reduce"] += 1
         return super().all_reduce(x, tag)
 
-    def all_gather(self, x, dim, tag=0):
+    def all_gather(self, x, dim, tag=0, lengths=None):
         self.count["all_gather"] += 1
-        return super().all_gather(x, dim, tag)
+        return super().all_gather(x, dim, tag, lengths)
 
     def reduce_scatter(self, x, dim, lengths=None):
         self.count["reduce_scatter"] += 1

@@ -323,6 +323,15 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
         _module(device).set_rng_state(state, device)
 
 
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seed the device's default generator, and no other."""
+    if not is_accelerator(device):
+        torch.default_generator.manual_seed(seed)
+        return
+    with torch.accelerator.device_index(device.index or 0):
+        _module(device).manual_seed(seed)
+
+
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Put the default generators of the CPU and of the device back to where they were before."""
