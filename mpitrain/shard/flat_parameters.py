@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.comm.memory.device import is_accelerator, pinned
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import FlatGroup
+from mpitrain.shard.flat import FlatGroup, numbered
 
 # optimizers whose update of an element depends on that element alone, so that it can be done share by share
 _NAMES = "ASGD Adadelta Adagrad Adam Adamax AdamW NAdam RAdam RMSprop Rprop SGD"
@@ -37,6 +38,7 @@ class FlatParameter:
             `offset` of the flat parameter.
         settings: The number of the optimizer's parameter group.
         counted: Whether its gradient belongs to this rank's part of the norm.
+        bucket: The number of the bucket that it is a stretch of, through all groups; -1 where it is a parameter.
     """
 
     value: torch.Tensor
@@ -45,6 +47,7 @@ class FlatParameter:
     contents: tuple[tuple[nn.Parameter, int, int, int], ...]
     settings: int
     counted: bool
+    bucket: int = -1
 
     def store(self) -> None:
         """Round the updated value into the parameter."""
@@ -98,14 +101,13 @@ def sharded_flat_parameters(
     refuse_unless_elementwise(optimizer)
     settings_of = _settings_of(optimizer)
     flat_parameters = []
-    for g, group in enumerate(groups):
-        for b in range(group.layout.buckets):
-            first, last = group.layout.share(b, share)
-            for lo, hi, number, count, contents in _stretches(group, first, last, settings_of, counted):
-                if number < 0:  # the optimizer does not have these parameters
-                    continue
-                view = gradient(g, lo, hi)
-                flat_parameters.append(_made(own(g, lo, hi), _giving(view), contents, number, count, on_host=on_host))
+    for bucket, (g, b) in enumerate(numbered(groups)):
+        first, last = groups[g].layout.share(b, share)
+        for lo, hi, number, count, contents in _stretches(groups[g], first, last, settings_of, counted):
+            if number < 0:  # the optimizer does not have these parameters
+                continue
+            giving = _giving(gradient(g, lo, hi))
+            flat_parameters.append(_made(own(g, lo, hi), giving, contents, number, count, bucket, on_host=on_host))
     return flat_parameters
 
 
@@ -117,9 +119,12 @@ def _made(
     stored: torch.Tensor, gradient: Callable[[], torch.Tensor | None], *rest: Any, on_host: bool
 ) -> FlatParameter:
     """A flat parameter of a parameter or of a stretch of flat memory, where need be with a copy for the optimizer."""
-    if stored.element_size() < 4 or (on_host and stored.is_cuda):
-        values = stored.detach().float()
-        return FlatParameter(nn.Parameter(values.cpu() if on_host else values), stored.detach(), gradient, *rest)
+    dtype = stored.dtype if stored.element_size() >= 4 else torch.float32
+    if on_host and is_accelerator(stored.device):
+        values = pinned(stored.shape, dtype, stored.device).copy_(stored.detach())
+        return FlatParameter(nn.Parameter(values), stored.detach(), gradient, *rest)
+    if dtype != stored.dtype:
+        return FlatParameter(nn.Parameter(stored.detach().to(dtype)), stored.detach(), gradient, *rest)
     value = stored if isinstance(stored, nn.Parameter) else nn.Parameter(stored)
     return FlatParameter(value, None, gradient, *rest)
 

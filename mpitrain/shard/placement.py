@@ -52,7 +52,7 @@ class Account:
         return self.parameters + self.gradients + self.states
 
 
-def formula(stage: ZeroStage, ranks: int, numel: int, itemsize: int, moments: int) -> Account:
+def formula(stage: ZeroStage, ranks: int, numel: int, itemsize: int, moments: int, *, copied: bool = False) -> Account:
     """What training takes on each rank, without padding.
 
     Args:
@@ -61,8 +61,9 @@ def formula(stage: ZeroStage, ranks: int, numel: int, itemsize: int, moments: in
         numel: Trained parameters.
         itemsize: Bytes of a parameter in the forward pass.
         moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2).
+        copied: The optimizer works on a copy of fp32 parameters too, as where the host updates those of a device.
     """
-    master = 4 if itemsize < 4 else 0
+    master = 4 if itemsize < 4 or copied else 0
 
     def per_rank(nbytes: int, sharded: bool) -> float:
         return nbytes * numel / (ranks if sharded else 1)

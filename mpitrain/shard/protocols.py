@@ -89,12 +89,15 @@ class Gradients(ABC):
         reduces_each_pass: Whether every backward pass must be reduced, because no rank has room for all gradients.
         at_once: Flat tensors, one a group, that hold everything and may be reduced by one operation each at the end of
             backward; None where buckets must be started one by one.
+        reduced: Called with the number of a bucket when this rank's share of it has been reduced in some pass, as far
+            as that happens bucket by bucket.
     """
 
     groups: Sequence[FlatGroup]
     reduction: BucketReduction
     reduces_each_pass: bool
     at_once: list[torch.Tensor] | None
+    reduced: Callable[[int], object] | None = None
 
     @property
     @abstractmethod

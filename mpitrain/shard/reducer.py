@@ -34,6 +34,7 @@ class Reducer:
 
     Attributes:
         enabled: Whether backward passes are reduced; False while gradients are only accumulated.
+        last: Whether no more passes are expected before the step, after this one.
         order: The parameters in the order in which the gradients of the last backward pass came.
         passes: Backward passes reduced so far.
         factor: What a reduction's result is multiplied by.
@@ -51,7 +52,7 @@ class Reducer:
     ) -> None:
         self.gradients, self.names = gradients, names
         self.unused_allowed, self.static = unused_allowed, static
-        self.enabled = True
+        self.enabled = self.last = True
         self.order: list[nn.Parameter] = []
         self.passes = 0
         self.factor = 1.0

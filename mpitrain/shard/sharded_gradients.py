@@ -154,6 +154,8 @@ class ShardedGradients(Gradients):
         elif share.data_ptr() != kept.data_ptr():
             kept.copy_(share)
         self._stale.discard(bucket)
+        if self.reduced is not None:
+            self.reduced(bucket)
 
     def _share(self, bucket: int) -> torch.Tensor:
         """Where this rank keeps its share of a bucket."""

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from mpitrain.comm import Communicator, Work
+from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.protocols import Parameters
 
@@ -62,7 +63,9 @@ class ShardedParameters(Parameters):
     ) -> None:
         self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
         self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
-        self._pool: dict[int, list[torch.Tensor]] = {}  # by group, buffers that are free
+        # by group, buffers that are free, and after what on the device
+        self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
+        self._nothing = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
         self._pool_bytes = 0
         count = len(units)
         self._units = [_Unit(u, count - 1 - number, False, groups) for number, u in enumerate(units)]
@@ -105,17 +108,22 @@ class ShardedParameters(Parameters):
 
     def _drop_values(self, unit: _Unit) -> None:
         """Leave the parameters their shapes without memory behind them: whoever reads them now gets NaN."""
-        for _, parameter, _ in unit.members:
-            nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = nothing.expand(parameter.shape)
+        for g, parameter, _ in unit.members:
+            parameter.data = self._nothing[g].expand(parameter.shape)
 
     def _buffer(self, g: int, length: int, root: bool) -> torch.Tensor:
-        """Memory for at least `length` elements of a group: from the pool, or new."""
-        free = self._pool.setdefault(g, [])
-        for number, buffer in enumerate(free):
-            if buffer.numel() >= length:
-                return free.pop(number)
+        """Memory for at least `length` elements of a group: from the pool, or new.
+
+        On a device the current stream waits until whoever had it is done with it: autograd's threads may use others.
+        """
         group = self._groups[g]
+        free = self._pool.setdefault(g, [])
+        for number, (buffer, read) in enumerate(free):
+            if buffer.numel() >= length:
+                del free[number]
+                if read is not None:
+                    current_stream(group.device).wait_event(read)
+                return buffer
         buffer = torch.empty(length if root else self._longest[g], dtype=group.dtype, device=group.device)
         self._pool_bytes += buffer.numel() * buffer.element_size()
         return buffer
@@ -152,7 +160,7 @@ class ShardedParameters(Parameters):
             self._drop_values(unit)
             unit.ready = False
         for g, buffer in unit.buffers.items():
-            self._pool[g].append(buffer)
+            self._pool[g].append((buffer, recorded(buffer.device) if is_accelerator(buffer.device) else None))
         unit.buffers = {}
 
     # -- the passes

@@ -22,6 +22,7 @@ from torch import nn
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.comm.compression import Compression
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
@@ -32,7 +33,7 @@ from mpitrain.shard.flat_parameters import (
     replicated_flat_parameters,
     sharded_flat_parameters,
 )
-from mpitrain.shard.offload import HOST
+from mpitrain.shard.host_update import HostUpdate
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.protocols import Gradients, Parameters
@@ -95,6 +96,7 @@ class Sharding:
         replicas: The ranks that have the same share as this one; None where there are no others.
         groups: The trained parameters and where each lies.
         flat_parameters: What this rank's optimizer updates.
+        host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
 
     Raises:
         InputError: Options that do not go together, with each other or with the optimizer.
@@ -128,6 +130,16 @@ class Sharding:
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
+        self.host = self._host_update(gradients)
+
+    def _host_update(self, gradients: Gradients) -> HostUpdate | None:
+        """What carries gradients to the host and parameters back, where parameters on a device are updated there."""
+        device = self.groups[0].device
+        if not self.options.offload or not is_accelerator(device):
+            return None
+        host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
+        gradients.reduced = host.reduced
+        return host
 
     def _ranks(self) -> tuple[Communicator, Communicator | None]:
         """The ranks that shares are divided over, and those that have the same share as this one."""
@@ -157,7 +169,9 @@ class Sharding:
         options, shard = self.options, self.shard
         multiple = EXACT_BLOCK if options.reproducible else 16
         parts = shard.size if self.stage.states else 1
+        on_device = any(is_accelerator(p.device) for _, p in named)
         cached = self.stage.gradients and not options.reproducible and not shard.overlaps and shard.num_nodes == 1
+        cached = cached and not on_device
         bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
         if not self.stage.states:
@@ -169,8 +183,8 @@ class Sharding:
             return groups, PrivateParameters(groups, shard)
         if self._staged and shard.size > 1:
             raise refusal(
-                "parallel.zero 3 in a pipeline needs the data-parallel ranks to share memory on each node, and as many "
-                "on one as on another; use parallel.zero 2"
+                "parallel.zero 3 in a pipeline needs the data-parallel ranks to share host memory on each node, and as "
+                "many on one as on another, and no device; use parallel.zero 2"
             )
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)
@@ -182,7 +196,8 @@ class Sharding:
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
         comm = self.comm
-        if not self.options.share_node or any(g.device.type != "cpu" for g in groups) or shard_order(comm) is None:
+        on_device = any(is_accelerator(g.device) for g in groups)
+        if not self.options.share_node or on_device or shard_order(comm) is None:
             return None
         copies: list[NodeCopy] = []
         for group in groups:
@@ -215,7 +230,7 @@ class Sharding:
 
     def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         """What this rank's optimizer updates."""
-        on_host = self.options.offload == HOST
+        on_host = bool(self.options.offload)  # on its way to files, too
         if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
             return sharded_flat_parameters(

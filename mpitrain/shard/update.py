@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory import device
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.offload import MappedFiles
@@ -37,7 +37,7 @@ class Updater:
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
         self._parts = self._parts_of_norm()
-        self._on_device = all(device.is_accelerator(s.value.device) for s in sharding.flat_parameters)
+        self._on_device = all(is_accelerator(s.value.device) for s in sharding.flat_parameters)
 
     @property
     def skips(self) -> bool:
@@ -57,6 +57,8 @@ class Updater:
             float64 [1], where the gradients are; not finite where one of them is not.
         """
         sharding = self._sharding
+        if sharding.host is not None:
+            sharding.host.begin()
         if sharding.options.reproducible:
             return torch.tensor([self._exact_squares()], dtype=torch.float64)
         gradients = self._parts or [
@@ -94,8 +96,8 @@ class Updater:
             for b in range(group.layout.buckets):
                 lo, hi = group.layout.share(b, sharding.shard.rank if sharding.stage.states else 0)
                 blocks = sharding.gradients.own(g, lo, hi).view(-1, EXACT_BLOCK)
-                sums.append(torch.linalg.vector_norm(blocks, dim=1, dtype=_wide(blocks)).double().square_())
-        mine = torch.cat(sums)
+                sums.append(_squares_of_rows(blocks))
+        mine = torch.cat(sums).cpu()
         if sharding.stage.states and sharding.shard.size > 1:
             everyone = torch.empty(mine.numel() * sharding.shard.size, dtype=torch.float64)
             sharding.shard.all_gather(everyone, mine)
@@ -119,7 +121,9 @@ class Updater:
     @torch.no_grad()
     def apply(self, factor: float) -> None:
         """Update with the gradients times `factor`, and show every rank the result. Collective."""
-        optimizer = self._sharding.optimizer
+        optimizer, host = self._sharding.optimizer, self._sharding.host
+        if host is not None:
+            host.before_update()
         for chosen in self._rounds:
             for flat_parameter in chosen:
                 flat_parameter.value.grad = self._gradient(flat_parameter, factor)
@@ -127,18 +131,36 @@ class Updater:
             for flat_parameter in chosen:
                 if flat_parameter.stored is not None or self._sharding.stage.states:
                     flat_parameter.value.grad = None
-                flat_parameter.store()
+                flat_parameter.store() if host is None else host.store(flat_parameter)
                 if self._files is not None:
                     self._files.take(flat_parameter, optimizer.state[flat_parameter.value])
+        if host is not None:
+            host.end()
         self._sharding.parameters.publish()
 
     def _gradient(self, flat_parameter: FlatParameter, factor: float) -> torch.Tensor | None:
         """The flat parameter's gradient times `factor`, in the dtype and on the device of its value."""
-        gradient = flat_parameter.gradient()
+        host = self._sharding.host
+        gradient = flat_parameter.gradient() if host is None else host.gradient(flat_parameter)
         if gradient is None:
             return None
         gradient = gradient.to(flat_parameter.value)
         return gradient.mul_(factor) if factor != 1.0 else gradient
+
+
+def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """Of each row the sum of its squares, float64, whose bits do not depend on how many rows there are.
+
+    In what order a device adds up a row in one kernel may depend on that; halves that are added element by element are
+    always the same. A row has a power of two of elements.
+    """
+    if not is_accelerator(x.device):
+        return torch.linalg.vector_norm(x, dim=1, dtype=_wide(x)).double().square_()
+    x = x.double().square_()
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0]
 
 
 def _wide(*gradients: torch.Tensor) -> torch.dtype:

@@ -141,6 +141,7 @@ class Engine:
         reduce: whether this is the last backward pass before the step; stages 2 and 3 reduce every pass anyway.
         """
         self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
+        self.sharding.reducer.last = reduce
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         self.sharding.parameters.end_of_backward()
 

@@ -22,6 +22,7 @@ class MemoryAccount:
         activations: What autograd kept in the first forward pass.
         buffers: What communication passes through.
         padding: Bytes in parameters, gradients and states that hold no element.
+        host: Of states and buffers, the bytes in host memory where the rank computes on a device; all else is there.
         expected: Parameters, gradients and states by the formula of `mpitrain.shard.placement`, without padding and
             without memory that ranks share.
     """
@@ -32,6 +33,7 @@ class MemoryAccount:
     activations: int
     buffers: int
     padding: int
+    host: int
     expected: dict[str, int]
 
     @property
@@ -49,17 +51,24 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     kept = [t for s in sharding.flat_parameters for t in sharding.optimizer.state.get(s.value, {}).values()]
     moments = sum(t.nbytes for t in kept if torch.is_tensor(t) and t.numel() > 1)
     states = moments + sum(s.value.nbytes for s in sharding.flat_parameters if s.stored is not None)
+    host = 0
+    if sharding.host is not None:
+        buffers += sharding.host.nbytes()
+        host = states + sharding.host.nbytes()
     per_element = round(moments / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
-    accounts = [formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element) for g, n in counts]
+    copied = sharding.host is not None
+    accounts = [
+        formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element, copied=copied) for g, n in counts
+    ]
     kinds = ("parameters", "gradients", "states")
     expected = {kind: round(sum(getattr(account, kind) for account in accounts)) for kind in kinds}
     flat = sum(g.layout.numel * g.dtype.itemsize for g in sharding.groups)
     gaps = [(g.layout.numel - n, g.dtype.itemsize) for g, n in counts]
     narrow = sum(gap * item for gap, item in gaps) / flat  # the part of a flat copy that is padding
-    wide = sum(gap * (4 * per_element + (4 if item < 4 else 0)) for gap, item in gaps) / sharding.shard.size
+    wide = sum(gap * (4 * per_element + (4 if item < 4 or copied else 0)) for gap, item in gaps) / sharding.shard.size
     held = (parameters if sharding.stage.states else 0) + gradients
     padding = held * narrow + (wide if sharding.stage.states else 0)
-    return MemoryAccount(round(parameters), gradients, states, activations, buffers, round(padding), expected)
+    return MemoryAccount(round(parameters), gradients, states, activations, buffers, round(padding), host, expected)
 
 
 class ActivationMeter:
