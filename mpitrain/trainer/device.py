@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain import comm
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.data.on_device import mapped
@@ -87,13 +86,6 @@ def _text(chosen: torch.device, ranks: list[tuple[Any, ...]]) -> str:
     return text
 
 
-def carry(way: str) -> None:
-    """Have device memory carried between ranks as `comm.device` says, in all of this process."""
-    carry_device_memory = getattr(comm, "carry_device_memory", None)
-    if carry_device_memory is not None:
-        carry_device_memory(way)
-
-
 # -- what is on it
 
 
@@ -155,7 +147,7 @@ def full_told(on: torch.device, rank: int) -> Iterator[None]:
         more = f"{asked[1]} more" if asked else "what was asked"
         taken, total = device.memory_bytes(on) / 2**30, device.total_memory_bytes(on) / 2**30
         raise DeviceFull(
-            f"device {on} ({device.name(on)}) of rank {rank} has no room for {more}: this rank's tensors take {taken:.2f} "
-            f"of {total:.2f} GiB; use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, "
+            f"device {on} ({device.name(on)}) of rank {rank} has no room for {more}: this rank's tensors take "
+            f"{taken:.2f} of {total:.2f} GiB; use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, "
             "parallel.offload host, or more ranks"
         ) from error

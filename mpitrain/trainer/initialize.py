@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Store
-from mpitrain.comm import Communicator, init, set_timeout
+from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.comm.memory.device import fetched
 from mpitrain.config.deepspeed import looks_like_deepspeed, read_deepspeed, read_json
 from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.trainer.device import carry, full_told, moved, place
+from mpitrain.trainer.device import full_told, moved, place
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizer import make_optimizer
@@ -234,7 +234,7 @@ def initialize(
     if settings.timeout is not None:
         set_timeout(settings.timeout)
     if settings.carry is not None:
-        carry(settings.carry)
+        carry_device_memory(settings.carry)
     place(model, settings.device, comm)
     if settings.without_effect and comm.rank == 0:
         print(f"without effect here: {', '.join(settings.without_effect)}", flush=True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Store
-from mpitrain.comm import Communicator, init, set_timeout
+from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
@@ -36,7 +36,7 @@ from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.console import Console
 from mpitrain.trainer.data import batches, microbatch_size, microbatches, open_data, seed_worker
-from mpitrain.trainer.device import carry, choose, full_told
+from mpitrain.trainer.device import choose, full_told
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.evaluation import mean_loss
 from mpitrain.trainer.folder import RunFolder, settled
@@ -108,7 +108,7 @@ class Trainer:
             MpitrainError: with one line of what is wrong and how to mend it.
         """
         set_timeout(self.config.comm.timeout)
-        carry(self.config.comm.device)
+        carry_device_memory(self.config.comm.device)
         set_threads(self.world, self.config.run.reproducible)
         if self.config.elastic.mode == "shrink":
             return elastic.fit(self)
