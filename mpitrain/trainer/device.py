@@ -17,6 +17,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.data.on_device import mapped
 from mpitrain.errors import InputError, MpitrainError, refusal
+from mpitrain.monitor.text import short
 from mpitrain.trainer.folder import together
 
 
@@ -138,16 +139,15 @@ def moved(value: Any, to: torch.device) -> Any:
 
 
 @contextmanager
-def full_told(on: torch.device, rank: int) -> Iterator[None]:
+def full_told(on: torch.device) -> Iterator[None]:
     """Turn an error that the device's memory is used up inside into one that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         more = f"{asked[1]} more" if asked else "what was asked"
-        taken, total = device.memory_bytes(on) / 2**30, device.total_memory_bytes(on) / 2**30
+        taken, total = short(device.memory_bytes(on)), short(device.total_memory_bytes(on))
         raise DeviceFull(
-            f"device {on} ({device.name(on)}) of rank {rank} has no room for {more}: this rank's tensors take "
-            f"{taken:.2f} of {total:.2f} GiB; use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, "
-            "parallel.offload host, or more ranks"
+            f"device {on} ({device.name(on)}) has no room for {more}: this rank's tensors take {taken}B of {total}B; "
+            "use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, parallel.offload host, or more ranks"
         ) from error

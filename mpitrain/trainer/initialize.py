@@ -61,7 +61,7 @@ class TrainingEngine:
         return self._engine.device
 
     def _full_told(self) -> AbstractContextManager[None]:
-        return full_told(self.device, self._engine.comm.rank)
+        return full_told(self.device)
 
     @property
     def lr(self) -> float:

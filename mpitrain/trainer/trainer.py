@@ -129,9 +129,9 @@ class Trainer:
         """What `fit` does inside of the run folder; returns its exit code."""
         self._stop = ""
         try:
-            with full_told(self.device, self.world.rank):
+            with full_told(self.device):
                 self.prepare()
-            with full_told(self.device, self.world.rank), self.open_store() as self.store:
+            with full_told(self.device), self.open_store() as self.store:
                 self.resume()
                 self.make_room()
                 self.call(lambda callback: callback.on_fit_start(self))
