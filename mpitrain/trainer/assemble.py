@@ -26,8 +26,10 @@ from mpitrain.pipe.partition import listed_blocks, time_costs
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.slices import check_slices, require_look_back
 from mpitrain.shard.axes import Axes
+from mpitrain.shard.units import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.tensor.plan import begins_sequence
+from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
 from mpitrain.trainer.engine import Engine
@@ -57,6 +59,7 @@ def assemble(
     refuse_what_does_not_go_together(config, mesh)
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
+    blocks = blocks_of(module)
     parameters = sum(p.numel() for p in module.parameters())
     aliases = tied_names(module)
     if mesh.tensor.size > 1:
@@ -87,6 +90,8 @@ def assemble(
         precision=config.train.precision,
         axes=Axes((mesh.pipeline, mesh.tensor), counted, pipeline, aliases),
     )
+    if config.model.compile:
+        compile_blocks(blocks, engine, mesh.world)
     return engine, parameters
 
 

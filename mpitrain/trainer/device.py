@@ -140,7 +140,7 @@ def moved(value: Any, to: torch.device) -> Any:
 
 @contextmanager
 def full_told(on: torch.device) -> Iterator[None]:
-    """Turn an error that the device's memory is used up inside into one that says what to change."""
+    """Turn an error inside, that the device's memory is used up, into a DeviceFull that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -148,6 +148,6 @@ def full_told(on: torch.device) -> Iterator[None]:
         more = f"{asked[1]} more" if asked else "what was asked"
         taken, total = short(device.memory_bytes(on)), short(device.total_memory_bytes(on))
         raise DeviceFull(
-            f"device {on} ({device.name(on)}) has no room for {more}: this rank's tensors take {taken}B of {total}B; "
+            f"device {on} ({device.name(on)}) has no room for {more}: its rank's tensors take {taken}B of {total}B; "
             "use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, parallel.offload host, or more ranks"
         ) from error

@@ -25,6 +25,8 @@ from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import CheckpointError, InputError, refusal
+from mpitrain.shard.units import blocks_of
+from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.device import full_told, moved, place
 from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
@@ -257,6 +259,8 @@ def initialize(
         precision=settings.precision,
         scale=settings.scale,
     )
+    if settings.compile:
+        compile_blocks(blocks_of(model), engine, comm)
     return TrainingEngine(engine, settings, chosen, scheduler)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import Loader, SampleOrder, evaluation_batches, open_dataset
+from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import InputError
 
 
@@ -190,3 +192,39 @@ def test_loading_costs_the_training_thread_little(tokens_set):
         for _ in range(200):
             next(loader)
         assert (time.thread_time() - before) / 200 < 1e-3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_device_gets_the_samples_that_the_host_reads(tokens, device, workers):
+    """Nothing is read before it has come, or overwritten while it is computed with."""
+    data, _ = tokens
+    sums, wanted = [], []
+    for where, kept in ((device, sums), (torch.device("cpu"), wanted)):
+        order = SampleOrder(len(data), 5)
+        with Loader(data, order, batch=32, share=ALL, workers=workers, finish=partial(pin, to=where)) as loader:
+            for batch, _ in zip(on_device(loader, where), range(12), strict=False):
+                assert batch.x.device == batch.y.device == where
+                kept.append((batch.ids.tolist(), (batch.x * 3 + batch.y).double().sum()))
+    assert [ids for ids, _ in sums] == [ids for ids, _ in wanted]
+    assert [float(each) for _, each in sums] == [float(each) for _, each in wanted]
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_batches_of_any_form_go_to_a_device_ahead_and_an_error_comes_in_its_turn(device):
+    asked = []
+
+    def batches():
+        for number in range(4):
+            asked.append(number)
+            yield {"x": torch.full((3,), float(number)), "of": [(torch.tensor(number), "name")]}
+        raise InputError("no more")
+
+    coming = on_device(batches(), device, ahead=2)
+    for number in range(4):
+        batch = next(coming)
+        assert len(asked) == min(number + 3, 4)
+        ((label, name),) = batch["of"]
+        assert batch["x"].tolist() == [number] * 3 and (int(label), name) == (number, "name")
+    with pytest.raises(InputError, match="no more"):
+        next(coming)
+    assert list(on_device(iter([]), device)) == []
