@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpitrain.checkpoint.manifest import HASHED, Manifest
-from mpitrain.checkpoint.reading import THREADS, Block, open_files, read, read_block
+from mpitrain.checkpoint.reading import THREADS, Block, open_files, read, read_block, settle
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -57,6 +57,7 @@ def cooperative_read(node: Communicator, folder: Path, manifest: Manifest, block
         read(folder, blocks)
         return
     error = _read_shared(node, slots, folder, [mine.get(number) or numbering.block(number) for number in shared])
+    settle([block for number, block in mine.items() if needing[number] > 1])
     slots.free()
     if error is not None:
         raise error

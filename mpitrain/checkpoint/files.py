@@ -39,7 +39,7 @@ class Part:
     Attributes:
         spec: The tensor.
         piece: The piece of it.
-        data: The elements of the piece, in a flat contiguous tensor.
+        data: The elements of the piece, in a flat contiguous tensor, on the host or on a device.
     """
 
     spec: TensorSpec
@@ -147,21 +147,54 @@ def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> li
     Raises:
         OSError: The disk is full, or fails.
     """
-    raws = [bytes_of(part.data) for part in parts]
-    with ThreadPoolExecutor(1, "mpitrain-hash") as pool:
-        hashing = pool.submit(lambda: [block_hashes(raw) for raw in raws])
-        with opened(path, os.O_WRONLY) as descriptor:
-            begun = min(offsets, default=0)
-            for raw, offset in zip(raws, offsets, strict=True):
-                for lo in range(0, len(raw), _WRITTEN):
-                    end = offset + min(lo + _WRITTEN, len(raw))
-                    write_at(descriptor, raw[lo : lo + _WRITTEN], offset + lo)
-                    if end - begun >= _WRITTEN:
-                        _start_writeback(descriptor, begun, end - begun)
-                        begun = end
-            os.fsync(descriptor)
-        hashes = hashing.result()
-    return [Extent(part.piece, path.name, offset, of) for part, offset, of in zip(parts, offsets, hashes, strict=True)]
+    here = [number for number, part in enumerate(parts) if part.data.is_cpu]
+    there = [number for number, part in enumerate(parts) if not part.data.is_cpu]
+    hashes: dict[int, tuple[int, ...]] = {}
+    with ThreadPoolExecutor(1, "mpitrain-hash") as pool, opened(path, os.O_WRONLY) as descriptor:
+        file = _Writing(descriptor, min(offsets, default=0))
+        if there:
+            hashes |= _write_from_device(file, parts, offsets, there, pool)
+        raws = {number: bytes_of(parts[number].data) for number in here}
+        hashing = pool.submit(lambda: {number: block_hashes(raw) for number, raw in raws.items()})
+        for number, raw in raws.items():
+            for lo in range(0, len(raw), _WRITTEN):
+                file.write(raw[lo : lo + _WRITTEN], offsets[number] + lo)
+        os.fsync(descriptor)
+        hashes |= hashing.result()
+    return [
+        Extent(part.piece, path.name, offset, hashes[number])
+        for number, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+    ]
+
+
+def _write_from_device(
+    file: _Writing, parts: Sequence[Part], offsets: Sequence[int], there: Sequence[int], pool: ThreadPoolExecutor
+) -> dict[int, tuple[int, ...]]:
+    """Write those of the parts that lie on a device; returns the hashes of each."""
+    from mpitrain.checkpoint.device_memory import host_pieces
+
+    hashers = {number: ExtentHasher(HASHED) for number in there}
+    for at, first, data in host_pieces([parts[number].data for number in there]):
+        number = there[at]
+        hashing = pool.submit(hashers[number].update, data)
+        file.write(data, offsets[number] + first)
+        hashing.result()  # then the memory is used again
+    return {number: tuple(hasher.hashes()) for number, hasher in hashers.items()}
+
+
+class _Writing:
+    """A file that is being written. begun: the first byte that the disk has not been told to write."""
+
+    def __init__(self, descriptor: int, begun: int) -> None:
+        self._descriptor, self._begun = descriptor, begun
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write bytes at an offset; the disk begins to when there are enough. Raises OSError."""
+        write_at(self._descriptor, data, offset)
+        end = offset + len(data)
+        if end - self._begun >= _WRITTEN:
+            _start_writeback(self._descriptor, self._begun, end - self._begun)
+            self._begun = end
 
 
 def block_hashes(raw: memoryview) -> tuple[int, ...]:

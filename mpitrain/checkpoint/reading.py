@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import read_at
 
+if TYPE_CHECKING:
+    from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes, ReadBuffers
+
 THREADS = 4
 BlockStretches = tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]  # number of the block; of a `Use` all but memory
 Overlap = tuple[np.ndarray, np.ndarray, list[BlockStretches]]  # see `_overlap`
@@ -35,19 +39,22 @@ class Use:
     """Stretches of a block's bytes that go to places in the memory of a part.
 
     Attributes:
-        memory: The bytes of the part.
+        memory: The bytes of the part, on the host or on a device.
         firsts: The first byte of each stretch in the block.
         places: Where each goes in the memory.
         lengths: How many bytes each has.
     """
 
-    memory: np.ndarray
+    memory: np.ndarray | DeviceBytes
     firsts: np.ndarray
     places: np.ndarray
     lengths: np.ndarray
 
     def copy(self, block: np.ndarray) -> None:
-        """Copy the stretches out of the bytes of the block."""
+        """Copy the stretches out of the bytes of the block; where they go to a device only begin to."""
+        if not isinstance(self.memory, np.ndarray):
+            self.memory.put(block, self.firsts, self.places, self.lengths)
+            return
         count = len(self.firsts)
         if count > 4 and _even(self.firsts) and _even(self.places) and (self.lengths[1:-1] == self.lengths[1]).all():
             shape = (count - 2, int(self.lengths[1]))  # the first and the last may be cut
@@ -98,8 +105,8 @@ class Block:
         """The memory to read into where all of the block goes to one place."""
         if len(self.uses) != 1 or len(self.uses[0].lengths) != 1 or self.uses[0].lengths[0] != self.size:
             return None
-        place = int(self.uses[0].places[0])
-        return self.uses[0].memory[place : place + self.size].data
+        place, memory = int(self.uses[0].places[0]), self.uses[0].memory
+        return memory[place : place + self.size].data if isinstance(memory, np.ndarray) else None
 
 
 def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]:
@@ -117,11 +124,12 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
         CheckpointError: The checkpoint lacks a tensor, has it in another shape or type, or lacks elements of it.
     """
     blocks: dict[tuple[str, int, int], Block] = {}
+    memory_of = _Memories()
     overlaps: dict[tuple[object, ...], Overlap] = {}  # many layers of a model overlap alike
     for part in parts:
         _check_spec(folder, manifest, part.spec)
         item, wanted = part.spec.itemsize, part.piece
-        memory = np.frombuffer(bytes_of(part.data), dtype=np.uint8)
+        memory = memory_of(part)
         filled = []
         for extent in distinct(manifest.extents_of.get(part.spec.name, ())):
             held = extent.piece
@@ -145,6 +153,36 @@ def plan(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> list[Block]
                 "it was not written whole"
             )
     return [blocks[key] for key in sorted(blocks)]
+
+
+class _Memories:
+    """The bytes of parts; those on a device all come there on one stream."""
+
+    def __init__(self) -> None:
+        self._arrivals: Arrivals | None = None
+
+    def __call__(self, part: Part) -> np.ndarray | DeviceBytes:
+        """The bytes of a part."""
+        if part.data.is_cpu:
+            return np.frombuffer(bytes_of(part.data), dtype=np.uint8)
+        from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes
+
+        if self._arrivals is None:
+            self._arrivals = Arrivals(part.data.device)
+        return DeviceBytes(part.data, self._arrivals)
+
+
+def arrivals_of(blocks: Iterable[Block]) -> Arrivals | None:
+    """The stream on which what is read comes to a device; None where nothing does."""
+    memories = (use.memory for block in blocks for use in block.uses)
+    return next((memory.arrivals for memory in memories if not isinstance(memory, np.ndarray)), None)
+
+
+def settle(blocks: Iterable[Block]) -> None:
+    """Return when what was copied out of these blocks has arrived, on whichever device."""
+    arrivals = arrivals_of(blocks)
+    if arrivals is not None:
+        arrivals.settle()
 
 
 def _overlap(source: Piece, target: Piece, item: int) -> Overlap:
@@ -195,6 +233,7 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
         OSError: A file cannot be read.
     """
     scratch = threading.local()
+    arrivals = arrivals_of(blocks)
     with open_files(folder, blocks) as descriptors, ThreadPoolExecutor(THREADS, "mpitrain-read") as pool:
 
         def fill(block: Block) -> None:
@@ -203,12 +242,13 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
             if direct is not None:
                 read_block(folder, block, descriptor, direct)
                 return
-            if not hasattr(scratch, "memory"):
-                scratch.memory = np.empty(HASHED, dtype=np.uint8)
-            memory = scratch.memory[: block.size]
+            if not hasattr(scratch, "buffers"):
+                scratch.buffers = _Scratch() if arrivals is None else _buffers_for(arrivals)
+            memory = scratch.buffers.next()[: block.size]
             read_block(folder, block, descriptor, memory.data)
             for use in block.uses:
                 use.copy(memory)
+            scratch.buffers.put()
 
         futures = [pool.submit(fill, block) for block in blocks]
         try:
@@ -218,6 +258,27 @@ def read(folder: Path, blocks: Sequence[Block]) -> None:
             for future in futures:
                 future.cancel()
             raise
+    settle(blocks)
+
+
+class _Scratch:
+    """Memory of a thread that reads blocks out of which it copies."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(HASHED, dtype=np.uint8)
+
+    def next(self) -> np.ndarray:
+        """The memory to read into."""
+        return self._memory
+
+    def put(self) -> None:
+        """Nothing is to be done: what was copied is in its place."""
+
+
+def _buffers_for(arrivals: Arrivals) -> ReadBuffers:
+    from mpitrain.checkpoint.device_memory import ReadBuffers
+
+    return ReadBuffers(HASHED, arrivals)
 
 
 def check(folder: Path, manifest: Manifest, extent: Extent, descriptor: int, scratch: memoryview) -> list[str]:

@@ -1,6 +1,7 @@
 """Saving while training goes on: a copy of the state in host memory, and the thread that writes it.
 
-The copy is one pass over the state, into memory that is kept from save to save. Whatever goes wrong in the thread
+The copy is one pass over the state, into memory that is kept from save to save. Of a device's state it is the one copy
+to the host, into pinned memory, and the only wait for the device. Whatever goes wrong in the thread
 is agreed upon by all ranks there, and raised where the training calls next.
 """
 
@@ -29,23 +30,39 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
         """Copy parts into this memory, where they are valid until the next copy."""
         nbytes = needed(parts)
-        if nbytes > self._memory.numel():  # in huge pages: touching small ones costs more than the copy
-            self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
-            block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            block.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = torch.frombuffer(block, dtype=torch.uint8)
+        away = [part.data for part in parts if not part.data.is_cpu]
+        if nbytes > self._memory.numel() or (away and not self._pinned):
+            self._make_room(nbytes, away)
         copies, begin = [], 0
         for part in parts:
             end = begin + part.data.numel() * part.data.element_size()
             into = self._memory[begin:end].view(part.data.dtype)
-            into.copy_(part.data)
+            into.copy_(part.data, non_blocking=True)
             copies.append(replace(part, data=into))
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if away:
+            from mpitrain.comm.memory.device import recorded
+
+            recorded(away[0].device).synchronize()
         return copies
+
+    def _make_room(self, nbytes: int, away: Sequence[torch.Tensor]) -> None:
+        """Get memory; away: what of the parts lies on a device, so that the memory is to be pinned."""
+        self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
+        self._pinned = bool(away)
+        if away:
+            from mpitrain.comm.memory.device import pinned
+
+            self._memory = pinned((nbytes,), torch.uint8, away[0].device)
+        else:  # in huge pages: touching small ones costs more than the copy
+            block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(block, dtype=torch.uint8)
 
 
 def needed(parts: Sequence[Part]) -> int:

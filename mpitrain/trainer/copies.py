@@ -17,7 +17,7 @@ import torch
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec
 from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, encode_extent
-from mpitrain.checkpoint.reading import Block, plan
+from mpitrain.checkpoint.reading import Block, plan, settle
 from mpitrain.checkpoint.snapshot import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
@@ -252,6 +252,7 @@ def fetch(
         for use in block.uses:
             use.copy(data)
         begin += block.size
+    settle(blocks)
 
 
 def _swap(world: Communicator, x: torch.Tensor, dest: int, out: torch.Tensor, source: int) -> None:

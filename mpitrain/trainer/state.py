@@ -128,8 +128,14 @@ class EngineState:
         return found
 
     def _masters(self) -> list[Holding]:
-        """The optimizer's fp32 copies."""
+        """The optimizer's copies of parameters."""
         return self._of_optimizer(MASTER, lambda s: s.value.detach() if s.stored is not None else None)
+
+    def _wide_masters(self) -> list[Holding]:
+        """Those that have more digits than the parameters."""
+        return self._of_optimizer(
+            MASTER, lambda s: s.value.detach() if s.stored is not None and s.stored.dtype != s.value.dtype else None
+        )
 
     def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
         """An optimizer state that has one number per element; None for any other."""
@@ -154,7 +160,7 @@ class EngineState:
         states = [h for key in keys for h in self._of_optimizer(f"{OPTIMIZER}{key}/", partial(self._elementwise, key))]
         small, values = self._odd_states()
         alike, own = self._alike(), self._shares()
-        (own if sharding.stage.states else alike).extend([*self._masters(), *states, *small])
+        (own if sharding.stage.states else alike).extend([*self._wide_masters(), *states, *small])
         first = sharding.replicas is None or sharding.replicas.rank == 0
         found = list(_divided([h for h in alike if h.written], rank, size))
         for holding in own if first else ():
@@ -205,7 +211,8 @@ class EngineState:
             return []
         for name, spec in manifest.tensors.items():
             if name.startswith(self._own):
-                self._memories[name.removeprefix(self._own)] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+                kind, device = getattr(torch, spec.dtype), self._sharding.groups[0].device
+                self._memories[name.removeprefix(self._own)] = torch.empty(spec.shape, dtype=kind, device=device)
         return self._memory(self._memories)
 
     # -- reading
@@ -218,8 +225,9 @@ class EngineState:
         found: list[Part] = []
         for holding in wanted:
             source, dtype = _source(manifest, holding)
-            direct = holding.data.is_contiguous() and holding.data.device.type == "cpu" and holding.data.dtype == dtype
-            flat = holding.data.view(-1) if direct else torch.empty(holding.data.numel(), dtype=dtype)
+            data = holding.data
+            direct = data.is_contiguous() and data.dtype == dtype
+            flat = data.view(-1) if direct else torch.empty(data.numel(), dtype=dtype, device=data.device)
             if not direct:
                 self._pending.append((holding.data, flat))
             found += replace(holding, name=source, data=flat).parts(flat, 0, holding.last - holding.first)
@@ -248,7 +256,8 @@ class EngineState:
                         data = state[key].view(-1)[at : at + last - first]
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
                     elif key not in state:
-                        state[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+                        device = self._device_of(flat_parameter, spec)
+                        state[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
                         part = Slice.whole(spec.shape)
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, state[key], True))
                 state.update(values.get(name, {}))
@@ -256,6 +265,12 @@ class EngineState:
         if strangers and not self._staged:
             raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
         return found
+
+    def _device_of(self, flat_parameter: FlatParameter, spec: TensorSpec) -> torch.device:
+        """Where an odd state belongs: scalars on the host, as in torch, unless the update of all is one kernel."""
+        settings = self._sharding.optimizer.param_groups[flat_parameter.settings]
+        one_kernel = settings.get("fused") or settings.get("capturable")
+        return flat_parameter.value.device if spec.shape or one_kernel else torch.device("cpu")
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -294,8 +309,8 @@ def _divided(alike: Sequence[Holding], rank: int, size: int) -> Iterator[Part]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements on the host, one after the other."""
-    return tensor.detach().contiguous().view(-1).cpu()
+    """The elements, one after the other."""
+    return tensor.detach().contiguous().view(-1)
 
 
 def merged(found: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

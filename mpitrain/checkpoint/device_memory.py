@@ -1,0 +1,185 @@
+"""What a checkpoint moves between a device's memory and the host, through a few pinned buffers on a stream of its own.
+
+    device -> buffer    | load 0 | load 1 | load 2 |                  to a file: the next loads come
+    buffer -> file               | load 0 | load 1 | load 2 |         while the last one is hashed and written
+
+    file -> buffer      | block 0 | block 1 | block 2 |               from one: a thread reads into one buffer
+    buffer -> device              | block 0 | block 1 | block 2 |     while the other one leaves
+
+A buffer is used again only when its copy is over; nobody waits for anything else that the device does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mpitrain.comm.memory import device as devices
+
+_BUFFER = 8 << 20  # bytes
+_BUFFERS = 3  # in the way to a file
+_ALIGNMENT = 64  # bytes
+
+
+class HostPiece(NamedTuple):
+    """Bytes of a tensor that have come to the host.
+
+    Attributes:
+        number: Of the tensor.
+        first: The first of the bytes in the tensor.
+        data: The bytes, until the next piece is asked for.
+    """
+
+    number: int
+    first: int
+    data: memoryview
+
+
+class _Stretch(NamedTuple):
+    """Bytes [first, last) of a tensor, and where they lie in a buffer."""
+
+    number: int
+    first: int
+    last: int
+    at: int
+
+
+def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[HostPiece]:
+    """Bring flat tensors that lie on one device to the host, piece by piece in their order.
+
+    They must not change before the last piece has come; what the caller's current stream was asked before is in them.
+    """
+    loads = _loads([t.numel() * t.element_size() for t in tensors])
+    if not loads:
+        return
+    raws = [t.detach().view(torch.uint8) for t in tensors]
+    device = raws[0].device
+    stream = devices.new_stream(device)
+    stream.wait_event(devices.recorded(device))
+    free = [devices.pinned((_BUFFER,), torch.uint8, device) for _ in range(min(_BUFFERS, len(loads)))]
+    coming: deque[tuple[list[_Stretch], torch.Tensor, torch.Event]] = deque()
+    waiting = iter(loads)
+    while True:
+        while free and (load := next(waiting, None)) is not None:
+            buffer = free.pop()
+            with stream:
+                for number, first, last, at in load:
+                    buffer[at : at + last - first].copy_(raws[number][first:last], non_blocking=True)
+            coming.append((load, buffer, devices.recorded(device, stream)))
+        if not coming:
+            return
+        load, buffer, copied = coming.popleft()
+        copied.synchronize()
+        memory = buffer.numpy().data
+        for number, first, last, at in load:
+            yield HostPiece(number, first, memory[at : at + last - first])
+        free.append(buffer)
+
+
+def _loads(sizes: Sequence[int]) -> list[list[_Stretch]]:
+    """Tensors of so many bytes cut into stretches, which go into buffers as they fit."""
+    loads: list[list[_Stretch]] = []
+    end = _BUFFER
+    for number, size in enumerate(sizes):
+        first = 0
+        while first < size:
+            if end >= _BUFFER:
+                loads.append([])
+                end = 0
+            last = min(size, first + _BUFFER - end)
+            loads[-1].append(_Stretch(number, first, last, end))
+            end = -(-(end + last - first) // _ALIGNMENT) * _ALIGNMENT
+            first = last
+    return loads
+
+
+class Arrivals:
+    """The stream on which what is read comes to a device, behind what the current stream was asked so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, devices.new_stream(device)
+        self.stream.wait_event(devices.recorded(device))
+
+    def settle(self) -> None:
+        """Return when all has arrived."""
+        self.stream.synchronize()
+
+
+class DeviceBytes:
+    """The bytes of a flat tensor on a device, as those who read a checkpoint fill them.
+
+    Args:
+        tensor: The tensor.
+        arrivals: On which stream they come.
+    """
+
+    def __init__(self, tensor: torch.Tensor, arrivals: Arrivals) -> None:
+        self.arrivals, self._bytes = arrivals, tensor.detach().view(torch.uint8)
+
+    def put(self, block: np.ndarray, firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
+        """Begin to copy stretches of a block to their places; pinned memory must not change before they are there.
+
+        Several stretches go as the block that they lie in, and are put in their places there.
+        """
+        begin, end = int(firsts[0]), int(firsts[-1] + lengths[-1])
+        if len(firsts) > 1:
+            begin, end = int(firsts.min()), int((firsts + lengths).max())
+        source = torch.from_numpy(block[begin:end])
+        with self.arrivals.stream:
+            if len(firsts) == 1:
+                self._at(places[0], lengths[0]).copy_(source, non_blocking=True)
+                return
+            there = source.to(self.arrivals.device, non_blocking=True)
+            for rows in _evenly(firsts - begin, places, lengths):
+                first, place, height, width, from_step, to_step = rows
+                into = self._bytes.as_strided((height, width), (to_step, 1), place)
+                into.copy_(there.as_strided((height, width), (from_step, 1), first))
+
+    def _at(self, place: int, length: int) -> torch.Tensor:
+        return self._bytes[int(place) : int(place) + int(length)]
+
+
+def _evenly(
+    firsts: np.ndarray, places: np.ndarray, lengths: np.ndarray
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Stretches as rows of matrices: first, place, rows, bytes of a row, and from row to row in source and target."""
+    begin, count = 0, len(firsts)
+    while begin < count:
+        end = begin + 1
+        steps = (1, 1)
+        if end < count and lengths[end] == lengths[begin]:
+            steps = int(firsts[end] - firsts[begin]), int(places[end] - places[begin])
+            alike = (
+                (lengths[begin + 1 :] == lengths[begin])
+                & (np.diff(firsts[begin:]) == steps[0])
+                & (np.diff(places[begin:]) == steps[1])
+            )
+            end = count if alike.all() else begin + 1 + int(alike.argmin())
+        yield int(firsts[begin]), int(places[begin]), end - begin, int(lengths[begin]), *steps
+        begin = end
+
+
+class ReadBuffers:
+    """Two pinned buffers of a thread that reads blocks for a device, by turns."""
+
+    def __init__(self, nbytes: int, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._memory = [devices.pinned((nbytes,), torch.uint8, arrivals.device).numpy() for _ in range(2)]
+        self._left: list[torch.Event | None] = [None, None]  # when what was last put from each has left it
+        self._turn = 0
+
+    def next(self) -> np.ndarray:
+        """The buffer to read into, once it is free."""
+        self._turn ^= 1
+        left, self._left[self._turn] = self._left[self._turn], None
+        if left is not None:
+            left.synchronize()
+        return self._memory[self._turn]
+
+    def put(self) -> None:
+        """Told when everything that is to go to the device from the buffer of this turn has been begun."""
+        self._left[self._turn] = devices.recorded(self._arrivals.device, self._arrivals.stream)
