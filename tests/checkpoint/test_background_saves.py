@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ def store(world, folder):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_background_save_holds_the_state_at_its_call(world, store):
+def test_a_background_save_holds_the_state_at_its_call(world, store, device):
     tensors = small_tensors()
-    parts = in_shares(tensors, world.rank, world.size)
+    parts = [replace(part, data=part.data.to(device)) for part in in_shares(tensors, world.rank, world.size)]
     with store:
         for step in (1, 2, 3):
             for each in parts:
@@ -38,6 +39,7 @@ def test_a_background_save_holds_the_state_at_its_call(world, store):
             assert numbers[0] == world.size * (world.size + 1) / 2
             for each, data in zip(parts, kept, strict=True):
                 each.data.copy_(data)
+    parts = [replace(part, data=part.data.cpu()) for part in parts]
     filled = empty(parts)
     assert store.load(store.newest_first()[0], lambda manifest: filled).values == {"position": 3}
     assert same(filled, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import h5py
 import pytest
@@ -45,30 +46,31 @@ def _shared_out(tensors, comm):
     return parts
 
 
-def _wholes(tensors):
+def _wholes(tensors, device=None):
     return [
-        Part(_spec(n, t), Piece.whole(n, t.numel()), torch.empty(t.numel(), dtype=t.dtype)) for n, t in tensors.items()
+        Part(_spec(n, t), Piece.whole(n, t.numel()), torch.empty(t.numel(), dtype=t.dtype, device=device))
+        for n, t in tensors.items()
     ]
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_is_saved_is_loaded_whole_and_in_columns(world, folder):
+def test_what_is_saved_is_loaded_whole_and_in_columns(world, folder, device):
     tensors = _tensors()
     store = Store(folder / "c", world, keep=2)
     store.prepare(set_aside=False)
-    path = store.save(7, _shared_out(tensors, world), {"position": 3})
-    wholes = _wholes(tensors)
+    parts = [replace(part, data=part.data.to(device)) for part in _shared_out(tensors, world)]
+    path = store.save(7, parts, {"position": 3})
+    wholes = _wholes(tensors, device)
     assert store.load(path, lambda manifest: wholes).values == {"position": 3}
     for part in wholes:
-        assert torch.equal(part.data.view(part.spec.shape), tensors[part.spec.name])
+        assert torch.equal(part.data.view(part.spec.shape).cpu(), tensors[part.spec.name])
     matrix = tensors["t4.weight"]  # each rank its columns, as a tensor-parallel rank would
     lo, hi = split(41, world.size)[world.rank : world.rank + 2]
     box = Box.along((300, 41), 1, lo, hi)
-    mine = Part(
-        _spec("t4.weight", matrix), Piece("t4.weight", box, 0, box.numel), torch.empty(box.numel, dtype=matrix.dtype)
-    )
+    data = torch.empty(box.numel, dtype=matrix.dtype, device=device)
+    mine = Part(_spec("t4.weight", matrix), Piece("t4.weight", box, 0, box.numel), data)
     store.load(path, lambda manifest: [mine])
-    assert torch.equal(mine.data.view(300, hi - lo), matrix[:, lo:hi])
+    assert torch.equal(data.view(300, hi - lo).cpu(), matrix[:, lo:hi])
 
 
 @pytest.mark.ranks(2)

@@ -87,22 +87,22 @@ def largest_error(pipeline: Pipeline, alone: nn.Module) -> float:
     errors = [0.0]
     for name, p in pipeline.module.named_parameters():
         expected = wanted[name].grad
-        errors.append(float((p.grad - expected).abs().max() / expected.abs().max().clamp_min(1e-12)))
+        errors.append(float((p.grad.cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-12)))
     return max(errors)
 
 
 def train_both(
-    world: Communicator, model_of, loss_of, options: dict, batches: Sequence[Microbatches]
+    world: Communicator, model_of, loss_of, options: dict, batches: Sequence[Microbatches], device=None
 ) -> tuple[Pipeline, nn.Module, list[tuple[float, float, float]]]:
     """(loss in the pipeline, alone, largest error of gradients) of a step on each of the batches."""
     alone, made = model_of(), model_of()
-    pipeline = Pipeline(made, loss_of(made), world, microbatches=max(map(len, batches)), **options)
+    pipeline = Pipeline(made, loss_of(made), world, microbatches=max(map(len, batches)), device=device, **options)
     told = []
     for microbatches in batches:
         weights = even(len(microbatches))
         expected = step_alone(alone, loss_of(alone), microbatches, weights)
         pipeline.module.zero_grad()
-        found = pipeline.forward_backward(microbatches, weights)
+        found = pipeline.forward_backward([(x.to(device), y.to(device)) for x, y in microbatches], weights)
         pipeline.synchronize_tied()
         told.append((found, expected, largest_error(pipeline, alone)))
         descend(alone)

@@ -22,6 +22,7 @@ from pipe.pipe_models import (
     train_both,
 )
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain.errors import InputError
 from mpitrain.pipe.pipeline import Pipeline
@@ -41,6 +42,20 @@ def test_losses_and_gradients_of_a_tied_gpt_equal_one_process(world, kind):
         assert found == pytest.approx(expected, rel=1e-5)
         assert error < 1e-5
     assert pipeline.counted_elsewhere() == ({"head.weight"} if _has_second_copy(world, kind) else set())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.parametrize(
+    "options", [SCHEDULES["1f1b"] | {"recompute": True}, SCHEDULES["zb-v"], SCHEDULES["interleaved-slices"]]
+)
+def test_stages_on_devices_train_like_one_process(world, options, device):
+    with sdpa_kernel(SDPBackend.MATH):
+        batches = [tokens(count) for count in TEN_STEPS[:5]]
+        _, _, told = train_both(world, gpt, lambda m: m.loss, options, batches, device)
+    for found, expected, error in told:
+        assert found == pytest.approx(expected, rel=0, abs=2e-6)
+        assert error < 1e-5
 
 
 def _has_second_copy(world, kind: str) -> bool:

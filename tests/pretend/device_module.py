@@ -43,6 +43,9 @@ def device_count() -> int:
     return _library.device_count() if _library.is_shown() else 0
 
 
+_initialized = True  # torch.utils.checkpoint asks for it: without, it does not restore the generators
+
+
 def is_initialized() -> bool:
     return True
 

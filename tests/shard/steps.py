@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=3e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1, fused=True),
 }
 
 
@@ -37,6 +38,16 @@ def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     x = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     return x, (x * 3 + 1) % VOCABULARY
+
+
+def on(device: torch.device, data: Callable[[int], tuple[torch.Tensor, torch.Tensor]]):
+    """The same data on a device."""
+
+    def moved(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data(step)
+        return x.to(device), y.to(device)
+
+    return moved
 
 
 def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,9 @@ import time
 
 import pytest
 import torch
-from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, resnet, steps_of, tokens
+from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, on, resnet, steps_of, tokens
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain.comm.member import Member
 from mpitrain.comm.process.topology import Topology
@@ -45,7 +46,7 @@ def last_of_forty():
 def close(engine, wanted):
     state = engine.state_dict()
     for name, value in wanted.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state[name].cpu(), value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,44 @@ def test_ten_steps_are_those_of_one_process(world, expected, placement, optimize
 @pytest.mark.parametrize("placement", ["ddp", "zero2", "zero3-units"])
 def test_ten_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_process(world, expected, placement):
     ten_steps(world, expected["adamw"], "adamw", 1, **PLACEMENTS[placement])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.parametrize("offload", ["", "host"])
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
+def test_twenty_steps_on_a_device_are_those_on_the_cpu(world, placement, offload, device):
+    """Parameters never share memory there; what the host updates is told apart in the account."""
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted, parameters = alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=20)
+        options = PLACEMENTS[placement] | {"bucket_mb": 0.004, "offload": offload}
+        engine = engine_of(gpt().to(device), world, "fused", **options)
+        losses = steps_of(engine, world, on(device, tokens), steps=20, microbatches=2)
+    assert losses == pytest.approx(wanted, rel=0, abs=2e-6)
+    close(engine, parameters)
+    account = engine.memory()
+    states = [t for of in engine.optimizer.state.values() for t in of.values() if t.numel() > 1]
+    assert {t.is_cpu for t in states} == {bool(offload)}
+    assert (account.host >= account.states > 0) if offload else account.host == 0
+    engine.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.parametrize("placement", ["zero1", "zero3"])
+def test_the_update_on_the_host_skips_and_goes_on_as_the_devices_does(world, placement, device):
+    """16-bit; an update that is left out leaves no gradients behind for the next one."""
+    losses = {}
+    for offload in ("", "host"):
+        engine = engine_of(gpt().to(device), world, "fused", precision="fp16", offload=offload, **PLACEMENTS[placement])
+        engine.scale.value = 2.0**60  # the first steps overflow
+        data, found = on(device, tokens), []
+        for step in range(4):
+            engine.scale.value = 1024.0 if step % 2 else 2.0**60
+            found += steps_of(engine, world, data, first=step, steps=1)
+        losses[offload] = found
+        engine.close()
+    assert losses["host"] == pytest.approx(losses[""], rel=1e-3) and losses[""][-1] != losses[""][0]
 
 
 def ten_steps(world, wanted, optimizer, microbatches, **options):
@@ -150,6 +189,20 @@ def test_an_optimizer_of_another_model_is_refused(world, zero):
     model = gpt()
     with pytest.raises(InputError, match="not the model's"):
         Engine(model, model.loss, torch.optim.SGD(gpt().parameters()), world, Options(zero=zero))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_reproducible_runs_on_devices_have_the_same_bits_at_any_number_of_ranks(world, device):
+    single, states, losses = world.subgroup([world.rank]), [], []
+    for comm in (single, world):
+        engine = engine_of(gpt().to(device), comm, zero=1, reproducible=True, bucket_mb=0.004)
+        losses.append(steps_of(engine, comm, on(device, tokens), steps=3, workers=8))
+        states.append(engine.state_dict())
+        engine.close()
+    assert losses[0] == losses[1]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    single.free()
 
 
 @pytest.mark.ranks(2, 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensor_support import CLOSE, assemble, check_gradients, same_on_all
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.layout import is_replicated, logical_of
@@ -57,6 +58,55 @@ def test_ten_steps_are_those_of_one_process(world, sequence):
         if is_replicated(parameter):
             assert same_on_all(world, parameter), name
         torch.testing.assert_close(assemble(world, parameter, parameter), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_model_on_devices_trains_like_one_process(world, sequence, device):
+    model, whole = pair(world, sequence)
+    model.to(device)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, whole)]
+    with sdpa_kernel(SDPBackend.MATH):
+        for step in range(5):
+            x, y = batch(seed=step, tokens=10 if step % 3 else 7)
+            losses = []
+            for m, optimizer, where in zip((model, whole), optimizers, (device, "cpu"), strict=True):
+                optimizer.zero_grad()
+                loss = m.loss(m(x.to(where)), y.to(where))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=0, abs=2e-6), step
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_dropout_on_devices_is_recomputed_and_drawn_apart_and_alike(world, device):
+    model, _ = pair(world, dropout=0.3)
+    model.to(device)
+    x, y = (t.to(device) for t in batch())
+    losses = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        h = x
+        for _, block in model.pipeline_blocks():
+            h = checkpoint(block, h, use_reentrant=False) if recompute else block(h)
+        loss = model.loss(h, y)
+        model.zero_grad()
+        loss.backward()
+        losses.append([loss.item(), *(p.grad.sum().item() for p in model.parameters())])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
+    layers = nn.Sequential(nn.Linear(4, 96), nn.Dropout(0.5), nn.Linear(96, 40), nn.Dropout(0.5))
+    parallelize(layers, world, {"0": "column", "2": "row"})
+    layers.to(device)
+    masks = Recorder()
+    masks.watch(layers[1])
+    masks.watch(layers[3])
+    torch.manual_seed(1)
+    layers(torch.ones(8, 4, device=device))
+    apart, alike = (mask.byte().cpu() for mask in masks.seen)
+    assert same_on_all(world, alike) and not same_on_all(world, apart)
 
 
 @pytest.mark.ranks(*SIZES)
