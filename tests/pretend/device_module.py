@@ -121,16 +121,22 @@ def export_memory(storage: torch.UntypedStorage) -> list[int]:
     It names this process' memory file by its entry in /proc, and the place therein. What is written to the memory must
     be done (synchronized) before the other process is told to read; freed memory reads as NaN there, too.
     """
-    return list(_library.export_memory(storage.data_ptr(), storage.nbytes()))
+    number = _library.physical_number(storage.device.index)
+    return [*_library.export_memory(storage.data_ptr(), storage.nbytes()), number]
 
 
 def import_memory(told: Sequence[int]) -> torch.UntypedStorage:
-    """Another process' storage, on the calling thread's current device. It stays mapped until this process ends.
+    """Another process' storage, on the device that it lies on, else, where that is not visible, on the current one.
+
+    It stays mapped until this process ends.
 
     Raises:
         RuntimeError: The other process has ended, or belongs to another user.
     """
-    return _library.import_memory(list(told)).untyped_storage()
+    *where, physical = told
+    here = [number for number in range(device_count()) if _library.physical_number(number) == physical]
+    with torch.accelerator.device_index(here[0] if here else current_device()):
+        return _library.import_memory(where).untyped_storage()
 
 
 def host_register(address: int, nbytes: int) -> None:

@@ -24,7 +24,7 @@ _SMALLEST = 1 << 18  # bytes of a piece below which an operation costs more in p
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What a piece takes of one tensor.
 
     Attributes:
@@ -39,16 +39,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OperationPiece:
     """A part of each tensor, None where there is no tensor, and what else the operation is given for these."""
 
-    parts: tuple[Part | None, ...]
+    parts: tuple[TensorPart | None, ...]
     given: tuple[Any, ...]
 
 
 def cut(
     operation: CollectiveOperation, size: int, tensors: Sequence[Tensor | None], given: Sequence[Any], room: int
-) -> list[Piece]:
+) -> list[OperationPiece]:
     """Cut an operation into pieces, as many on all ranks.
 
     Args:
@@ -70,13 +70,13 @@ def cut(
     pieces = []
     for lo in range(0, max(longest, 1), width):
         hi = lo + width
-        start, parts = 0, list[Part | None]()
+        start, parts = 0, list[TensorPart | None]()
         for own in lengths:
             part = None if own is None else _part(own, lo, hi, start)
             start += 0 if part is None else -(-part.numel * item // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
         clipped = tuple(_clipped(n, lo, hi) for n in counts) if counts else None
-        pieces.append(Piece(tuple(parts), operation.replaced(given, counts=clipped)))
+        pieces.append(OperationPiece(tuple(parts), operation.replaced(given, counts=clipped)))
     return pieces
 
 
@@ -100,9 +100,9 @@ def _clipped(length: int, lo: int, hi: int) -> int:
     return max(0, min(hi, length) - lo)
 
 
-def _part(lengths: Sequence[int], lo: int, hi: int, start: int) -> Part:
+def _part(lengths: Sequence[int], lo: int, hi: int, start: int) -> TensorPart:
     spans, offset = list[tuple[int, int]](), 0
     for length in lengths:
         spans.append((offset + lo, _clipped(length, lo, hi)))
         offset += length
-    return Part(tuple(spans), sum(n for _, n in spans), start)
+    return TensorPart(tuple(spans), sum(n for _, n in spans), start)

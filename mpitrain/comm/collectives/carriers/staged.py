@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.carriers.carrier import flat
-from mpitrain.comm.collectives.carriers.pieces import Part, Piece, cut
+from mpitrain.comm.collectives.carriers.pieces import OperationPiece, TensorPart, cut
 from mpitrain.comm.collectives.operation import Bind, CollectiveOperation
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
 
@@ -31,7 +31,7 @@ class _Filled(NamedTuple):
     """A piece on its way through a slot: its tensors in host memory, and the event after which they are there."""
 
     slot: int
-    piece: Piece
+    piece: OperationPiece
     host: list[Tensor | None]
     event: torch.Event
 
@@ -84,7 +84,9 @@ class Staged:
         if emptied is not None and any(written):
             caller.wait_event(emptied)
 
-    def _fill(self, slot: int, piece: Piece, tensors: Sequence[Tensor | None], read: Sequence[bool]) -> _Filled:
+    def _fill(
+        self, slot: int, piece: OperationPiece, tensors: Sequence[Tensor | None], read: Sequence[bool]
+    ) -> _Filled:
         """Begin to copy a piece of what is read into a slot, when what was there before has been copied out of it."""
         emptied, host = self._emptied[slot], list[Tensor | None]()
         if emptied is not None:
@@ -111,7 +113,7 @@ class Staged:
                         there.copy_(here, non_blocking=True)
         self._emptied[filled.slot] = recorded(self._device, self._out)
 
-    def _place(self, slot: int, part: Part, dtype: torch.dtype) -> Tensor:
+    def _place(self, slot: int, part: TensorPart, dtype: torch.dtype) -> Tensor:
         lo = slot * _SLOT + part.start
         return self._arena.tensor[lo : lo + part.numel * dtype.itemsize].view(dtype)
 
@@ -125,7 +127,7 @@ class Staged:
         self._arena.free()
 
 
-def spans(part: Part, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Of each block, what lies in the slot and what lies on the device."""
     found, begin = list[tuple[Tensor, Tensor]](), 0
     for offset, length in part.spans:
