@@ -69,6 +69,7 @@ class Carriers:
                 if made is not None:
                     self._possible[name] = made
         if memory.way != "auto" and self._obstacles[memory.way]:
+            self.free()
             raise refusal(f"comm.device {memory.way} is not possible: {self._obstacles[memory.way]}; use auto")
         self._seconds = self._measure() if memory.way == "auto" and len(self._possible) > 1 else {}
         self._default = memory.way if memory.way != "auto" else "staged"
