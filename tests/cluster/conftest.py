@@ -37,8 +37,18 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Three Slurm nodes of two cores each, idle."""
+    yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 3))
+
+
+@pytest.fixture
+def slurm_with_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """One Slurm node of two cores and two devices."""
+    yield from _cluster(SlurmCluster(tmp_path_factory.mktemp("slurm"), 1, devices=2))
+
+
+def _cluster(made: SlurmCluster) -> Iterator[SlurmCluster]:
     try:
-        cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 3).__enter__()
+        cluster = made.__enter__()
     except slurm_cluster.Impossible as reason:
         impossible("slurm", f"no Slurm cluster: {reason}")
         return

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ KillWait=20
 MinJobAge=600
 JobRequeue=1
 NodeName={nodes} NodeAddr=127.0.0.1 NodeHostName={host} Port={ports} CPUs=2 Boards=1 SocketsPerBoard=1 \
-CoresPerSocket=2 ThreadsPerCore=1 RealMemory=1000 State=UNKNOWN
+CoresPerSocket=2 ThreadsPerCore=1 RealMemory=1000{devices} State=UNKNOWN
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1
@@ -57,6 +58,7 @@ PartitionName=main Default=YES
 PartitionName=graceful GraceTime=30
 PartitionName=lost PreemptMode=CANCEL
 PartitionName=urgent PriorityTier=2 PreemptMode=OFF
+GresTypes=gpu
 """
 
 
@@ -69,10 +71,15 @@ class SlurmCluster:
 
     Jobs of the partition "urgent" take the nodes away from all others: those of "main" are queued again, those of
     "graceful" may go on for 30 s before, those of "lost" end.
+
+    Attributes:
+        variables: Of the environment, for Slurm's commands and jobs.
     """
 
-    def __init__(self, folder: Path, count: int = 3) -> None:
-        self.folder, self.count = folder, count
+    def __init__(self, folder: Path, count: int = 3, devices: int = 0) -> None:
+        """devices: how many a node is said to have; Slurm gives them to jobs, but they are /dev/null."""
+        self.folder, self.count, self.devices = folder, count, devices
+        self.variables: dict[str, str] = {}
         self.configuration = folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -103,8 +110,13 @@ class SlurmCluster:
                 port=ports[0],
                 nodes=",".join(self.nodes),
                 ports=",".join(map(str, ports[1:])),
+                devices=f" Gres=gpu:{self.devices}" if self.devices else "",
             )
         )
+        for number in range(self.devices):
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # Slurm counts devices alone
+        files = f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/gpu[0-{self.devices - 1}]"
+        (folder / "gres.conf").write_text(f"AutoDetect=off\n{files if self.devices else ''}\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -135,7 +147,7 @@ class SlurmCluster:
         """For Slurm's commands, and through them for jobs: this test's Python comes first."""
         own = {"SLURM_CONF": str(self.configuration), "PATH": f"{sys.prefix}/bin:{_PATH}", "PYTHONPATH": str(ROOT)}
         # the nodes share the cores of this machine, which Open MPI cannot know: waiting ranks must give way
-        return clean_environment(**own, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1")
+        return clean_environment(**own, VENV=sys.prefix, OMPI_MCA_mpi_yield_when_idle="1") | self.variables
 
     def call(self, *command: object, timeout: float = 30) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from support import ROOT, environment_with
+from support import ROOT, environment_with, pretend_environment
 
 from mpitrain.data.prepare import prepare
 
@@ -224,3 +224,21 @@ def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
     job = training.ended(training.submit("--nodes=1", more=("--train.stpes", 5)), 60)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0")
     assert training.out.count("did you mean 'train.steps'?") == 1 and "Traceback" not in training.out
+
+
+@pytest.mark.parametrize("options", [["--gpus-per-node=2"], ["--gpus-per-task=1", "--ntasks=2"]], ids=" ".join)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, tmp_path, options):
+    """Slurm says by CUDA_VISIBLE_DEVICES what a process may have; the pretend accelerator is told the same."""
+    training = Training(tmp_path, slurm_with_devices, steps=2, seconds=0)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nos.environ['PRETEND_VISIBLE_DEVICES'] = os.environ.get('CUDA_VISIBLE_DEVICES', '')\n"
+    )
+    shown = pretend_environment()
+    shown["PYTHONPATH"] = f"{tmp_path}:{shown['PYTHONPATH']}:{ROOT}"
+    slurm_with_devices.variables = shown
+    job = training.ended(training.submit("--nodes=1", *options))
+    assert job["JobState"] == "COMPLETED", training.out
+    told = "each rank has its own: 0 pretend:0 (pretend-0), 1 pretend:1 (pretend-1)"
+    trained = training.out.partition(" to look at")[2]
+    assert told in training.out and "1 x Pretend 0, 1 x Pretend 1" in trained, training.out
