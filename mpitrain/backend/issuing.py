@@ -14,7 +14,7 @@ from mpitrain.backend.arguments import Tensors
 from mpitrain.backend.debug import Comparison
 from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.queues import Queue
-from mpitrain.backend.streams import Order
+from mpitrain.backend.streams import order_of
 from mpitrain.backend.work import FinishedWork, Operation, Several
 
 
@@ -61,7 +61,7 @@ class Issuing(versions.Base):
             self._queue.perform(call)
             return FinishedWork(outputs)
         title = f"{name} of {self.comm.label}"
-        order = Order(arguments, self._queue.streams)
+        order = order_of(arguments, self._queue.streams)
         work = self._queue.submit(Operation(title, call, outputs, self._queue, order))
         if at_once:  # by a thread, because nobody can be called back from inside MPI
             work.wait()

@@ -18,17 +18,28 @@ from mpitrain.comm.memory.device import current_stream, is_accelerator, new_stre
 Streams = dict[torch.device, torch.Stream]  # the side streams of a group
 
 
-class Order:
-    """The place of one operation. Without device tensors all of this does nothing."""
+def order_of(values: Sequence[Any], streams: Streams) -> Order | None:
+    """The place of an operation that is issued now; None where its tensors are all in host memory.
 
-    def __init__(self, values: Sequence[Any], streams: Streams) -> None:
+    Args:
+        values: The operation's arguments, its tensors among them, in lists of any depth.
+        streams: The group's side streams; lacking ones are made.
+    """
+    tensors = list(_on_devices(values))
+    return Order(tensors, streams) if tensors else None
+
+
+class Order:
+    """The place of one operation on device memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
         """Record what the calling thread has asked of the devices so far.
 
         Args:
-            values: The operation's arguments, its tensors among them, in lists of any depth.
+            tensors: The operation's, on devices.
             streams: The group's side streams; lacking ones are made.
         """
-        self._tensors = [t for t in _tensors(values) if is_accelerator(t.device)]
+        self._tensors = list(tensors)
         self._issued = {device: recorded(device) for device in {t.device for t in self._tensors}}
         self._streams = streams
         self._complete: dict[torch.device, torch.Event] = {}
@@ -65,12 +76,14 @@ class Order:
 
 def devices_of(tensors: Iterable[Any]) -> list[torch.device]:
     """The accelerators that tensors lie on."""
-    return sorted({t.device for t in tensors if is_accelerator(t.device)}, key=str)
+    return sorted({t.device for t in _on_devices(tensors)}, key=str)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _on_devices(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values that are not in host memory."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if not value.is_cpu and is_accelerator(value.device):
+                yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from _on_devices(value)

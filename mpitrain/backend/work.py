@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -78,7 +79,7 @@ class Operation(GroupWork):
     """A collective in a `Queue`."""
 
     def __init__(
-        self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue, order: Order
+        self, name: str, call: Callable[[], None], outputs: Sequence[torch.Tensor], queue: Queue, order: Order | None
     ) -> None:
         """Describe it.
 
@@ -87,7 +88,7 @@ class Operation(GroupWork):
             call: What carries it out.
             outputs: The tensors that it writes.
             queue: Where it waits.
-            order: Its place among what the caller asks of devices.
+            order: Its place among what the caller asks of devices; None for host memory.
         """
         super().__init__(outputs)
         self.name = name
@@ -102,8 +103,11 @@ class Operation(GroupWork):
         call, self._call = self._call, None
         assert call is not None
         try:
-            with self._order.after_caller():
+            if self._order is None:
                 call()
+            else:
+                with self._order.after_caller():
+                    call()
         except BaseException as error:  # surfaces in wait() and in the futures
             self.error = translation(error)
 
@@ -116,7 +120,7 @@ class Operation(GroupWork):
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future) -> None:
-        with self._order.beside():
+        with self._order.beside() if self._order is not None else nullcontext():
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -141,7 +145,8 @@ class Operation(GroupWork):
                     raise
         if self.error is not None:
             raise self.error
-        self._order.wait()
+        if self._order is not None:
+            self._order.wait()
         return True
 
     def is_completed(self) -> bool:
