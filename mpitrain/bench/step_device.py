@@ -43,7 +43,7 @@ _STEPS = 4  # of one measurement
 _WANTED = 0.4  # share of the peak
 _AGREE = 0.03  # relative: what bf16 may change of a loss after the run's steps
 
-Step = Callable[[], torch.Tensor | float]
+Step = Callable[[], torch.Tensor]
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -159,7 +159,7 @@ def _ours(
     engine = Engine(model, model.loss, optimizer, world, options, precision="bf16")
     turn = iter(_endless(batches))
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         x, y = next(turn)
         loss = engine.forward_backward([[(x, y)]], len(x) * world.size)[0]
         engine.step()
