@@ -17,6 +17,8 @@ pytestmark = pytest.mark.campaign
 
 ORDER = "tests/comm/test_device_order.py"
 STAGED = "mpitrain/comm/collectives/carriers/staged.py"
+BACKEND = "tests/backend/test_backend_device.py"
+STREAMS, WORK = "mpitrain/backend/streams.py", "mpitrain/backend/work.py"
 # file, what is replaced, by what, the tests that find it
 MUTATIONS = {
     "copies in wait for the caller's stream": (STAGED, "self._in.wait_event(asked)", "pass", ORDER),
@@ -77,6 +79,43 @@ MUTATIONS = {
         "asked.synchronize()",
         "pass",
         ORDER,
+    ),
+    "the backend's side stream waits for the caller": (
+        STREAMS,
+        "self._streams[device].wait_event(event)",
+        "pass",
+        BACKEND,
+    ),
+    "whoever waits for the backend has its stream wait": (
+        STREAMS,
+        "current_stream(device).wait_event(event)",
+        "pass",
+        BACKEND,
+    ),
+    "the backend carries out on its side stream": (
+        STREAMS,
+        "stack.enter_context(on_stream(self._streams[device]))",
+        "pass",
+        BACKEND,
+    ),
+    "memory that the backend uses is not given out": (
+        STREAMS,
+        "tensor.record_stream(self._streams[tensor.device])",
+        "pass",
+        BACKEND,
+    ),
+    "the backend's futures stand for its side stream": (
+        WORK,
+        "with self._order.beside() if self._order is not None else nullcontext():",
+        "with nullcontext():",
+        BACKEND,
+    ),
+    "the backend's futures know the devices": (WORK, "[*devices_of(outputs)]", "[]", BACKEND),
+    "whoever waits for the backend's message has its stream wait": (
+        WORK,
+        "current_stream(device).wait_event(event)",
+        "pass",
+        BACKEND,
     ),
 }
 
