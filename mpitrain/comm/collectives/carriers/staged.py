@@ -67,8 +67,7 @@ class Staged:
             return
         caller = current_stream(self._device)
         asked = recorded(self._device, caller)
-        self._in.wait_event(asked)
-        self._out.wait_event(asked)
+        self._in.wait_event(asked)  # and so does what is copied out, since the host waits for what is copied in
         given_by = [None if tensor is None else flat(tensor) for tensor in tensors]
         read = [operation.in_place or not changed for changed in written]
         pieces = cut(operation, self._binder.topology.size, tensors, given, _SLOT)
