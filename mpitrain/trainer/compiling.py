@@ -41,7 +41,11 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
             "model.compile cannot see through the gathering of blocks at parallel.zero 3; use parallel.zero 2, or set "
             "model.compile to false"
         )
-    together(world, lambda: _require_compiler(engine.device))
+    if engine.synchronous and engine.comm.size > 1:
+        raise refusal(
+            "model.compile cannot see through batch norms, which the ranks compute together; set model.compile to false"
+        )
+    together(world, lambda: require_compiler(engine.device))
     import torch._inductor.config as inductor
 
     inductor.fallback_random = True  # dropout draws the numbers that it draws without the compiler
@@ -53,7 +57,7 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
             block.compile()
 
 
-def _require_compiler(device: torch.device) -> None:
+def require_compiler(device: torch.device) -> None:
     """Raise InputError where what torch.compile needs for a kind of device is not there."""
     if is_accelerator(device):
         from torch.utils._triton import has_triton

@@ -149,5 +149,5 @@ def full_told(on: torch.device) -> Iterator[None]:
         taken, total = short(device.memory_bytes(on)), short(device.total_memory_bytes(on))
         raise DeviceFull(
             f"device {on} ({device.name(on)}) has no room for {more}: its rank's tensors take {taken}B of {total}B; "
-            "use a smaller train.microbatch, train.recompute, parallel.zero 1 to 3, parallel.offload host, or more ranks"
+            "use a smaller train.microbatch, train.recompute, parallel.zero, parallel.offload host, or more ranks"
         ) from error

@@ -196,7 +196,7 @@ def test_loading_costs_the_training_thread_little(tokens_set):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_device_gets_the_samples_that_the_host_reads(tokens, device, workers):
-    """Nothing is read before it has come, or overwritten while it is computed with."""
+    """Nothing is computed with before it has come."""
     data, _ = tokens
     sums, wanted = [], []
     for where, kept in ((device, sums), (torch.device("cpu"), wanted)):
