@@ -11,6 +11,7 @@ import torch
 from mpitrain import choices
 from mpitrain.comm import compression
 from mpitrain.comm.collectives import all_reduce
+from mpitrain.comm.world import WAYS
 from mpitrain.config.learning_rate import DECAYS, LearningRate
 from mpitrain.errors import InputError
 from mpitrain.models.build import MODELS
@@ -24,6 +25,10 @@ def test_every_model_every_depth_every_schedule_and_every_precision_is_implement
     assert tuple(STAGES) == choices.RESNET_LAYERS
     assert list(SCHEDULES) == list(get_args(choices.PipelineSchedule))
     assert list(DTYPES) == list(get_args(choices.Precision))
+
+
+def test_every_way_to_carry_device_memory_is_known():
+    assert list(WAYS) == ["auto", *get_args(choices.DeviceWay)]
 
 
 def test_every_decay_of_the_learning_rate_is_a_curve_of_its_own():

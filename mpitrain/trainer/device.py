@@ -26,7 +26,7 @@ class DeviceFull(MpitrainError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankDevice:
     """Where the ranks of a run compute.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place:
     text: str
 
 
-def choose(kind: str, world: Communicator) -> Place:
+def choose(kind: str, world: Communicator) -> RankDevice:
     """Choose this rank's device, and make it the current one of its kind. Collective.
 
     Args:
@@ -66,7 +66,7 @@ def choose(kind: str, world: Communicator) -> Place:
     if len(hosts) > 1:
         found_where = ", ".join(f"{of} on {_some(set(where))}" for of, where in sorted(hosts.items()))
         raise refusal(f"run.device {kind} finds {found_where}; set run.device to one kind that all hosts have")
-    return Place(chosen, _text(chosen, [tuple(each) for _, _, *each in told]))
+    return RankDevice(chosen, _text(chosen, [tuple(each) for _, _, *each in told]))
 
 
 def _some(hosts: set[str]) -> str:

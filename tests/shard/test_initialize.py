@@ -11,6 +11,7 @@ import torch
 from shard.steps import BATCH, gpt, tokens
 from support import job, next_handle, one_line
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from train.jobs import run as train_as_a_job
 
 import mpitrain as mt
@@ -55,6 +56,45 @@ def reference(steps):
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_model_on_a_device_stays_there_and_batches_follow_it(world, device, zero):
+    found = {}
+    for where in ("moved", "there", "host"):
+        model = gpt().to(device) if where == "there" else gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=where == "moved")
+        config = {"run": {"device": device.type} if where == "moved" else {}, "train": {"clip": 0.5, "microbatch": 1}}
+        config["train"]["batch"] = 2 * world.size
+        config["parallel"] = {"zero": zero}
+        engine = mt.initialize(model, optimizer, config)
+        assert engine.device == (torch.device("cpu") if where == "host" else device)
+        assert model.head.weight is model.embedding.weight
+
+        def batches():
+            for step in range(8):
+                x, y = (t[world.rank :: world.size] for t in tokens(step))
+                yield x[:1], y[:1]
+
+        coming = batches()
+        with sdpa_kernel(SDPBackend.MATH):
+            losses = [engine.train_batch(coming) for _ in range(4)]
+        found[where] = losses, {name: value.cpu() for name, value in engine.state_dict().items()}
+        engine.close()
+    for where in ("moved", "there"):
+        assert found[where][0] == pytest.approx(found["host"][0], rel=2e-6)
+        torch.testing.assert_close(found[where][1], found["host"][1], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.ranks(2)
+def test_a_model_on_another_kind_of_device_than_run_device_is_refused(world, device):
+    with pytest.raises(InputError, match=r"run.device is cpu, and the model is on pretend:\d; move it"):
+        mt.initialize(gpt().to(device), config={"run": {"device": "cpu"}})
+    with pytest.raises(InputError, match="there is no device of kind 'xpu': this process has pretend devices"):
+        mt.initialize(gpt(), config={"run": {"device": "xpu"}})
 
 
 @pytest.mark.ranks(1, 2)
