@@ -154,6 +154,10 @@ def plan_of(module: nn.Module, config: Config) -> dict[str, str | ParallelStyle]
 
 def refuse_what_does_not_go_together(config: Config, mesh: Mesh) -> None:
     parallel = config.parallel
+    if config.model.compile and (parallel.slices > 1 or config.run.reproducible):
+        why = "run.reproducible needs sums whose order is known"
+        why = "with parallel.slices blocks are called piece by piece, as they are" if parallel.slices > 1 else why
+        raise refusal(f"model.compile: {why}; set one of them to its default")
     cut = parallel.pipeline > 1 or parallel.tensor > 1
     if cut and config.run.reproducible:
         raise refusal(
