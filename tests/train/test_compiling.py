@@ -26,7 +26,7 @@ def test_compiled_blocks_give_the_losses_of_the_model_as_it_is(world, folder, te
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_compile_is_refused_at_the_start(world):
+def test_what_does_not_compile_is_refused_at_the_start(world, folder, text):
     def refused(model, why, zero=0):
         config = {
             "model": {"compile": True},
@@ -39,6 +39,10 @@ def test_what_does_not_compile_is_refused_at_the_start(world):
 
     refused(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "parallel.zero 3; use parallel.zero 2", zero=3)
     refused(nn.Linear(4, 4), "finds no blocks")
+    for number, sections in enumerate([{"parallel": {"pipeline": 2, "slices": 2}}, {"run": {"reproducible": True}}]):
+        sections["run"] = {"dir": str(folder / str(number))} | sections.get("run", {})
+        with pytest.raises(InputError, match="^model.compile: .*set one of them to its default"):
+            run(world, folder / str(number), model=GPT | {"compile": True}, data={"path": text}, **sections)
 
 
 def test_a_compiler_that_is_missing_is_named_at_the_start(device):
