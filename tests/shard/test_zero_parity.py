@@ -38,6 +38,13 @@ def expected():
 
 
 @pytest.fixture(scope="module")
+def twenty():
+    """Losses and parameters of one process after twenty steps."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=20)
+
+
+@pytest.fixture(scope="module")
 def last_of_forty():
     """The loss of one process in its 40th step."""
     return alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=40)[0][-1]
@@ -69,15 +76,14 @@ def test_ten_steps_of_many_ranks_with_a_sample_or_two_each_are_those_of_one_proc
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 @pytest.mark.parametrize("offload", ["", "host"])
 @pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
-def test_twenty_steps_on_a_device_are_those_on_the_cpu(world, placement, offload, device):
+def test_twenty_steps_on_a_device_are_those_on_the_cpu(world, twenty, placement, offload, device):
     """Parameters never share memory there; what the host updates is told apart in the account."""
     with sdpa_kernel(SDPBackend.MATH):
-        wanted, parameters = alone(m := gpt(), m.loss, OPTIMIZERS["adamw"](m.parameters()), tokens, steps=20)
         options = PLACEMENTS[placement] | {"bucket_mb": 0.004, "offload": offload}
         engine = engine_of(gpt().to(device), world, "fused", **options)
         losses = steps_of(engine, world, on(device, tokens), steps=20, microbatches=2)
-    assert losses == pytest.approx(wanted, rel=0, abs=2e-6)
-    close(engine, parameters)
+    assert losses == pytest.approx(twenty[0], rel=0, abs=2e-6)
+    close(engine, twenty[1])
     account = engine.memory()
     states = [t for of in engine.optimizer.state.values() for t in of.values() if t.numel() > 1]
     assert {t.is_cpu for t in states} == {bool(offload)}
