@@ -20,8 +20,8 @@ if "--clean" in sys.argv:  # works where MPI would not start: outside a job, wit
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
 from mpitrain.comm import Communicator, init
-from mpitrain.comm.collectives.carriers.choice import Way
 from mpitrain.comm.collectives.setting import Setting
+from mpitrain.comm.collectives.transports.choice import Way
 from mpitrain.comm.collectives.tuning import describe
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.comm.memory import device as hardware

@@ -16,7 +16,7 @@ from support import ROOT, clean_environment, launcher, require_pretend
 pytestmark = pytest.mark.campaign
 
 ORDER = "tests/comm/test_device_order.py"
-STAGED = "mpitrain/comm/collectives/carriers/staged.py"
+STAGED = "mpitrain/comm/collectives/transports/staged.py"
 BACKEND = "tests/backend/test_backend_device.py"
 STREAMS, WORK = "mpitrain/backend/streams.py", "mpitrain/backend/work.py"
 # file, what is replaced, by what, the tests that find it
@@ -32,7 +32,7 @@ MUTATIONS = {
         "tests/comm/test_operations.py::test_uneven_blocks",
     ),
     "MPI is called when the device is through": (
-        "mpitrain/comm/collectives/carriers/direct.py",
+        "mpitrain/comm/collectives/transports/direct.py",
         "recorded(first.device).synchronize()",
         "pass",
         ORDER,
@@ -44,7 +44,7 @@ MUTATIONS = {
         ORDER,
     ),
     "the room for what is in no arena is filled when it is empty": (
-        "mpitrain/comm/collectives/carriers/peer.py",
+        "mpitrain/comm/collectives/transports/peer.py",
         "current_stream(own[0].device).wait_event(self._emptied)",
         "pass",
         "tests/comm/test_operations.py",

@@ -11,7 +11,7 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.carriers.direct import takes_addresses
+from mpitrain.comm.collectives.transports.direct import takes_addresses
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.memory.device import accelerator
 from mpitrain.comm.process.topology import library_name

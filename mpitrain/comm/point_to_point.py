@@ -15,9 +15,9 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.arguments import check_rank
-from mpitrain.comm.collectives.carriers.direct import takes_addresses
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.transports.direct import takes_addresses
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
 from mpitrain.comm.process.topology import Topology

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from reference import assert_equal, reduced, values
 
 from mpitrain.comm import Communicator, carry_device_memory
-from mpitrain.comm.collectives.carriers.nccl import Nccl
+from mpitrain.comm.collectives.transports.nccl import Nccl
 from mpitrain.errors import InputError
 
 on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # the device is there

@@ -18,11 +18,11 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.carriers.choice import Carriers, Way
-from mpitrain.comm.collectives.carriers.staged import through_host
 from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
 from mpitrain.comm.collectives.owned import OwnedCommunicators
 from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.transports.choice import Transports, Way
+from mpitrain.comm.collectives.transports.staged import through_host
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.device import is_accelerator, new_stream
 from mpitrain.comm.process.record import Record
@@ -62,7 +62,7 @@ class Dispatcher(Member):
         self._checks = Checks(self._owned.duplicate(comm), topology.nodes) if compared else None
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
-        self._carriers: dict[Binder, Carriers] = {}
+        self._transports: dict[Binder, Transports] = {}
         self._stream: torch.Stream | None = None  # of which operations on a device in the background are asked
         self._freed = False
 
@@ -144,7 +144,7 @@ class Dispatcher(Member):
         if device is None:
             operation.bound(binder, *tensors, *given)()
         else:
-            self._carriers_of(binder, device).perform(operation, tensors, written, given)
+            self._transports_of(binder, device).perform(operation, tensors, written, given)
 
     def _dispatch_on_device(self, call: Invocation, device: torch.device, async_op: bool) -> Work | None:
         """Likewise, of tensors on the rank's device."""
@@ -183,15 +183,15 @@ class Dispatcher(Member):
             )
         return device
 
-    def _carriers_of(self, binder: Binder, device: torch.device) -> Carriers:
-        found = self._carriers.get(binder)
+    def _transports_of(self, binder: Binder, device: torch.device) -> Transports:
+        found = self._transports.get(binder)
         if found is None:
-            found = self._carriers[binder] = Carriers(binder, self.process.device_memory, device, self.probe)
+            found = self._transports[binder] = Transports(binder, self.process.device_memory, device, self.probe)
         return found
 
     def device_ways(self, device: torch.device) -> list[Way]:
         """The ways in which this communicator can carry what is on a device. Collective."""
-        return self._carriers_of(self.binder, device).ways
+        return self._transports_of(self.binder, device).ways
 
     def _free(self) -> None:
         """Release what operations use; collective. Nothing may be dispatched afterwards."""
@@ -200,8 +200,8 @@ class Dispatcher(Member):
         self._worker.close()
         if self.process.may_release(self._comm):
             for binder in (self.binder, self._background):
-                if binder in self._carriers:
-                    self._carriers.pop(binder).free()
+                if binder in self._transports:
+                    self._transports.pop(binder).free()
                 if binder is not None:
                     binder.free()
             self._owned.free()

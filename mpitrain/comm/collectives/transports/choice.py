@@ -13,13 +13,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.carriers.carrier import Carrier
-from mpitrain.comm.collectives.carriers.direct import Direct, takes_addresses
-from mpitrain.comm.collectives.carriers.nccl import Nccl
-from mpitrain.comm.collectives.carriers.peer import Peer
-from mpitrain.comm.collectives.carriers.staged import Staged
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.process import DeviceMemory
+from mpitrain.comm.collectives.transports.direct import Direct, takes_addresses
+from mpitrain.comm.collectives.transports.nccl import Nccl
+from mpitrain.comm.collectives.transports.peer import Peer
+from mpitrain.comm.collectives.transports.staged import Staged
+from mpitrain.comm.collectives.transports.transport import Transport
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import refusal
@@ -43,7 +43,7 @@ class Way:
     seconds: dict[int, float]
 
 
-class Carriers:
+class Transports:
     """The ways in which one thread of a communicator carries device memory."""
 
     def __init__(self, binder: Binder, memory: DeviceMemory, device: torch.device, probe: CollectiveOperation) -> None:
@@ -60,7 +60,7 @@ class Carriers:
         """
         self._binder, self._device, self._probe = binder, device, probe
         self._staged = Staged(binder, device)
-        self._possible: dict[str, Carrier] = {"staged": self._staged}
+        self._possible: dict[str, Transport] = {"staged": self._staged}
         self._obstacles = {"staged": ""}
         wanted = ("mpi", "peer", "nccl") if memory.way == "auto" else (memory.way,)
         for name in wanted:
@@ -79,7 +79,7 @@ class Carriers:
         """All that was looked at."""
         return [Way(name, why, self._seconds.get(name, {})) for name, why in self._obstacles.items()]
 
-    def of_size(self, nbytes: int) -> Carrier:
+    def of_size(self, nbytes: int) -> Transport:
         """The way that an operation on so many bytes a rank goes, unless this way does not carry it."""
         if not self._seconds:
             return self._possible[self._default]
@@ -93,23 +93,23 @@ class Carriers:
         written: Sequence[bool],
         given: Sequence[Any],
     ) -> None:
-        """Perform an operation on the rank's device; see `Carrier.perform`."""
+        """Perform an operation on the rank's device; see `Transport.perform`."""
         if self._binder.topology.size == 1:
             _alone(operation, tensors, given)
             return
         largest = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
-        carrier = self.of_size(largest)
-        if not carrier.carries(operation, tensors, given):
-            carrier = self._staged
-        carrier.perform(operation, tensors, written, given)
+        transport = self.of_size(largest)
+        if not transport.carries(operation, tensors, given):
+            transport = self._staged
+        transport.perform(operation, tensors, written, given)
 
     def free(self) -> None:
         """Release the memory of all of them. Collective."""
-        for carrier in self._possible.values():
-            carrier.free()
+        for transport in self._possible.values():
+            transport.free()
 
-    def _make(self, name: str) -> tuple[Carrier | None, str]:
-        """A carrier, else why there is none; the same on all ranks."""
+    def _make(self, name: str) -> tuple[Transport | None, str]:
+        """A transport, else why there is none; the same on all ranks."""
         binder, device = self._binder, self._device
         if binder.topology.size == 1:
             return None, "there is one rank"
@@ -136,13 +136,13 @@ class Carriers:
         found: dict[str, dict[int, float]] = {name: {} for name in self._possible}
         for nbytes in _MEASURED:
             x = torch.zeros(nbytes // 4, device=self._device)
-            for name, carrier in self._possible.items():
+            for name, transport in self._possible.items():
                 times = []
                 for _ in range(_REPEATS):
                     synchronize(self._device)
                     self._binder.comm.Barrier()
                     begin = time.perf_counter()
-                    carrier.perform(self._probe, (x,), (True,), ("sum", "auto", False))
+                    transport.perform(self._probe, (x,), (True,), ("sum", "auto", False))
                     synchronize(self._device)
                     times.append(time.perf_counter() - begin)
                 best = np.array([min(times[1:])])

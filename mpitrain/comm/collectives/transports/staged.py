@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.carriers.carrier import flat
-from mpitrain.comm.collectives.carriers.pieces import OperationPiece, TensorPart, cut
 from mpitrain.comm.collectives.operation import Bind, CollectiveOperation
+from mpitrain.comm.collectives.transports.pieces import OperationPiece, TensorPart, cut
+from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
 
 _SLOTS = 3  # one is filled, one is worked on, one is emptied
@@ -60,7 +60,7 @@ class Staged:
         written: Sequence[bool],
         given: Sequence[Any],
     ) -> None:
-        """Perform the operation; see `Carrier.perform`."""
+        """Perform the operation; see `Transport.perform`."""
         if not operation.by_rank:
             bind = partial(_with, operation, self._binder, given)
             through_host(bind, tensors, written)

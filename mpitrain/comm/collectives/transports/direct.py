@@ -67,7 +67,7 @@ class Direct:
         written: Sequence[bool],
         given: Sequence[Any],
     ) -> None:
-        """Perform the operation; see `Carrier.perform`."""
+        """Perform the operation; see `Transport.perform`."""
         first = next(tensor for tensor in tensors if tensor is not None)
         op = operation.value(given, "op")
         scale = None

@@ -10,7 +10,7 @@ from torch import Tensor
 from mpitrain.comm.collectives.operation import CollectiveOperation
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One way of carrying device memory, for one thread of one communicator."""
 
     @property

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mpitrain.comm.algorithms import shared
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.carriers.carrier import flat
-from mpitrain.comm.collectives.carriers.pieces import cut
-from mpitrain.comm.collectives.carriers.staged import spans
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.registry import Algorithm, always
 from mpitrain.comm.collectives.setting import Setting
+from mpitrain.comm.collectives.transports.pieces import cut
+from mpitrain.comm.collectives.transports.staged import spans
+from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.device import current_stream, recorded
@@ -71,7 +71,7 @@ class Peer:
         written: Sequence[bool],
         given: Sequence[Any],
     ) -> None:
-        """Perform the operation; see `Carrier.perform`."""
+        """Perform the operation; see `Transport.perform`."""
         own = [flat(tensor) for tensor in tensors if tensor is not None]
         if self._binder.arena_of(own[0]) is not None:
             self._run(operation, own, given)

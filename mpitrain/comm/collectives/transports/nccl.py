@@ -17,8 +17,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.carriers.carrier import flat
 from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
 
 _MODULE = "nccl.core"
@@ -92,7 +92,7 @@ class Nccl:
         written: Sequence[bool],
         given: Sequence[Any],
     ) -> None:
-        """Perform the operation; see `Carrier.perform`. It is asked of the current stream, and the host goes on."""
+        """Perform the operation; see `Transport.perform`. It is asked of the current stream, and the host goes on."""
         own = [flat(tensor) for tensor in tensors if tensor is not None]
         root = operation.value(given, "root", 0)
         op = operation.value(given, "op")
