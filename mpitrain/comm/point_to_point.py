@@ -71,6 +71,9 @@ class PointToPoint(Dispatcher):
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
 
+        Its data are received while this or another message of the communicator is waited for, or asked whether it is
+        done: a rank that waits for something else meanwhile keeps the sender of a long message waiting.
+
         Args:
             x: A contiguous tensor or array.
             source: The rank that sends it, or ANY_SOURCE.

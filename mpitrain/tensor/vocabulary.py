@@ -33,7 +33,8 @@ class VocabularyParallelEmbedding(nn.Module):
         sequence: Leave the output divided along the sequence.
 
     Raises:
-        IndexError: In forward on the CPU, as torch does, for a token outside the vocabulary.
+        IndexError: In forward on the CPU, as torch does, for a token outside the vocabulary. On other devices, where
+            the host would have to wait to find that out, such a token's row is NaN.
 
     Shape:
         Input [...], int64, tokens of the whole vocabulary.
@@ -60,7 +61,7 @@ class VocabularyParallelEmbedding(nn.Module):
         if self.stop > self.start:
             local = (tokens - self.start).masked_fill_(elsewhere, 0)
             rows = functional.embedding(local, self.weight, self.padding_idx)
-            part = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+            part = _marked(rows.masked_fill(elsewhere.unsqueeze(-1), 0), tokens, self.num_embeddings)
         else:  # fewer tokens than ranks
             part = self.weight.new_zeros(*tokens.shape, self.embedding_dim) + self.weight.sum()
         return reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
@@ -91,7 +92,7 @@ def cross_entropy(
         The mean over the tokens that count, in nats, a scalar, the same on all ranks.
 
     Raises:
-        IndexError: A y is none of the classes (on the CPU).
+        IndexError: A y is none of the classes, on the CPU. On other devices the mean is NaN then.
     """
     return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing)
 
@@ -130,7 +131,8 @@ class _CrossEntropy(torch.autograd.Function):
             )
         y = y.reshape(-1)
         counted = y != ignore_index
-        _check_range(y.where(counted, 0), classes, "target")
+        targets = y.where(counted, 0)
+        _check_range(targets, classes, "target")
         dtype = torch.promote_types(scores.dtype, torch.float32)
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted
@@ -163,7 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(shares, weight, counted, count, here, column)
         ctx.smoothing, ctx.classes = label_smoothing, classes
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
-        return loss.masked_fill_(~counted, 0).sum() / count
+        return _marked(loss.masked_fill_(~counted, 0), targets, classes).sum() / count
 
     @staticmethod
     @once_differentiable
@@ -182,9 +184,17 @@ class _CrossEntropy(torch.autograd.Function):
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:
     """On the CPU, where it costs next to nothing; a rank that has no such row would take it for another's.
 
-    On a device it would make the host wait for all that the device has been asked; there it is left out.
+    On a device it would make the host wait for all that the device has been asked: see `_marked`.
     """
     if not is_accelerator(numbers.device) and numbers.numel():
         low, high = numbers.aminmax()
         if int(low) < 0 or int(high) >= size:
             raise IndexError(f"{name} {int(low) if int(low) < 0 else int(high)} is not between 0 and {size - 1}")
+
+
+def _marked(rows: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """On a device, the rows with NaN for each number that is none of the first `size`; the CPU has refused these."""
+    if not is_accelerator(numbers.device):
+        return rows
+    strange = (numbers < 0) | (numbers >= size)
+    return rows.masked_fill(strange.unsqueeze(-1) if rows.dim() > strange.dim() else strange, float("nan"))

@@ -100,7 +100,7 @@ def test_memory_is_not_given_out_while_an_operation_may_use_it(comm, device):
     assert all((other.cpu() == 7).all() for other in others)
 
 
-@on_device
+@pytest.mark.parametrize("way", ["cpu", *WAYS], indirect=True)
 def test_messages_come_after_what_was_asked_before(comm, device):
     other = 1 - comm.rank
     x, y = late(comm.rank + 1.0, MANY, device), late(7.0, MANY, device)

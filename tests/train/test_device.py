@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from support import job, one_line, train_command
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train.jobs import run
 
+from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError
 from mpitrain.trainer import device as placement
@@ -112,3 +115,41 @@ def test_a_full_device_says_what_to_change(device, sentence, tmp_path):
     command = train_command("--run.dir", tmp_path / "run", "--data.path", sentence, "--run.device", device.type)
     done = job(2, [*command, "--model.layers", "4", "--train.steps", "3"], device="pretend", PRETEND_MEMORY_MIB="2")
     one_line(done, "rank", "(Pretend ", "has no room for", "train.microbatch", code=1, alone=False)
+
+
+MORTAL = """
+import os, signal, sys
+import mpitrain as mt
+
+class Mortal(mt.Callback):
+    def on_step_end(self, trainer, step):
+        if step.number == 5 and trainer.world.rank == 1 and os.environ.get("DIES"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.exit(mt.Trainer(sys.argv[1], callbacks=[Mortal()]).fit())
+"""
+
+
+@pytest.mark.campaign
+@ON_IT
+@pytest.mark.parametrize("parallel", ["zero = 1", "zero = 3", 'zero = 2\noffload = "host"', "pipeline = 2"])
+def test_a_killed_run_on_a_device_goes_on_with_the_same_bits(device, sentence, tmp_path, parallel):
+    def train(name: str, code: int | None = 0, **environment: str) -> list[tuple[int, float, float]]:
+        config = tmp_path / f"{name}.toml"
+        config.write_text(
+            f'[run]\ndir = "{tmp_path / name}"\ndevice = "pretend"\n[data]\npath = "{sentence}"\n'
+            "[model]\nlayers = 2\nwidth = 32\nheads = 4\nsequence = 16\n"
+            "[train]\nsteps = 8\nbatch = 8\nrecompute = true\n[checkpoint]\nevery = 2\n[parallel]\n" + parallel + "\n"
+        )
+        done = job(2, [sys.executable, "-c", MORTAL, str(config)], device="pretend", **environment)
+        assert done.returncode == code if code is not None else done.returncode != 0, done.stderr
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [(m["step"], m["loss"], m["grad_norm"]) for m in lines]
+
+    wanted = train("whole")
+    train("killed", None, DIES="yes")
+    assert not (tmp_path / "killed/checkpoints/step-00000006").exists()
+    found = train("killed")
+    assert dict.fromkeys(found) == dict.fromkeys(wanted) and len(wanted) == 8
+    whole, again = (read_manifest(tmp_path / name / "checkpoints/step-00000008") for name in ("whole", "killed"))
+    assert [extent.hashes for extent in whole.extents] == [extent.hashes for extent in again.extents] != []
