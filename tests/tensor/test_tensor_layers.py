@@ -209,6 +209,18 @@ def test_a_token_or_target_outside_the_vocabulary_is_refused_as_torch_does(axis)
             cross_entropy(torch.randn(2, 9)[:, own(axis, 9)], torch.tensor([0, wrong]), axis, 9)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_a_token_or_target_outside_the_vocabulary_gives_nan_on_a_device(axis, device):
+    layer = VocabularyParallelEmbedding(nn.Embedding(9, 4), axis).to(device)
+    scores = torch.randn(2, 9)[:, own(axis, 9)].to(device)
+    for wrong in (9, -1):
+        strange = torch.tensor([0, wrong]).to(device)
+        assert layer(strange).isnan().any(1).tolist() == [False, True]
+        assert cross_entropy(scores, strange, axis, 9).isnan()
+    assert cross_entropy(scores, torch.tensor([0, -100]).to(device), axis, 9).isfinite()
+
+
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("length", [8, 5, 2])
