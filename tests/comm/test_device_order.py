@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import WAYS
 
+from mpitrain.comm import compression
 from mpitrain.errors import InputError
 
 pytestmark = pytest.mark.ranks(2)
@@ -154,3 +155,20 @@ def test_arrays_of_other_libraries_and_of_other_devices(comm, device):
         comm.all_reduce(elsewhere)
     with pytest.raises(InputError, match="move them to one device"):
         comm.all_gather(torch.empty(10), x)
+
+
+@pytest.mark.parametrize("way", ["staged"], indirect=True)
+@pytest.mark.parametrize(
+    "make",
+    [compression.FP16, lambda: compression.TopK(0.5), lambda: compression.PowerSGD(rank=2)],
+    ids=["fp16", "topk", "powersgd"],
+)
+def test_compressed_sums_are_those_of_the_cpu(comm, world, device, make):
+    here, there = make(), make()
+    for step in range(2):  # the second has what the first left out
+        generator = torch.Generator().manual_seed(10 * step + comm.rank)
+        x = torch.randn(64, 48, generator=generator)
+        y = x.to(device).mul_(2).div_(2)
+        world.all_reduce(x, "avg", compression=here)
+        comm.all_reduce(y, "avg", compression=there)
+        torch.testing.assert_close((y * 1).cpu(), x, rtol=1e-5, atol=1e-6)
