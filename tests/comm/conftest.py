@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 
 import pytest
 import torch
+from ways import WAYS, take_device_addresses
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.collectives import library
-from mpitrain.comm.memory import buffers
 
-WAYS = ("staged", "mpi", "peer")
 _made: dict[str, Communicator] = {}
 
 
@@ -51,19 +48,3 @@ def comm(world: Communicator, way: str, device: torch.device, monkeypatch: pytes
     if way not in _made:
         _made[way] = world.split(0)
     return _made[way]
-
-
-def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have an MPI library that reads and writes the memory of the pretend accelerator by its addresses."""
-
-    def translated(memory_at: Callable[[int, int], object]) -> Callable[[int, int], object]:
-        def at(address: int, nbytes: int) -> object:
-            with suppress(RuntimeError):  # it is host memory
-                address = torch.pretend.host_alias(address)
-            return memory_at(address, nbytes)
-
-        return at
-
-    monkeypatch.setenv("MPITRAIN_DEVICE_AWARE", "1")
-    for module in (buffers, library):
-        monkeypatch.setattr(module, "memory_at", translated(module.memory_at))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import WAYS
+from ways import WAYS
 
 from mpitrain.comm import compression
 from mpitrain.errors import InputError

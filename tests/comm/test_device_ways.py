@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import take_device_addresses
 from mpi4py import MPI
 from reference import assert_equal, reduced, values
+from ways import take_device_addresses
 
 from mpitrain.comm import Communicator, carry_device_memory
 from mpitrain.comm.collectives.transports.nccl import Nccl

@@ -1,0 +1,30 @@
+"""The ways of carrying device memory that the pretend accelerator can show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+
+from mpitrain.comm.collectives import library
+from mpitrain.comm.memory import buffers
+
+WAYS = ("staged", "mpi", "peer")
+
+
+def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an MPI library that reads and writes the memory of the pretend accelerator by its addresses."""
+
+    def translated(memory_at: Callable[[int, int], object]) -> Callable[[int, int], object]:
+        def at(address: int, nbytes: int) -> object:
+            with suppress(RuntimeError):  # it is host memory
+                address = torch.pretend.host_alias(address)
+            return memory_at(address, nbytes)
+
+        return at
+
+    monkeypatch.setenv("MPITRAIN_DEVICE_AWARE", "1")
+    for module in (buffers, library):
+        monkeypatch.setattr(module, "memory_at", translated(module.memory_at))
