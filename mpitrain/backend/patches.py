@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
@@ -26,7 +27,6 @@ from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 from mpitrain.backend import functional
 from mpitrain.backend.store import NoStore
 from mpitrain.backend.versions import Base
-from mpitrain.comm.memory.device import accelerator
 
 _HELPER = "_new_process_group_helper"
 _SIMULATED = {"fake", "threaded"}  # backends that do not communicate
@@ -56,10 +56,10 @@ def know_devices(name: str) -> None:
         name: Our backend's name.
     """
     kinds = dist.Backend.backend_capability[name]
-    for kind in ("cpu", accelerator(present=False)):
-        if kind:
-            functional.install(kind)
-        if kind and kind not in kinds:
+    found = torch.accelerator.current_accelerator()  # not by mpitrain.comm, which would start MPI
+    for kind in ("cpu",) if found is None else ("cpu", found.type):
+        functional.install(kind)
+        if kind not in kinds:
             kinds.append(kind)
             dist.Backend.default_device_backend_map.setdefault(kind, name)
 

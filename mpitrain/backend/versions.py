@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.failures import ArgumentError
-from mpitrain.comm.memory.device import accelerator
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -81,7 +80,8 @@ class Base(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in ("cpu", accelerator()) if kind]
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return [torch.device("cpu"), *([] if found is None else [torch.device(found.type)])]
 
     def get_group_store(self) -> dist.Store:
         """The store that torch has given the group."""

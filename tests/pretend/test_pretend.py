@@ -157,18 +157,18 @@ def test_memory_of_another_process_and_the_devices_it_sees(device):
         *there, told = json.loads(child.stdout.readline())
         assert there == [1, "Pretend 1", "pretend-1"]
         storage = torch.pretend.import_memory(told)
-        theirs = torch.empty(0, dtype=torch.float32, device=device).set_(storage)
-        assert theirs.shape == (1000,) and theirs.device == device and theirs.sum().item() == 499500
+        theirs = torch.empty(0, dtype=torch.float32, device=storage.device).set_(storage)
+        assert theirs.shape == (1000,) and theirs.device.index == 1 and theirs.sum().item() == 499500
         theirs[0].sub_(1)  # queued: not there yet
         assert ctypes.c_float.from_address(torch.pretend.host_alias(theirs.data_ptr())).value == 0
         theirs.neg_()
-        accelerator.synchronize()
+        accelerator.synchronize(1)
         child.stdin.write("go on\n")
         child.stdin.flush()
         assert child.stdout.readline().split() == ["-499499.0", "1.0"]
         child.stdin.close()
     with pytest.raises(RuntimeError, match="memory of process"):
-        torch.pretend.import_memory([told[0], told[1], told[2] + 1, 0, 8])
+        torch.pretend.import_memory([told[0], told[1], told[2] + 1, 0, 8, 0])
     assert theirs[1].item() == -1  # mapped still
 
 

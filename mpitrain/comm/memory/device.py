@@ -32,13 +32,9 @@ _HOST = ("cpu", "meta")  # devices that have neither streams nor memory of their
 # -- which devices there are
 
 
-def accelerator(*, present: bool = True) -> str:
-    """The kind of accelerator that this process has, as PyTorch names it ("cuda", "xpu", …); "" where it has none.
-
-    Args:
-        present: False asks for the kind that PyTorch was made for, be there a device or not, and wakes no driver.
-    """
-    found = torch.accelerator.current_accelerator(check_available=present)
+def accelerator() -> str:
+    """The kind of accelerator that this process has, as PyTorch names it ("cuda", "xpu", …); "" where it has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None else ""
 
 
