@@ -19,8 +19,8 @@ from torch import Tensor
 from mpitrain.comm.collectives.operation import CollectiveOperation
 
 _ALIGNMENT = 64  # bytes: where each tensor begins in the memory of a piece, and what pieces are multiples of
-_USUAL = 8  # pieces that a large operation has at least, so that several can be under way at once
-_SMALLEST = 1 << 18  # bytes of a piece below which an operation costs more in pieces than it gains
+_USUAL = 4  # pieces that a large operation has at least, so that several can be under way at once
+_SMALLEST = 1 << 19  # bytes of a piece below which an operation costs more in pieces than it gains
 
 
 @dataclass(frozen=True)
