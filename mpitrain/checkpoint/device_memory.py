@@ -129,7 +129,7 @@ class DeviceBytes:
         if len(firsts) > 1:
             begin, end = int(firsts.min()), int((firsts + lengths).max())
         source = torch.from_numpy(block[begin:end])
-        with self.arrivals.stream:
+        with devices.on_stream(self.arrivals.stream):  # of which several threads ask
             if len(firsts) == 1:
                 self._at(places[0], lengths[0]).copy_(source, non_blocking=True)
                 return
