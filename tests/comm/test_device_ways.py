@@ -49,6 +49,20 @@ def test_where_there_is_a_choice_it_is_measured_and_all_ranks_choose_alike(fresh
 
 @on_pretend
 @pytest.mark.ranks(2)
+def test_memory_that_turns_out_to_be_another_is_not_used(fresh, device, monkeypatch):
+    """As where a device has another number in another process."""
+
+    def wrong(told: list[int]) -> torch.UntypedStorage:
+        return torch.zeros(told[4], dtype=torch.uint8, device=device).untyped_storage()
+
+    if fresh.rank == 1:
+        monkeypatch.setattr(torch.pretend, "import_memory", wrong)
+    (peer,) = (way for way in fresh.device_ways(device) if way.name == "peer")
+    assert peer.obstacle == "the ranks cannot map each other's device memory"
+
+
+@on_pretend
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("wanted", "why"), [("mpi", "takes no addresses"), ("nccl", "nccl4py is not installed")])
 def test_a_way_that_is_not_possible_is_refused_with_the_reason(fresh, device, wanted, why):
     carry_device_memory(wanted)

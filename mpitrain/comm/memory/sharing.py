@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ def map_each_other(
         The address of each rank's tensor in this process, in the order of `node`, and these memories; None on all ranks
         where some rank cannot map its neighbours' memory.
     """
-    synchronize(tensor.device)  # its first values are to be there before a neighbour writes others
     try:
         told = json.dumps(export_memory(tensor))
     except _IMPOSSIBLE:
@@ -41,11 +41,29 @@ def map_each_other(
             memories.append(tensor if rank == node.rank else import_memory(json.loads(text), tensor.device))
     except _IMPOSSIBLE:
         memories.clear()
-    mapped = np.array([len(memories) == node.size], dtype=np.int64)
-    comm.Allreduce(MPI.IN_PLACE, mapped, MPI.MIN)
-    if not mapped[0]:
+    if not _agree(comm, len(memories) == node.size) or not _agree(comm, _are_each_others(node, tensor, memories)):
         return None
     return [memory.data_ptr() for memory in memories], MappedMemory(memories)
+
+
+def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
+    """Whether what each rank writes is read in its memory: devices may have other numbers in another process."""
+    own = tensor.view(-1).view(torch.uint8)[:1]
+    own.fill_(1 + node.rank % 255)
+    synchronize(tensor.device)
+    node.Barrier()
+    read = [int(memory.view(-1).view(torch.uint8)[0]) for memory in memories]
+    node.Barrier()
+    own.zero_()
+    synchronize(tensor.device)
+    node.Barrier()
+    return read == [1 + rank % 255 for rank in range(node.size)]
+
+
+def _agree(comm: MPI.Intracomm, yes: bool) -> bool:
+    answer = np.array([yes], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
+    return bool(answer[0])
 
 
 def _all_gather_text(comm: MPI.Intracomm, text: str) -> list[str]:
