@@ -128,11 +128,24 @@ def place(module: nn.Module, kind: str, world: Communicator) -> None:
 def moved(value: Any, to: torch.device) -> Any:
     """A batch on the device: a tensor, or tuples, lists and mappings of them; what is there already, as it is.
 
-    The device copies behind what it was asked so far, and the host does not wait for it.
+    The batch may be changed when this returns. The host waits for copies at the most, not for what the device computes.
     """
     if not device.is_accelerator(to):
         return value
-    return mapped(lambda t: t if device.is_accelerator(t.device) else t.to(to, non_blocking=True), value)
+    return mapped(lambda t: t if device.is_accelerator(t.device) else _copied(t, to), value)
+
+
+def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+    if not tensor.is_pinned():  # then the driver has read it when it returns
+        return tensor.to(to, non_blocking=True)
+    beside, own = device.new_stream(to), device.current_stream(to)
+    with beside:
+        there = tensor.to(to, non_blocking=True)
+    copied = device.recorded(to, beside)
+    copied.synchronize()
+    own.wait_event(copied)
+    there.record_stream(own)  # torch's types want its older kind of stream
+    return there
 
 
 # -- when it is full

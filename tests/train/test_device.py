@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import job, one_line, train_command
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train.jobs import run
@@ -101,6 +102,15 @@ def test_a_device_that_some_rank_lacks_is_one_error_that_names_its_host(world, d
     with pytest.raises(InputError, match=r"auto finds cpu on host \S+, pretend on host \S+; set run.device") as mixed:
         placement.choose("auto", world)
     assert no_such.value.agreed and mixed.value.agreed
+
+
+@ON_IT
+@pytest.mark.ranks(2)
+def test_a_batch_may_be_changed_as_soon_as_it_was_given(world, device):
+    for x in (torch.ones(1000).pin_memory(), torch.ones(1000)):
+        (there,) = placement.moved((x,), device)
+        x.fill_(7.0)
+        assert there.device == device and there.cpu().eq(1).all()
 
 
 @ON_IT
