@@ -156,7 +156,10 @@ def devices(world: Communicator) -> list[Line]:
     ]
     ways = world.device_ways(mine)
     lines += [(OK, "device memory", f"{way.name}: {way.obstacle or _speeds(way)}") for way in ways]
-    return [*lines, (OK, "device memory", f"comm.device auto takes {_fastest(ways)}")]
+    choice = (
+        f"comm.device auto takes {_fastest(ways)}" if ways else "one rank: nothing is carried; start several to see"
+    )
+    return [*lines, (OK, "device memory", choice)]
 
 
 def _told_apart(world: Communicator, device: torch.device) -> str:

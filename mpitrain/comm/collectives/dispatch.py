@@ -21,7 +21,7 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
 from mpitrain.comm.collectives.owned import OwnedCommunicators
 from mpitrain.comm.collectives.process import Process
-from mpitrain.comm.collectives.transports.choice import Transports, Way
+from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.device import is_accelerator, new_stream
@@ -143,6 +143,8 @@ class Dispatcher(Member):
         device = self._device_of(operation.name, tensors)
         if device is None:
             operation.bound(binder, *tensors, *given)()
+        elif self.size == 1:
+            alone(operation, tensors, given)
         else:
             self._transports_of(binder, device).perform(operation, tensors, written, given)
 
@@ -190,8 +192,8 @@ class Dispatcher(Member):
         return found
 
     def device_ways(self, device: torch.device) -> list[Way]:
-        """The ways in which this communicator can carry what is on a device. Collective."""
-        return self._transports_of(self.binder, device).ways
+        """The ways in which this communicator can carry what is on a device; none for one rank. Collective."""
+        return self._transports_of(self.binder, device).ways if self.size > 1 else []
 
     def _free(self) -> None:
         """Release what operations use; collective. Nothing may be dispatched afterwards."""

@@ -94,9 +94,6 @@ class Transports:
         given: Sequence[Any],
     ) -> None:
         """Perform an operation on the rank's device; see `Transport.perform`."""
-        if self._binder.topology.size == 1:
-            _alone(operation, tensors, given)
-            return
         largest = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
         transport = self.of_size(largest)
         if not transport.carries(operation, tensors, given):
@@ -111,8 +108,6 @@ class Transports:
     def _make(self, name: str) -> tuple[Transport | None, str]:
         """A transport, else why there is none; the same on all ranks."""
         binder, device = self._binder, self._device
-        if binder.topology.size == 1:
-            return None, "there is one rank"
         if name == "mpi":
             takes = self._everywhere(takes_addresses(device.type))
             return (Direct(binder), "") if takes else (None, f"this MPI takes no addresses of {device.type} memory")
@@ -151,7 +146,7 @@ class Transports:
         return found
 
 
-def _alone(operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> None:
+def alone(operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> None:
     """The operation of a communicator of one rank: the only block is where it came from, and goes where it is to be."""
     present = [tensor for tensor in tensors if tensor is not None]
     op = operation.value(given, "op")
