@@ -142,9 +142,8 @@ def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     with beside:
         there = tensor.to(to, non_blocking=True)
     copied = device.recorded(to, beside)
-    copied.synchronize()
-    own.wait_event(copied)
-    there.record_stream(own)  # torch's types want its older kind of stream
+    copied.synchronize()  # so that nobody else has to wait for it
+    there.record_stream(own)
     return there
 
 
