@@ -105,14 +105,15 @@ def test_memory_is_not_given_out_while_an_operation_may_use_it(comm, device):
 @pytest.mark.parametrize("way", ["cpu", *WAYS], indirect=True)
 def test_messages_come_after_what_was_asked_before(comm, device):
     other = 1 - comm.rank
+    x = late(comm.rank + 1.0, MANY, device)
     with beside(device) if device.type != "cpu" else nullcontext():  # not the stream that waits
-        x, y = late(comm.rank + 1.0, MANY, device), late(7.0, MANY, device)
+        y = late(7.0, MANY, device)
         before = y.clone()
-        works = [comm.isend(x, other), comm.irecv(y, other)]
-    for work in works:  # the send first, of which both wait for the other's receive
-        work.wait()
+        arriving = comm.irecv(y, other)
+    comm.isend(x, other).wait()  # before the receive is waited for, on both ranks
+    arriving.wait()
     after = y * 2
-    assert (before.cpu() == 7).all() and (after.cpu() == 2 * (other + 1)).all()
+    assert (after.cpu() == 2 * (other + 1)).all() and (before.cpu() == 7).all()
 
 
 @on_device

@@ -41,6 +41,8 @@ def test_both_ways_come_after_what_the_device_was_asked_before(device, dtype):
             value += found
         host.store(flat_parameter)
         host.end()
+        if step == 2:
+            assert stored.clone().tolist() == [float(sum(range(step + 1)))] * 8
         host.before_update()  # returns when the parameters have left
         kept = value.detach().clone()
         value.detach().fill_(torch.nan)
