@@ -63,7 +63,18 @@ def test_losses_are_those_of_the_cpu(world, place, text, wanted, device, case):
 
 @ON_IT
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("parallel", [{"zero": 3}, {"pipeline": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"zero": 3},
+        {"pipeline": 2, "tensor": 2},
+        *(
+            pytest.param(parallel, marks=pytest.mark.campaign)
+            for parallel in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"pipeline": 2}, {"tensor": 2})
+        ),
+    ],
+    ids=str,
+)
 def test_losses_are_those_of_the_cpu_where_ranks_share_devices(world, place, text, wanted, device, parallel):
     assert placement.choose("auto", world).text == "1 x Pretend 0, 1 x Pretend 1 (2 ranks share each)"
     _same(train(world, place / str(parallel), device.type, text, parallel=parallel), wanted)
