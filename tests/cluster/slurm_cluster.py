@@ -58,7 +58,7 @@ PartitionName=main Default=YES
 PartitionName=graceful GraceTime=30
 PartitionName=lost PreemptMode=CANCEL
 PartitionName=urgent PriorityTier=2 PreemptMode=OFF
-GresTypes=gpu
+{kinds}
 """
 
 
@@ -111,12 +111,14 @@ class SlurmCluster:
                 nodes=",".join(self.nodes),
                 ports=",".join(map(str, ports[1:])),
                 devices=f" Gres=gpu:{self.devices}" if self.devices else "",
+                kinds="GresTypes=gpu" if self.devices else "",
             )
         )
         for number in range(self.devices):
             os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # Slurm counts devices alone
         files = f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/gpu[0-{self.devices - 1}]"
-        (folder / "gres.conf").write_text(f"AutoDetect=off\n{files if self.devices else ''}\n")
+        if self.devices:
+            (folder / "gres.conf").write_text(f"AutoDetect=off\n{files}\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
