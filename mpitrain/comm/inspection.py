@@ -11,9 +11,7 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.transports.direct import takes_addresses
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.memory.device import accelerator
 from mpitrain.comm.process.topology import library_name
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
@@ -28,7 +26,6 @@ class MpiFacts:
         library_path: The file that was loaded.
         mpi4py: The version of mpi4py.
         thread_level: MPI's word for which threads may call it.
-        cuda_aware: Whether it reads and writes device memory.
         launcher: What started this process.
     """
 
@@ -36,19 +33,13 @@ class MpiFacts:
     library_path: str
     mpi4py: str
     thread_level: str
-    cuda_aware: bool
     launcher: str
 
 
 def mpi_facts(world: Communicator) -> MpiFacts:
     """What is known of the MPI library of this process."""
     level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), mpi4py.__version__
-    return MpiFacts(library_name(), _library_path(), version, level, _takes_device_memory(), _launcher())
-
-
-def _takes_device_memory() -> bool:
-    kind = accelerator()
-    return bool(kind) and takes_addresses(kind)
+    return MpiFacts(library_name(), _library_path(), version, level, _launcher())
 
 
 def hosts(world: Communicator) -> list[str]:

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpitrain.comm.memory.buffers import DTYPES, LARGEST_COUNT, memory_at, tensor_at
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.mapped import MappedMemory
-from mpitrain.comm.memory.sharing import map_each_other
+from mpitrain.comm.memory.sharing import all_agree, map_each_other
 from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import InputError
 
@@ -264,17 +264,17 @@ def _shared_window(comm: MPI.Intracomm, node: MPI.Intracomm, nbytes: int, index:
     wanted, free = _wanted_and_free(node, nbytes)
     if free < wanted:
         _warn(node, wanted, free, index)
-    if not _agree(comm, free >= wanted):
+    if not all_agree(comm, free >= wanted):
         return None
     info = MPI.Info.Create()
     info.Set("alloc_shared_noncontig", "true")
     window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
     info.Free()
     window.Lock_all(MPI.MODE_NOCHECK)
-    filled = _agree(node, _fill_with_zeros(_address(window, node.rank), nbytes))
+    filled = all_agree(node, _fill_with_zeros(_address(window, node.rank), nbytes))
     if not filled:  # somebody else took it
         _warn(node, wanted, free, index)
-    if _agree(comm, filled):
+    if all_agree(comm, filled):
         return window
     _free(window)
     return None
@@ -293,12 +293,6 @@ def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
             pass
     node.Bcast(free)
     return int(wanted[0]), int(free[0])
-
-
-def _agree(comm: MPI.Intracomm, yes: bool) -> bool:
-    answer = np.array([yes], dtype=np.int64)
-    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
-    return bool(answer[0])
 
 
 def _fill_with_zeros(address: int, nbytes: int) -> bool:

@@ -41,7 +41,7 @@ def map_each_other(
             memories.append(tensor if rank == node.rank else import_memory(json.loads(text), tensor.device))
     except _IMPOSSIBLE:
         memories.clear()
-    if not _agree(comm, len(memories) == node.size) or not _agree(comm, _are_each_others(node, tensor, memories)):
+    if not all_agree(comm, len(memories) == node.size) or not all_agree(comm, _are_each_others(node, tensor, memories)):
         return None
     return [memory.data_ptr() for memory in memories], MappedMemory(memories)
 
@@ -60,7 +60,8 @@ def _are_each_others(node: MPI.Intracomm, tensor: torch.Tensor, memories: Sequen
     return read == [1 + rank % 255 for rank in range(node.size)]
 
 
-def _agree(comm: MPI.Intracomm, yes: bool) -> bool:
+def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
+    """Whether all ranks say yes. Collective."""
     answer = np.array([yes], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])

@@ -21,6 +21,7 @@ from mpitrain.comm.collectives.transports.peer import Peer
 from mpitrain.comm.collectives.transports.staged import Staged
 from mpitrain.comm.collectives.transports.transport import Transport
 from mpitrain.comm.memory.device import synchronize
+from mpitrain.comm.memory.sharing import all_agree
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import refusal
 
@@ -109,7 +110,7 @@ class Transports:
         """A transport, else why there is none; the same on all ranks."""
         binder, device = self._binder, self._device
         if name == "mpi":
-            takes = self._everywhere(takes_addresses(device.type))
+            takes = all_agree(binder.comm, takes_addresses(device.type))
             return (Direct(binder), "") if takes else (None, f"this MPI takes no addresses of {device.type} memory")
         if name == "peer":
             if binder.topology.num_nodes > 1:
@@ -120,11 +121,6 @@ class Transports:
             peer.free()
             return None, "the ranks cannot map each other's device memory"
         return Nccl.make(binder, device)
-
-    def _everywhere(self, yes: bool) -> bool:
-        answer = np.array([yes], dtype=np.int64)
-        self._binder.comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
-        return bool(answer[0])
 
     def _measure(self) -> dict[str, dict[int, float]]:
         """Seconds of an all_reduce by each way, at each size: the best of a few, of the slowest rank."""

@@ -20,6 +20,7 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
+from mpitrain.comm.memory.sharing import all_agree
 
 _MODULE = "nccl.core"
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
@@ -60,9 +61,9 @@ class Nccl:
         uid = np.zeros(_ID, dtype=np.uint8)
         if library is not None and comm.rank == 0:
             uid[:] = np.frombuffer(bytes(library.get_unique_id()), dtype=np.uint8)
-        if not _all(comm, library is not None):
+        if not all_agree(comm, library is not None):
             return None, obstacle or "nccl4py is not installed on every node"
-        if not _all(comm, _alone_on_its_device(comm, device)):
+        if not all_agree(comm, _alone_on_its_device(comm, device)):
             return None, "several ranks share a device, which NCCL refuses"
         comm.Bcast(uid)
         use(device)
@@ -70,7 +71,7 @@ class Nccl:
             made = library.Communicator.init(comm.size, comm.rank, library.UniqueId.from_bytes(uid.tobytes()))
         except Exception as error:  # it has a family of its own
             made, obstacle = None, f"NCCL: {error}"
-        if not _all(comm, made is not None):
+        if not all_agree(comm, made is not None):
             return None, obstacle or "NCCL failed on another rank"
         return Nccl(library, made, comm.rank), ""
 
@@ -137,9 +138,3 @@ def _alone_on_its_device(comm: MPI.Intracomm, device: torch.device) -> bool:
     all_of_them = np.empty((comm.size, 256), dtype=np.uint8)
     comm.Allgather(mine, all_of_them)
     return sum(np.array_equal(mine, other) for other in all_of_them) == 1
-
-
-def _all(comm: MPI.Intracomm, yes: bool) -> bool:
-    answer = np.array([yes], dtype=np.int64)
-    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
-    return bool(answer[0])
