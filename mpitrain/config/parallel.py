@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from mpitrain.choices import AllReduce, Compression, DeviceWay, PipelineSchedule
+from annotated_types import Ge
+from pydantic import model_validator
+
+from mpitrain.choices import AllReduce, Compression, DeviceWay, Mode, Outer, PipelineSchedule
 from mpitrain.config.section import Named, Section, setting
+
+_OF_MODE: dict[Mode, Sequence[str]] = {  # settings that mean something in one mode alone
+    "server": ("servers", "staleness", "staleness_lr"),
+    "local": (
+        "local_steps",
+        "local_group",
+        "outer",
+        "outer_lr",
+        "outer_momentum",
+        "warm",
+        "overlap",
+        "local_compression",
+    ),
+}
 
 
 class ParallelSection(Section):
@@ -40,6 +58,46 @@ class ParallelSection(Section):
     chunks: int = setting(1, "model chunks per pipeline rank (interleaved)", ge=1, also=["virtual_stages"])
     recording: str = setting("", "file for when each pipeline step ran, in the third training step")
     offload: str = setting("", "optimizer states in `host` memory or in a memory-mapped file under a PATH")
+    mode: Mode = setting(
+        "sync", "sync: all ranks wait for each step; server: parameter server; local: each replica takes steps alone"
+    )
+    servers: int = setting(
+        0, "mode server: the last K ranks only serve; 0: each rank serves a share and trains", ge=0, also=["num_ps"]
+    )
+    staleness: Annotated[int, Ge(0)] | Literal["none"] = setting(
+        0, "mode server: steps that a worker may be ahead of the slowest; none: asynchronous", also=["max_staleness"]
+    )
+    staleness_lr: bool = setting(False, "mode server: divide the learning rate of an update by its staleness")
+    local_steps: int = setting(
+        16, "mode local: steps between two averages of the replicas", ge=1, also=["sync_every", "sync_interval"]
+    )
+    local_group: Annotated[int, Ge(1)] | Literal["node"] = setting(
+        1, "mode local: data-parallel ranks that stay synchronous, as one replica; node: those of each node"
+    )
+    outer: Outer = setting(
+        "average", "mode local: average the parameters, or let nesterov take the difference as a gradient (DiLoCo)"
+    )
+    outer_lr: float = setting(0.7, "learning rate of parallel.outer nesterov", gt=0.0)
+    outer_momentum: float = setting(0.9, "momentum of parallel.outer nesterov", ge=0.0, lt=1.0)
+    warm: int = setting(0, "mode local: steps that are synchronous, before the first local one", ge=0)
+    overlap: bool = setting(
+        False, "mode local: average while the next steps are taken, and use the average one period late"
+    )
+    local_compression: Literal["none", Compression] = setting(
+        "none", "mode local: compression of the differences that are averaged"
+    )
+
+    @model_validator(mode="after")
+    def _belong_to_the_mode(self) -> ParallelSection:
+        for mode, keys in _OF_MODE.items():
+            for key in keys:
+                value = getattr(self, key)
+                if mode != self.mode and value != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"parallel.{key} {value} is for parallel.mode {mode}, and the mode is {self.mode}; set "
+                        f"parallel.mode to {mode}, or leave parallel.{key} out"
+                    )
+        return self
 
 
 class CommSection(Section):

@@ -43,7 +43,13 @@ MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optim
 
 
 def assemble(
-    config: Config, mesh: Mesh, task: Task, data: Dataset, make_optimizer: MakeOptimizer, device: torch.device = CPU
+    config: Config,
+    mesh: Mesh,
+    task: Task,
+    data: Dataset,
+    make_optimizer: MakeOptimizer,
+    device: torch.device = CPU,
+    make_engine: Callable[..., Engine] = Engine,
 ) -> tuple[Engine, int]:
     """Divide a model over the ranks of a mesh. Collective.
 
@@ -52,6 +58,7 @@ def assemble(
         data: what it is to be trained on.
         make_optimizer: makes the optimizer of this rank's part, given the names and tensors of its parameters.
         device: what this rank computes on; its part of the model is moved there once it is cut out.
+        make_engine: makes the engine, from what `Engine` takes.
 
     Returns:
         The engine, and the number of parameters of the whole model.
@@ -80,7 +87,7 @@ def assemble(
         once = is_replicated(parameter) and mesh.tensor.rank > 0
         return not once and parameter not in uncounted
 
-    engine = Engine(
+    engine = make_engine(
         module,
         task.loss,
         make_optimizer(module.named_parameters()),

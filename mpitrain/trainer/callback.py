@@ -3,6 +3,10 @@
 setup
   on_restore   on_fit_start
     on_update -> (ranks agree whether to stop) -> on_evaluate -> on_step_end -> on_save        for each step
+
+What is between on_update and on_step_end, and on_save, come where all ranks are together, which in parallel.mode local
+and server is not after each step; there the steps in between are told late.
+
   on_fit_end
 on_exception                                          instead of what is left, where something was raised
 teardown                                              in any case
@@ -26,8 +30,10 @@ class Step:
 
     number: from 1. batch: this rank's share of the global batch. loss: the mean over the global batch, in nats where it
     is a cross-entropy. norm: of the gradients, before clipping. skipped: whether nothing was updated, because the norm
-    is not finite. seconds: what it took, without evaluation and saving. met: `time.monotonic()` when all ranks had done
-    it. held_out_loss: None where the step was not evaluated. extras: further figures for its line in metrics.jsonl.
+    is not finite. began: `time.perf_counter()` when it did. seconds: what it took, without evaluation and saving; 0 as
+    long as that is not known. together: whether all ranks came together after it (see `trainer.strategy`). met:
+    `time.monotonic()` when all ranks had done it. held_out_loss: None where the step was not evaluated. extras: further
+    figures for its line in metrics.jsonl.
     """
 
     number: int
@@ -36,7 +42,9 @@ class Step:
     lr: float
     norm: float
     skipped: bool
+    began: float = 0.0
     seconds: float = 0.0
+    together: bool = True
     met: float = 0.0
     held_out_loss: float | None = None
     extras: dict[str, Any] = field(default_factory=dict)

@@ -100,8 +100,14 @@ def facts(trainer: Trainer) -> RunFacts:
         start_step=trainer.step,
         precision=config.train.precision,
         run_dir=str(trainer.folder.path),
-        notes=tuple((("parallel", text),) if (text := parallel_text(config, world.size)) else ()),
+        notes=notes(trainer),
     )
+
+
+def notes(trainer: Trainer) -> tuple[tuple[str, str], ...]:
+    """Further labels and texts of the banner."""
+    told = {"parallel": parallel_text(trainer.config, trainer.world.size), "mode": trainer.strategy.describe()}
+    return tuple((label, text) for label, text in told.items() if text)
 
 
 def parallel_text(config: Config, ranks: int) -> str:

@@ -15,6 +15,7 @@ from mpitrain.data import (
     Dataset,
     Loader,
     SampleOrder,
+    Share,
     open_dataset,
     read_manifest,
     resolve,
@@ -24,7 +25,6 @@ from mpitrain.data import (
 from mpitrain.data.on_device import pin
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
-from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.folder import together
 
 
@@ -54,18 +54,16 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
     return together(world, opened)
 
 
-def batches(
-    config: Config, workers: VirtualWorkers, data: Dataset, position: int, device: torch.device = CPU
-) -> Loader:
+def batches(config: Config, share: Share, data: Dataset, position: int, device: torch.device = CPU) -> Loader:
     """This rank's share of every global batch from sample `position` of the run's order on.
 
-    device: What they are for (see `on_device`).
+    share: Gives (first, last) of its samples. device: What they are for (see `on_device`).
     """
     return Loader(
         data,
         SampleOrder(len(data), config.run.seed),
         batch=config.train.batch,
-        share=workers.share,
+        share=share,
         position=position,
         workers=config.data.workers,
         finish=partial(pin, to=device),
@@ -90,6 +88,6 @@ def seed_worker(seed: int, step: int, worker: int) -> None:
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + worker & (1 << 63) - 1)
 
 
-def gather_ids(mesh: Mesh, batch: Batch) -> list[int]:
-    """The sample ids of the global batch, in order. Collective over mesh.data."""
-    return [number for ids in mesh.data.all_gather_object(batch.ids.tolist()) for number in ids]
+def gather_ids(everyone: Communicator, batch: Batch) -> list[int]:
+    """The sample ids of the global batch, in order. Collective over the ranks that share it."""
+    return [number for ids in everyone.all_gather_object(batch.ids.tolist()) for number in ids]

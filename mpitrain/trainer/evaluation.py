@@ -8,19 +8,19 @@ from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset, evaluation_batches
 from mpitrain.data.on_device import on_device
-from mpitrain.mesh import Mesh
-from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.data import microbatches
 from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.strategy import Places
 
 
-def mean_loss(config: Config, mesh: Mesh, workers: VirtualWorkers, engine: Engine, held_out: Dataset) -> float:
+def mean_loss(config: Config, places: Places, engine: Engine, held_out: Dataset) -> float:
     """The mean loss of train.evaluate_samples samples, each counted once. Collective.
 
     The host waits for the device once, at the end.
     """
+    workers = places.evaluating
     chosen = min(config.train.evaluate_samples, len(held_out))
-    pipeline = mesh.pipeline.size > 1  # it cuts batches itself, and tells the host the loss of each
+    pipeline = places.mesh.pipeline.size > 1  # it cuts batches itself, and tells the host the loss of each
     microbatch = 0 if pipeline else config.train.microbatch
     sums = torch.zeros(len(workers.own), dtype=torch.float64, device=CPU if pipeline else engine.device)
     batches = evaluation_batches(held_out, samples=chosen, batch=config.train.batch, share=workers.share)
@@ -33,4 +33,4 @@ def mean_loss(config: Config, mesh: Mesh, workers: VirtualWorkers, engine: Engin
                 done += 1
         for _ in range(done, workers.rounds(size, microbatch)):
             engine.evaluate()
-    return workers.total(mesh.data, sums) / chosen
+    return workers.total(places.everyone, sums) / chosen

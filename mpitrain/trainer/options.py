@@ -58,6 +58,7 @@ _ONLY = {
     "parallel.tensor": 1,
     "parallel.sequence": False,
     "parallel.chunks": 1,
+    "parallel.mode": "sync",
     "checkpoint.every": 0,
     "checkpoint.background": False,
     "elastic.mode": "off",
@@ -65,7 +66,7 @@ _ONLY = {
     "monitor.timeline": False,
 }
 # keys without which training would go another way than the run whose configuration it is
-_DECISIVE = {"run.reproducible", "parallel.data", "parallel.pipeline", "parallel.tensor"}
+_DECISIVE = {"run.reproducible", "parallel.data", "parallel.pipeline", "parallel.tensor", "parallel.mode"}
 
 
 def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str = "config") -> Settings:

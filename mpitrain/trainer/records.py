@@ -19,7 +19,7 @@ class SampleIds(Callback):
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         if trainer.config.data.record_ids:
-            step.extras["ids"] = gather_ids(trainer.mesh, step.batch)
+            step.extras["ids"] = gather_ids(trainer.places.everyone, step.batch)
 
 
 class Records(Callback):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,17 @@ from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
-from mpitrain.data.on_device import on_device
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, refusal
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
 from mpitrain.models.task import Task
-from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.console import Console
-from mpitrain.trainer.data import batches, microbatch_size, microbatches, open_data, seed_worker
+from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker
 from mpitrain.trainer.device import choose, full_told
+from mpitrain.trainer.due import due, saves_after
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.evaluation import mean_loss
 from mpitrain.trainer.folder import RunFolder, settled
@@ -44,6 +43,7 @@ from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.stopping import StopInTime
+from mpitrain.trainer.strategy import Places, strategy_of
 
 
 class Trainer:
@@ -53,18 +53,21 @@ class Trainer:
     folder: the run's folder, with its settings, metrics, logs and checkpoints.
     callbacks: in the order in which they are called; at the end of training and after it in the reverse order.
 
-    There once `train` has made them: data, held_out (data sets; None where nothing is held out), mesh (the ranks'
-    places along the axes of parallelism), workers (how a global batch is divided), engine (model, loss, optimizer and
-    precision on this rank), schedule (of the learning rate), store (the checkpoints), parameters (of the whole model).
+    strategy: what differs between the values of parallel.mode.
 
-    step: steps done. position: samples of the run's order that they took. resumed_step: the step of this run that the
-    state was loaded from; None where it is a run from the start. saved: whether this job has written a checkpoint.
+    There once `train` has made them: data, held_out (data sets; None where nothing is held out), places (this rank's
+    along the axes of parallelism, and how batches are divided), engine (model, loss, optimizer and precision on this
+    rank), schedule (of the learning rate), store (the checkpoints), parameters (of the whole model).
+
+    step: steps done; while a step is taken, those before it. position: samples of the run's order that they took.
+    samples: of a step's batch that this rank's group trains on. resumed_step: the step of this run that the state was
+    loaded from; None where it is a run from the start. met: the last step after which all ranks came together. saved:
+    whether this job has written a checkpoint.
     """
 
     data: Dataset
     held_out: Dataset | None
-    mesh: Mesh
-    workers: VirtualWorkers
+    places: Places
     engine: Engine
     schedule: LearningRate
     store: Store
@@ -83,16 +86,18 @@ class Trainer:
         """
         self.world = world if world is not None else init()
         self.config = shared_config(self.world, lambda: _config_of(config))
+        self.strategy = strategy_of(self.config, self.world)
         place = choose(self.config.run.device, self.world)
         self.device, self.devices = place.device, place.text
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
         learning, self.records = LearningCheck(), Records()
         self.callbacks = [StopInTime(), learning, SampleIds(), *callbacks, Console(learning), self.records]
-        self.step = self.position = 0
+        self.step = self.position = self.met = 0
+        self.samples = self.config.train.batch
         self.resumed_step: int | None = None
         self.saved = False
-        self._stop = ""
+        self._stop, self._ending = "", False  # why this rank is to stop; whether all ranks agreed on it
 
     # -- the recipe
 
@@ -127,7 +132,7 @@ class Trainer:
 
     def train(self) -> int:
         """What `fit` does inside of the run folder; returns its exit code."""
-        self._stop = ""
+        self._stop, self._ending = "", False
         try:
             with full_told(self.device):
                 self.prepare()
@@ -135,10 +140,9 @@ class Trainer:
                 self.resume()
                 self.make_room()
                 self.call(lambda callback: callback.on_fit_start(self))
-                with batches(self.config, self.workers, self.data, self.position, self.device) as loader:
-                    coming = on_device(loader, self.device)
-                    while self.step < self.config.train.steps and not self._stop:
-                        self.do_step(coming)
+                with closing(self.strategy.steps(self)) as steps:  # type: ignore[type-var]
+                    while self.step < self.config.train.steps and not self._ending:
+                        self.do_step(steps)
                 self.call(lambda callback: callback.on_fit_end(self), reverse=True)
         except BaseException as caught:
             error = caught
@@ -146,23 +150,26 @@ class Trainer:
             raise
         return EXIT_DONE if self.step >= self.config.train.steps else EXIT_REQUEUE
 
-    def do_step(self, loader: Iterator[Batch]) -> None:
-        """One step with all that hangs on it."""
-        began = time.perf_counter()
-        step = self.train_step(next(loader))
+    def do_step(self, steps: Iterator[Step]) -> None:
+        """The next step with all that hangs on it."""
+        step = next(steps)
         self.step, self.position = step.number, self.position + self.config.train.batch
         self.folder.step = self.step
         self.call(lambda callback: callback.on_update(self, step))
-        self._agree_to_stop()
-        step.met, step.seconds = time.monotonic(), time.perf_counter() - began
-        if self.last_step or due(self.step, self.config.train.evaluate_every):
+        if step.together:
+            self._agree_to_stop()
+        step.met = time.monotonic()
+        step.seconds = step.seconds or time.perf_counter() - step.began
+        if step.together and (self.last_step or due(self.met, self.step, self.config.train.evaluate_every)):
             step.held_out_loss = loss = self.evaluate()
             if loss is not None:
                 self.call(lambda callback: callback.on_evaluate(self, loss))
         self.call(lambda callback: callback.on_step_end(self, step))
-        if self.last_step or due(self.step, self.config.checkpoint.every):
+        if step.together and (self.last_step or due(self.met, self.step, self.config.checkpoint.every)):
             folder = self.save()
             self.call(lambda callback: callback.on_save(self, folder))
+        if step.together:
+            self.met = self.step
 
     # -- its parts, to be overridden
 
@@ -172,10 +179,15 @@ class Trainer:
         self.data, self.held_out = open_data(config, self.world)
         torch.manual_seed(config.run.seed)
         task = self.make_model()
-        self.mesh = Mesh.make(self.world, config.parallel.data, config.parallel.pipeline, config.parallel.tensor)
-        self.workers = VirtualWorkers.of(self.mesh.data, config.run.reproducible, config.run.workers)
+        self.places = self.strategy.places(config, self.world)
         self.engine, self.parameters = assemble(
-            config, self.mesh, task, self.data, self.make_optimizer, device=self.device
+            config,
+            self.mesh,
+            task,
+            self.data,
+            self.make_optimizer,
+            device=self.device,
+            make_engine=self.strategy.engine,
         )
         self.schedule = LearningRate.of(config.optim, config.train.steps)
 
@@ -201,20 +213,21 @@ class Trainer:
         )
 
     def train_step(self, batch: Batch) -> Step:
-        """Forward, backward and update. Collective.
+        """Forward, backward and update. Collective over the ranks that take each step as one: the group.
 
         Args:
-            batch: this rank's share of the global batch; its sizes may differ between ranks.
+            batch: this rank's share of the group's part of the global batch; its sizes may differ between ranks.
 
         Returns:
-            The step, numbered `self.step + 1`, with the mean loss over the global batch.
+            The step, numbered `self.step + 1`, with the mean loss over that part: where all ranks are one group, over
+            the global batch.
         """
-        config, workers = self.config, self.workers
-        size, microbatch = config.train.batch, microbatch_size(config, self.mesh)
+        config, workers, places = self.config, self.places.workers, self.places
+        size, microbatch = self.samples, microbatch_size(config, self.mesh)
         shares = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in workers.within(size)]
 
         def seed(worker: int) -> None:
-            number = workers.own[worker] + self.mesh.pipeline.rank * workers.count
+            number = places.first_worker + workers.own[worker] + self.mesh.pipeline.rank * places.evaluating.count
             seed_worker(config.run.seed, self.step, number)
 
         rounds = workers.rounds(size, microbatch)
@@ -228,7 +241,7 @@ class Trainer:
         """The mean loss of held-out samples, each counted once; None where none are held out. Collective."""
         if self.held_out is None:
             return None
-        return mean_loss(self.config, self.mesh, self.workers, self.engine, self.held_out)
+        return mean_loss(self.config, self.places, self.engine, self.held_out)
 
     def save(self) -> Path:
         """Write a checkpoint, in the background if checkpoint.background says so; returns its folder. Collective."""
@@ -263,7 +276,7 @@ class Trainer:
             restored = Restored(0, {}, own=False) if never else self._load_newest()
         self.step = self.folder.step = restored.step
         self.position = restored.values.get("position", 0)
-        self.resumed_step = restored.step if restored.own else None
+        self.met, self.resumed_step = self.step, restored.step if restored.own else None
         values = restored.values
         self.call(lambda callback: callback.on_restore(self, values))
 
@@ -278,10 +291,20 @@ class Trainer:
     @property
     def last_step(self) -> bool:
         """Whether the step that was done last is to be the last one."""
-        return bool(self._stop) or self.step >= self.config.train.steps
+        return self._ending or self.step >= self.config.train.steps
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that take each step as one."""
+        return self.places.mesh
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether this rank has reason to stop, on which all ranks agree when they come together."""
+        return bool(self._stop)
 
     def request_stop(self, reason: str) -> None:
-        """End training at the end of this step, if called before the ranks agree on it (in `on_update`).
+        """End training when the ranks come together: after this step, if called in its `on_update`.
 
         One rank's request is enough. reason: a few words, for people.
         """
@@ -300,7 +323,7 @@ class Trainer:
 
     def let_go(self) -> None:
         """Drop data, model and checkpoints, made for ranks that are not there any more; `train` makes them anew."""
-        for name in ("data", "held_out", "mesh", "workers", "engine", "store"):
+        for name in ("data", "held_out", "places", "engine", "store"):
             vars(self).pop(name, None)
 
     # -- inside
@@ -315,6 +338,7 @@ class Trainer:
         """Whether any rank is to stop, and whether a save in the background failed anywhere, which is raised here."""
         stop, failing = any_rank(self.world, bool(self._stop), self.store.failing)
         if stop:
+            self._ending = True
             self._stop = self._stop or "another rank was asked to"
             self.say(f"stopping after step {self.step}: {self._stop}")
         if failing:
@@ -366,19 +390,6 @@ def any_rank(world: Communicator, *flags: bool) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.uint8)
     world.all_reduce(found, "max")
     return [bool(flag) for flag in found]
-
-
-def due(step: int, every: int) -> bool:
-    """Whether this step is one of every `every`-th; 0: none is."""
-    return every > 0 and step % every == 0
-
-
-def saves_after(step: int, config: Config) -> int:
-    """Checkpoints that are still to be written after this step, if the run is not stopped: the last step gets one."""
-    steps, every = config.train.steps, config.checkpoint.every
-    if step >= steps:
-        return 0
-    return steps // every - step // every + (steps % every > 0) if every else 1
 
 
 def _config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:

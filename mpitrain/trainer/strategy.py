@@ -1,0 +1,113 @@
+"""How ranks train together: which of them take each step as one, and when all of them meet.
+
+    parallel.mode   take each step as one                  all ranks meet
+    sync            all ranks                              after each step
+    local           the ranks of a group                   after every parallel.local_steps steps
+    server          each worker by itself                  where the run is evaluated, saved or ended
+
+A strategy is what `Trainer` asks for the differences: it puts the ranks into places, says which engine they compute
+with, and gives the steps as they become known. The trainer's loop, its callbacks and its checkpoints are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpitrain.choices import Mode
+from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
+from mpitrain.data.on_device import on_device
+from mpitrain.mesh import Mesh
+from mpitrain.shard.virtual_workers import VirtualWorkers
+from mpitrain.trainer.callback import Step
+from mpitrain.trainer.data import batches
+from mpitrain.trainer.engine import Engine
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where this rank stands. A group is what takes each step as one.
+
+    Attributes:
+        mesh: The ranks of this rank's group.
+        workers: How the group divides its part of a global batch.
+        everyone: All ranks that have the same part of the model as this one, of all groups.
+        evaluating: How these divide held-out samples; as many virtual workers as all groups have together.
+        first_worker: The virtual workers of the groups before this one: where its own are in a numbering of all.
+    """
+
+    mesh: Mesh
+    workers: VirtualWorkers
+    everyone: Communicator
+    evaluating: VirtualWorkers
+    first_worker: int = 0
+
+
+class Strategy(ABC):
+    """What differs between the values of parallel.mode. Made once a `Trainer`; nothing collective happens then.
+
+    Attributes:
+        engine: Makes the engine of the steps; called as `Engine` is.
+    """
+
+    engine: Callable[..., Engine] = Engine
+
+    def __init__(self, config: Config, world: Communicator) -> None:
+        """Take note of the settings.
+
+        Raises:
+            InputError: On all ranks, for settings that do not go together in this mode, or not with so many ranks.
+        """
+        self.config = config
+
+    @abstractmethod
+    def places(self, config: Config, world: Communicator) -> Places:
+        """Put the ranks into their places. Collective; called anew when training is entered again."""
+
+    @abstractmethod
+    def steps(self, trainer: Trainer) -> Iterator[Step]:
+        """Train, from `trainer.step` on, and give each step of the run in order, on every rank, once it is known.
+
+        The loss of a step is the mean over its global batch. A step is `together` where all ranks have come to the
+        same point: they may then do collective things, and training goes on when the next step is asked for. What is
+        given last before the generator is closed is such a step.
+        """
+
+    def describe(self) -> str:
+        """What is special about it, in a few words for the banner; empty where nothing is."""
+        return ""
+
+
+class Synchronous(Strategy):
+    """All ranks take each step together: data parallel and ZeRO, with pipeline stages and tensor parallel layers."""
+
+    def places(self, config: Config, world: Communicator) -> Places:
+        parallel = config.parallel
+        mesh = Mesh.make(world, parallel.data, parallel.pipeline, parallel.tensor)
+        workers = VirtualWorkers.of(mesh.data, config.run.reproducible, config.run.workers)
+        return Places(mesh, workers, mesh.data, workers)
+
+    def steps(self, trainer: Trainer) -> Iterator[Step]:
+        config = trainer.config
+        with batches(config, trainer.places.workers.share, trainer.data, trainer.position, trainer.device) as loader:
+            coming = on_device(loader, trainer.device)
+            while True:
+                began = time.perf_counter()
+                step = trainer.train_step(next(coming))
+                step.began = began
+                yield step
+
+
+def strategy_of(config: Config, world: Communicator) -> Strategy:
+    """The strategy that parallel.mode names. Raises InputError where the settings do not go with it."""
+    return STRATEGIES[config.parallel.mode](config, world)
+
+
+STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous}
