@@ -10,10 +10,10 @@ from mpitrain.data import Dataset, evaluation_batches
 from mpitrain.data.on_device import on_device
 from mpitrain.trainer.data import microbatches
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.strategy import Places
+from mpitrain.trainer.strategy import GroupPlaces
 
 
-def mean_loss(config: Config, places: Places, engine: Engine, held_out: Dataset) -> float:
+def mean_loss(config: Config, places: GroupPlaces, engine: Engine, held_out: Dataset) -> float:
     """The mean loss of train.evaluate_samples samples, each counted once. Collective.
 
     The host waits for the device once, at the end.

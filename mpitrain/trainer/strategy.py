@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Places:
+class GroupPlaces:
     """Where this rank stands. A group is what takes each step as one.
 
     Attributes:
@@ -68,7 +68,7 @@ class Strategy(ABC):
         self.config = config
 
     @abstractmethod
-    def places(self, config: Config, world: Communicator) -> Places:
+    def places(self, config: Config, world: Communicator) -> GroupPlaces:
         """Put the ranks into their places. Collective; called anew when training is entered again."""
 
     @abstractmethod
@@ -88,11 +88,11 @@ class Strategy(ABC):
 class Synchronous(Strategy):
     """All ranks take each step together: data parallel and ZeRO, with pipeline stages and tensor parallel layers."""
 
-    def places(self, config: Config, world: Communicator) -> Places:
+    def places(self, config: Config, world: Communicator) -> GroupPlaces:
         parallel = config.parallel
         mesh = Mesh.make(world, parallel.data, parallel.pipeline, parallel.tensor)
         workers = VirtualWorkers.of(mesh.data, config.run.reproducible, config.run.workers)
-        return Places(mesh, workers, mesh.data, workers)
+        return GroupPlaces(mesh, workers, mesh.data, workers)
 
     def steps(self, trainer: Trainer) -> Iterator[Step]:
         config = trainer.config

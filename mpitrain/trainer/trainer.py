@@ -43,7 +43,7 @@ from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.stopping import StopInTime
-from mpitrain.trainer.strategy import Places, strategy_of
+from mpitrain.trainer.strategy import GroupPlaces, strategy_of
 
 
 class Trainer:
@@ -67,7 +67,7 @@ class Trainer:
 
     data: Dataset
     held_out: Dataset | None
-    places: Places
+    places: GroupPlaces
     engine: Engine
     schedule: LearningRate
     store: Store
