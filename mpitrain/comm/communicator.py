@@ -33,6 +33,7 @@ from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
 from mpitrain.comm.collectives.scatter import scatter
+from mpitrain.comm.mailbox import Mailbox
 from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
@@ -85,6 +86,18 @@ class Communicator(PointToPoint):
     gather_objects = objects.gather_objects
     agree = objects.agree
     on_root = objects.on_root
+
+    # -- letters, between threads that know nothing of each other's calls
+
+    def mailbox(self, name: str) -> Mailbox:
+        """A box at each rank to which all ranks post. Collective. See `mpitrain.comm.mailbox`.
+
+        Args:
+            name: Of what it is for, in messages.
+        """
+        with self._record.during(f"mailbox {name}"):
+            comm = MPI.Intracomm(self._comm.Dup())
+        return Mailbox(comm, self._topology, self.process, f"{self.label}: mailbox {name}")
 
     # -- groups
 

@@ -18,7 +18,7 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.transports.direct import takes_addresses
-from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
@@ -61,9 +61,9 @@ class PointToPoint(Dispatcher):
         tensor = self._near(as_tensor(x, written=False))
         self._sent += 1
         data_tag = _data_tags()[self._sent % _TAGS]
-        header = np.array([_nbytes(tensor), data_tag])
+        header = np.array([tensor.nbytes, data_tag])
         requests = [self._messages.Isend(header, dest, _checked(tag))]
-        requests += [self._messages.Isend(spec, dest, data_tag) for spec in _specs(tensor)]
+        requests += [self._messages.Isend(spec, dest, data_tag) for spec in in_messages(tensor)]
         awaited = (self.world_ranks[dest],)
         record, opening = self._message_record, self._opening
         return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], record, awaited, opening)
@@ -99,13 +99,13 @@ class PointToPoint(Dispatcher):
                 self._opening.discard(work)
                 nbytes, data_tag = header.tolist()
                 rank = statuses[0].source
-                if nbytes != _nbytes(near):
+                if nbytes != near.nbytes:
                     self._discard(nbytes, rank, data_tag)
                     raise CommunicationError(
                         f"{self.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
-                        f"{self.rank} expects {_nbytes(near)}; send and receive tensors of one size and type"
+                        f"{self.rank} expects {near.nbytes}; send and receive tensors of one size and type"
                     )
-                if specs := _specs(near):
+                if specs := in_messages(near):
                     return [self._messages.Irecv(spec, rank, data_tag) for spec in specs]
             if near is not tensor and device is not None and asked is not None:
                 current_stream(device).wait_event(asked)
@@ -122,7 +122,7 @@ class PointToPoint(Dispatcher):
     def _discard(self, nbytes: int, source: int, tag: int) -> None:
         """Receive data that nobody can use: their sender may wait for that."""
         place = torch.empty(nbytes, dtype=torch.uint8)
-        MPI.Request.Waitall([self._messages.Irecv(spec, source, tag) for spec in _specs(place)])
+        MPI.Request.Waitall([self._messages.Irecv(spec, source, tag) for spec in in_messages(place)])
 
     def _near(self, tensor: torch.Tensor) -> torch.Tensor:
         """What MPI is to read: the tensor, or a copy of it in host memory. It is there when this returns."""
@@ -150,16 +150,6 @@ class PointToPoint(Dispatcher):
         if memory.mpi_reads is None:
             memory.mpi_reads = takes_addresses(device.type)
         return memory.way in ("auto", "mpi") and memory.mpi_reads
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _specs(tensor: torch.Tensor) -> list[list[Any]]:
-    """The tensor's bytes as messages; none for an empty tensor."""
-    address, nbytes = tensor.data_ptr(), _nbytes(tensor)
-    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]
 
 
 @functools.cache

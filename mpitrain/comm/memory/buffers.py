@@ -124,3 +124,9 @@ def memory_at(address: int, nbytes: int) -> MPI.memory:
 def bytes_at(address: int, nbytes: int) -> list[Any]:
     """An mpi4py buffer specification of raw bytes at an address; `nbytes` must not exceed LARGEST_COUNT."""
     return [memory_at(address, nbytes), nbytes, MPI.BYTE]
+
+
+def in_messages(tensor: torch.Tensor) -> list[list[Any]]:
+    """A contiguous tensor's bytes as the buffers of messages, none longer than MPI takes; none for an empty tensor."""
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    return [bytes_at(address + lo, min(LARGEST_COUNT, nbytes - lo)) for lo in range(0, nbytes, LARGEST_COUNT)]

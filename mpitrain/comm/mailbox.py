@@ -1,0 +1,313 @@
+"""Mailboxes: ranks that serve take what others ask, without knowing who asks next, or when.
+
+A letter goes in two: its words, in one small message that also tells the payload's length and the tag under which the
+payload comes, then the payload, which the taker receives where it wants it, or not in order. So a letter of any length
+is posted without the taker having lent any memory for it.
+
+    rank 1                                  rank 0, a thread that serves
+    questions.post(0, [PUSH, 3], gradient)  letter = questions.take(1.0)
+                                            letter.receive(place).wait()
+    letter = answers.wait([0], "push")      answers.post(letter.source, [DONE])
+
+Letters are probed for, instead of being received ahead: a box that is idle, or that nobody refers to any more, then
+lends MPI no memory. That costs 1.5 us a letter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpitrain.comm.collectives.arguments import check_rank
+from mpitrain.comm.collectives.owned import OwnedCommunicators
+from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.member import Member
+from mpitrain.comm.memory.buffers import as_tensor, in_messages
+from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.runtime.work import Messages, Work, poll, seen
+from mpitrain.errors import CommunicationError, InputError
+
+WORDS = 15  # numbers in a letter, at most
+_LETTERS = 0  # the tag of words; payloads have the others
+_TAGS = 1 << 14  # of payloads: more than there are under way between two ranks; MPI promises twice as many
+_EAGER_ROUNDS = 50  # of looking without a pause
+_NAP = 1e-5, 5e-4  # seconds between looks, at first and at most
+
+
+class Posted(Work):
+    """A letter that was posted: done when its payload may be written again."""
+
+    def __init__(self, box: Mailbox, dest: int, requests: list[MPI.Request], held: Sequence[object]) -> None:
+        self._box, self._dest, self._requests = box, dest, requests
+        self._held: Sequence[object] = held  # which MPI reads
+        self._error: CommunicationError | None = None
+
+    @property
+    def sent(self) -> bool:
+        """Whether it was seen to be sent; `done` looks."""
+        return not self._requests
+
+    def done(self) -> bool:
+        """Whether the payload may be written again. Calling this also lets it make progress."""
+        self._box._look_at_posted()
+        if self._error is not None:
+            raise self._error
+        return self.sent
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the payload may be written again; see `Work.wait`."""
+        name = f"post to rank {self._dest}"
+        if timeout is not None:
+            poll(self, f"{self._box.label}: {name}", timeout)
+        elif not self.done():
+            record = self._box.process.watchdog.record(f"{self._box.label} (posting)")  # of this wait: any thread may
+            record.awaited = (self._box.world_ranks[self._dest],)
+            seen(record, name, None, partial(_until, self.done))
+
+    def _look(self) -> bool:
+        """Whether nothing of it is under way any more. Only with the box's lock: two threads may not ask at once."""
+        try:
+            if not MPI.Request.Testall(self._requests):
+                return False
+        except MPI.Exception as error:
+            self._error = CommunicationError(f"{self._box.label}: post to rank {self._dest} failed in MPI: {error}")
+        self._requests, self._held = [], ()
+        return True
+
+
+class Letter:
+    """What a rank has posted.
+
+    Attributes:
+        words: The numbers.
+        source: The rank that posted it.
+        payload_bytes: Length of its payload; 0 where it carries none.
+    """
+
+    __slots__ = ("_box", "_tag", "payload_bytes", "source", "words")
+
+    def __init__(self, box: Mailbox, source: int, content: list[float]) -> None:
+        self._box, self.source = box, source
+        self.payload_bytes, self._tag, self.words = int(content[0]), int(content[1]), content[2:]
+
+    def receive(self, x: torch.Tensor) -> Messages:
+        """Begin to receive the payload, at most once, into a tensor of exactly its size.
+
+        Args:
+            x: A contiguous tensor in host memory.
+
+        Returns:
+            A handle of it, to be waited for by the thread that takes from the box.
+
+        Raises:
+            InputError: x cannot be received into.
+            CommunicationError: The payload has another size. It is then received and thrown away: its sender may wait
+                for that.
+        """
+        tensor, box = _in_host_memory(x, written=True), self._box
+        name = f"payload of a letter of rank {self.source}"
+        if tensor.nbytes != self.payload_bytes:
+            self.discard()
+            raise CommunicationError(
+                f"{box.label}: a letter of rank {self.source} carries {self.payload_bytes} bytes where rank "
+                f"{box.rank} expects {tensor.nbytes}; post and receive tensors of one size and type"
+            )
+        requests = box._receive(tensor, self.source, self._tag)
+        awaited = (box.world_ranks[self.source],)
+        return Messages(name, tensor, requests, lambda _: [], box._record, awaited, set())
+
+    def discard(self) -> None:
+        """Receive the payload and throw it away, instead of `receive`."""
+        if self.payload_bytes:
+            self.receive(torch.empty(self.payload_bytes, dtype=torch.uint8)).wait()
+
+
+class Mailbox(Member):
+    """One rank's place in a mailbox of all ranks of a communicator. Made by `Communicator.mailbox`.
+
+    One thread takes from it; any thread of the process may post, also while that one takes. Letters of one thread to
+    one rank arrive in order.
+
+    Attributes:
+        process: What all communicators of the process share.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+        super().__init__(topology, label)
+        self.process = process
+        self._owned = OwnedCommunicators(process)
+        self._comm = self._owned.keep(comm)
+        self._record = process.watchdog.record(label)  # of the thread that takes
+        self._numbers = count()  # of payloads
+        self._posted: list[Posted] = []  # of which something is under way
+        self._lock = threading.Lock()  # of these
+        self._freed = False
+
+    def post(self, dest: int, words: Sequence[float], payload: torch.Tensor | None = None) -> Posted:
+        """Send a letter; never waits for who takes it.
+
+        A payload between ranks that cannot read each other's memory moves while this rank is in any call of MPI.
+
+        Args:
+            dest: The rank whose box it goes to; its own will do.
+            words: At most `WORDS` numbers; they travel as float64.
+            payload: A contiguous tensor in host memory. It is kept alive until it is sent, and must not change before
+                the handle is done.
+
+        Returns:
+            A handle of what is under way, which need not be kept.
+
+        Raises:
+            InputError: There is no such rank, there are too many words, or the payload cannot be sent.
+            CommunicationError: MPI fails.
+        """
+        check_rank(self, dest)
+        if len(words) > WORDS:
+            raise InputError(f"{self.label}: {len(words)} words; a letter has {WORDS} at most, send more as payload")
+        self._require()
+        tensor = None if payload is None else _in_host_memory(payload, written=False)
+        nbytes = 0 if tensor is None else tensor.nbytes
+        tag = 1 + next(self._numbers) % _TAGS if nbytes else 0
+        content = np.array([nbytes, tag, *words], dtype=np.float64)
+        try:
+            requests = [self._comm.Isend(content, dest, _LETTERS)]
+            if tensor is not None:
+                requests += [self._comm.Isend(spec, dest, tag) for spec in in_messages(tensor)]
+        except MPI.Exception as error:
+            raise self._failed(f"post to rank {dest}", error) from error
+        posted = Posted(self, dest, requests, (content, tensor))
+        with self._lock:
+            self._posted.append(posted)
+        self._look_at_posted()
+        return posted
+
+    def take(self, seconds: float) -> Letter | None:
+        """The next letter of any rank; None where none comes in time. The watchdog does not see that wait.
+
+        Args:
+            seconds: How long to wait; 0: only look.
+
+        Raises:
+            CommunicationError: MPI fails.
+        """
+        self._require()
+        found: list[Letter] = []
+        _until(partial(self._take_into, found), time.monotonic() + seconds)
+        return found[0] if found else None
+
+    def wait(self, awaited: Sequence[int], name: str) -> Letter:
+        """The next letter of any rank, however long it takes to come, for as long as the watchdog lets it.
+
+        Args:
+            awaited: The ranks that are to post it, any of them; the job ends where all of them have left, and after
+                comm.timeout in any case.
+            name: Of what is waited for, in messages.
+
+        Raises:
+            CommunicationError: MPI fails.
+        """
+        self._require()
+        found: list[Letter] = []
+        if not self._take_into(found):
+            self._record.awaited = [self.world_ranks[rank] for rank in awaited]
+            seen(self._record, name, None, partial(_until, partial(self._take_into, found)))
+        return found[0]
+
+    def free(self) -> None:
+        """Release the box; collective. Twice is fine.
+
+        Letters that nobody took are thrown away; of those that were taken the payloads have been received.
+        """
+        if self._freed:
+            return
+        self._freed = True
+        if self.process.may_release(self._comm):
+            self._record.awaited = ()
+            seen(self._record, "free", None, self._empty)
+            self._owned.free()
+        self.process.watchdog.forget(self._record)
+
+    def _empty(self) -> None:
+        """Return when nothing is under way between any ranks."""
+        everybody: MPI.Request | None = None
+        found: list[Letter] = []
+
+        def empty() -> bool:
+            nonlocal everybody
+            while self._take_into(found):
+                self._throw_away(found.pop())
+            if everybody is None and not self._posted:
+                everybody = self._comm.Ibarrier()
+            return everybody is not None and everybody.Test()
+
+        _until(empty)
+
+    def _throw_away(self, letter: Letter) -> None:
+        place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
+        requests = self._receive(place, letter.source, letter._tag)
+        _until(partial(MPI.Request.Testall, requests))
+
+    def _take_into(self, found: list[Letter]) -> bool:
+        """Append the letter that has come, if one has; whether one had."""
+        status = MPI.Status()
+        try:
+            message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
+            if message is None:
+                self._look_at_posted()
+                return False
+            content = np.empty(status.Get_count(MPI.DOUBLE))
+            message.Recv(content)
+        except MPI.Exception as error:
+            raise self._failed("take", error) from error
+        found.append(Letter(self, status.source, content.tolist()))
+        return True
+
+    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> list[MPI.Request]:
+        try:
+            return [self._comm.Irecv(spec, source, tag) for spec in in_messages(tensor)]
+        except MPI.Exception as error:
+            raise self._failed(f"receive from rank {source}", error) from error
+
+    def _look_at_posted(self) -> None:
+        """Let what is under way make progress, and give up the memory of what has been sent."""
+        if self._posted and self._lock.acquire(blocking=False):  # else another thread is at it
+            try:
+                self._posted = [posted for posted in self._posted if not posted._look()]
+            finally:
+                self._lock.release()
+
+    def _require(self) -> None:
+        if self._freed:
+            raise InputError(f"{self.label} was freed; make another one")
+
+    def _failed(self, name: str, error: MPI.Exception) -> CommunicationError:
+        return CommunicationError(f"{self.label}: {name} failed in MPI: {error}")
+
+
+def _until(happened: Callable[[], bool], deadline: float | None = None) -> None:
+    """Return when something has happened, or it is too late; other threads and processes run meanwhile."""
+    rounds, nap = 0, _NAP[0]
+    while not happened() and (deadline is None or time.monotonic() < deadline):
+        rounds += 1
+        if rounds <= _EAGER_ROUNDS:
+            os.sched_yield()
+            continue
+        time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - time.monotonic())))
+        nap = min(2 * nap, _NAP[1])
+
+
+def _in_host_memory(x: torch.Tensor, *, written: bool) -> torch.Tensor:
+    """The tensor, contiguous. Raises InputError where MPI cannot reach it."""
+    tensor = as_tensor(x, written=written)
+    if is_accelerator(tensor.device):
+        raise InputError(f"a payload is in host memory; this tensor is on {tensor.device}: pass x.cpu()")
+    return tensor
