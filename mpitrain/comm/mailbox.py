@@ -39,7 +39,7 @@ from mpitrain.errors import CommunicationError, InputError
 WORDS = 15  # numbers in a letter, at most
 _LETTERS = 0  # the tag of words; payloads have the others
 _TAGS = 1 << 14  # of payloads: more than there are under way between two ranks; MPI promises twice as many
-_EAGER_ROUNDS = 50  # of looking without a pause
+_EAGER_ROUNDS = 100  # of looking without a pause
 _NAP = 1e-5, 5e-4  # seconds between looks, at first and at most
 
 
@@ -261,6 +261,8 @@ class Mailbox(Member):
         status = MPI.Status()
         try:
             message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
+            if message is None:  # Open MPI looks first and takes in what has come then
+                message = self._comm.Improbe(MPI.ANY_SOURCE, _LETTERS, status)
             if message is None:
                 self._look_at_posted()
                 return False
