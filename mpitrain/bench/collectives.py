@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from mpitrain.bench import collectives_device
 from mpitrain.bench.collectives_report import report
-from mpitrain.bench.jobs import Benchmark, parser, repeated, run
+from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.report import Report
@@ -59,7 +59,6 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 _SINGLE_FROM = 1 * MIB
-_UNITS = {"": 1, "B": 1, "K": KIB, "KI": KIB, "KIB": KIB, "M": MIB, "MI": MIB, "MIB": MIB}
 
 _TUNED = [module.ALGORITHMS for module in (all_reduce, reduce, reduce_scatter, broadcast, all_gather)]
 _MEMORIES = ("arena", "private")
@@ -68,7 +67,9 @@ _MEMORIES = ("arena", "private")
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
     made = parser("collectives", "Collectives against the MPI library's own, gloo and memcpy; tuning of their choice.")
-    made.add_argument("--sizes", type=_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]")
+    made.add_argument(
+        "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
+    )
     repeated(made, 21, 8, "one operation at one size")
     made.add_argument("--tune", action="store_true", help="find the fastest algorithms; keep them for later jobs here")
     made.add_argument(
@@ -253,14 +254,3 @@ def _ways(text: str) -> list[str]:
         if way not in collectives_device.WAYS:
             raise argparse.ArgumentTypeError(f"{way!r} is not a way; there are {', '.join(collectives_device.WAYS)}")
     return ways
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = []
-    for part in text.split(","):
-        number = part.rstrip("KMIBkmib")
-        unit = part[len(number) :].upper()
-        if not number.isdigit() or unit not in _UNITS:
-            raise argparse.ArgumentTypeError(f"{part!r} is not a size; write 512, 64Ki or 4Mi")
-        sizes.append(max(16, int(number) * _UNITS[unit] // 4 * 4))
-    return sorted(set(sizes))

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _PART = "MPITRAIN_BENCH_PART"  # the file into which a started job puts its result
 _RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _BUSY = 0.5  # load per core from which figures are not to be trusted
+_UNITS = {1: ("", "B"), 1 << 10: ("K", "KI", "KIB"), 1 << 20: ("M", "MI", "MIB")}  # bytes
+    dict.fromkeys(("", "B"), 1)
+    | dict.fromkeys(("K", "KI", "KIB"), 1 << 10)
+    | dict.fromkeys(("M", "MI", "MIB"), 1 << 20)
+)
 _GRACE = 10.0  # seconds from asking mpirun to end to making it
 
 
@@ -78,6 +83,18 @@ def repeated(made: argparse.ArgumentParser, repeats: int, seconds: float, of: st
         "--repeats", type=int, default=repeats, metavar="N", help=f"repetitions; the median counts [{repeats}]"
     )
     made.add_argument("--seconds", type=float, default=seconds, metavar="S", help=f"for {of} [{seconds:g}]")
+
+
+def byte_sizes(text: str) -> list[int]:
+    """Numbers of bytes as an option gives them, from least to most: 512,64Ki,4Mi."""
+    sizes, units = [], {name: nbytes for nbytes, names in _UNITS.items() for name in names}
+    for part in text.split(","):
+        number = part.rstrip("KMIBkmib")
+        unit = part[len(number) :].upper()
+        if not number.isdigit() or unit not in units:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a size; write 512, 64Ki or 4Mi")
+        sizes.append(max(16, int(number) * units[unit] // 4 * 4))
+    return sorted(set(sizes))
 
 
 def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:

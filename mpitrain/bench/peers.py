@@ -6,9 +6,11 @@ import fcntl
 import os
 import socket
 import struct
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +78,29 @@ def _over(backend: str, world: Communicator) -> Iterator[None]:
     world.barrier()
     dist.destroy_process_group()
     world.barrier()  # the store must outlive everybody's last look at it
+
+
+@contextmanager
+def rpc(world: Communicator, folder: Path) -> Iterator[Any]:
+    """torch.distributed.rpc over TensorPipe, rank N as worker "N", while inside. Collective.
+
+    Args:
+        world: The ranks.
+        folder: Where they find each other: an empty folder that all of them see.
+
+    Yields:
+        The module.
+    """
+    from torch.distributed import rpc as module
+
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo" if world.num_nodes == 1 else _first_interface())
+    options = module.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch calls itself
+        module.init_rpc(str(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options)
+    yield module
+    world.barrier()
+    module.shutdown()
 
 
 def fully_sharded(model: Any, group: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -51,6 +52,15 @@ class PlainMPI:
 
         return run
 
+    def window(self, place: torch.Tensor, allocated: bool) -> Window:
+        """A window over memory of every rank. Collective.
+
+        Args:
+            place: This rank's memory.
+            allocated: Whether MPI allocates memory of that size instead.
+        """
+        return Window(self._comm, place, allocated)
+
     @property
     def adds_fp16(self) -> bool:
         """Whether the library can sum fp16 at all. Collective: it is tried."""
@@ -69,3 +79,37 @@ class PlainMPI:
             request.Free()
         self._node.Free()
         self._comm.Free()
+
+
+class Window:
+    """Memory of every rank that the others put into and get from while it does nothing for that (passive target)."""
+
+    def __init__(self, comm: MPI.Intracomm, place: torch.Tensor, allocated: bool) -> None:
+        if allocated:
+            self._window = MPI.Win.Allocate(place.nbytes, place.element_size(), comm=comm)
+            place = torch.frombuffer(self._window.tomemory(), dtype=place.dtype, count=place.numel())
+        else:
+            self._window = MPI.Win.Create(place.numpy(), place.element_size(), comm=comm)
+        self.place = place  # this rank's memory
+        self._window.Lock_all()
+
+    def put(self, x: torch.Tensor, target: int, offset: int) -> Call:
+        """Write x into a rank's memory, from an element on; it is there when the call returns."""
+        return partial(self._move, self._window.Put, x, target, offset)
+
+    def get(self, x: torch.Tensor, target: int, offset: int) -> Call:
+        """Read a rank's memory, from an element on, into x."""
+        return partial(self._move, self._window.Get, x, target, offset)
+
+    def _move(self, move: Callable[..., None], x: torch.Tensor, target: int, offset: int) -> None:
+        move([x.numpy(), x.numel(), MPI_TYPES[x.dtype]], target, [offset, x.numel(), MPI_TYPES[x.dtype]])
+        self._window.Flush(target)
+
+    def see(self) -> None:
+        """Let this rank see what others have put into its memory."""
+        self._window.Sync()
+
+    def free(self) -> None:
+        """Release it. Collective."""
+        self._window.Unlock_all()
+        self._window.Free()

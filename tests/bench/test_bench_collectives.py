@@ -16,8 +16,8 @@ import pytest
 from support import clean_environment, job, one_line
 
 from mpitrain.bench.__main__ import names, usage
-from mpitrain.bench.collectives import _sizes
 from mpitrain.bench.collectives_report import correlation, report
+from mpitrain.bench.jobs import byte_sizes
 from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.report import Report, ReportTable, ReportTarget, markdown
 from mpitrain.bench.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
@@ -324,7 +324,7 @@ def test_a_missed_target_is_shown():
 
 
 def test_sizes_as_people_write_them():
-    assert _sizes("16,64Ki,4MiB,1m") == [16, 64 * KIB, 1 * MIB, 4 * MIB]
+    assert byte_sizes("16,64Ki,4MiB,1m") == [16, 64 * KIB, 1 * MIB, 4 * MIB]
     for wrong in ("", "x", "4Q", "1.5Ki"):
         with pytest.raises(argparse.ArgumentTypeError):
-            _sizes(wrong)
+            byte_sizes(wrong)
