@@ -27,10 +27,6 @@ _PART = "MPITRAIN_BENCH_PART"  # the file into which a started job puts its resu
 _RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _BUSY = 0.5  # load per core from which figures are not to be trusted
 _UNITS = {1: ("", "B"), 1 << 10: ("K", "KI", "KIB"), 1 << 20: ("M", "MI", "MIB")}  # bytes
-    dict.fromkeys(("", "B"), 1)
-    | dict.fromkeys(("K", "KI", "KIB"), 1 << 10)
-    | dict.fromkeys(("M", "MI", "MIB"), 1 << 20)
-)
 _GRACE = 10.0  # seconds from asking mpirun to end to making it
 
 

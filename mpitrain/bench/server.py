@@ -10,7 +10,7 @@ Rank 0 serves, the others push and pull, all at once. What is timed, per size (b
     one-sided, server computes  likewise, but the server is not in MPI; its watchdog is there twice a second
     torch rpc                   torch.distributed.rpc over TensorPipe, as in torch's tutorial of a parameter server
 
-A push lasts until the server knows that it has the gradient, a pull until the worker has the parameters. Each way has
+A push lasts from a worker's begin until the server knows that it has the gradient, a pull until the worker has the parameters. Each way has
 memory of its own and is measured by single shots in turns with all others, so that from 4 MiB on nothing is in the
 caches. Nothing is computed with what arrives, and it is checked once that it is what was sent.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from mpitrain.bench.collectives_report import size_text
 from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, repeated, run, temporary_folder
 from mpitrain.bench.report import Report, ReportTable
-from mpitrain.bench.server_contenders import carriers, contenders
+from mpitrain.bench.server_contenders import SERVER, carriers, contenders
 from mpitrain.bench.timing import interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
@@ -53,7 +53,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for size in options.sizes or sizes:
         with temporary_folder(world, options, "server") as folder, carriers(world, size // 4, folder) as ways:
-            times = plain(interleaved(world, contenders(ways), repeats, options.seconds))
+            begins = world.rank != SERVER
+            times = plain(interleaved(world, contenders(ways), repeats, options.seconds, begins=begins))
             result[str(size)] = {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}
         if world.rank == 0:
             print(f"  {world.size} ranks, {size_text(size)}", flush=True)

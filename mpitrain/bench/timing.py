@@ -61,7 +61,12 @@ class Times:
 
 
 def interleaved(
-    world: Communicator, contenders: Mapping[str, Contender], repeats: int, budget: float = math.inf
+    world: Communicator,
+    contenders: Mapping[str, Contender],
+    repeats: int,
+    budget: float = math.inf,
+    *,
+    begins: bool = True,
 ) -> dict[str, Times]:
     """Times of each contender, measured in turns: A B C A B C … Collective.
 
@@ -70,9 +75,13 @@ def interleaved(
         contenders: What is measured, by name.
         repeats: How many repetitions there are.
         budget: Seconds after which no further repetition is begun, but for the first three.
+        begins: Whether on one node a repetition may be said to have begun because this rank has: not one that only
+            waits for what others begin.
     """
     began, all_of_them = time.perf_counter(), list(contenders.values())
-    once = [extents(world, np.array(_round(world, all_of_them, [1] * len(all_of_them)))) for _ in range(2)]
+    once = [
+        extents(world, np.array(_round(world, all_of_them, [1] * len(all_of_them))), begins=begins) for _ in range(2)
+    ]
     expected = np.minimum(*once)  # they also warm up: operations are bound, pages touched
     counts = [
         1 if contender.single else int(np.clip(_BATCH / max(seconds, 1e-9), 1, _MOST))
@@ -84,7 +93,7 @@ def interleaved(
         stamps.append(_round(world, all_of_them, counts))
         over[0] = time.perf_counter() - began > budget
         world.broadcast(over, 0)  # the ranks must stop together
-    seconds = extents(world, np.array(stamps)) / counts
+    seconds = extents(world, np.array(stamps), begins=begins) / counts
     return {name: Times(seconds[:, turn].tolist()) for turn, name in enumerate(contenders)}
 
 
@@ -108,13 +117,15 @@ def plain(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
     return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
 
 
-def extents(world: Communicator, stamps: np.ndarray) -> np.ndarray:
-    """Durations over all ranks of (begin, end) pairs in the last axis. Collective."""
+def extents(world: Communicator, stamps: np.ndarray, *, begins: bool = True) -> np.ndarray:
+    """Durations over all ranks of (begin, end) pairs in the last axis. Collective. begins: see `interleaved`."""
     if world.num_nodes > 1:
         lasted = stamps[..., 1] - stamps[..., 0]
         world.all_reduce(lasted, "max")
         return lasted
     begin, end = stamps[..., 0].copy(), stamps[..., 1].copy()
+    if not begins:
+        begin[:] = math.inf
     world.all_reduce(begin, "min")
     world.all_reduce(end, "max")
     return end - begin
