@@ -18,6 +18,7 @@ from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
 from mpitrain.pipe.schedules import SCHEDULES
 from mpitrain.trainer.precision import DTYPES
+from mpitrain.trainer.strategies import STRATEGIES
 
 
 def test_every_model_every_depth_every_schedule_and_every_precision_is_implemented():
@@ -25,6 +26,10 @@ def test_every_model_every_depth_every_schedule_and_every_precision_is_implement
     assert tuple(STAGES) == choices.RESNET_LAYERS
     assert list(SCHEDULES) == list(get_args(choices.PipelineSchedule))
     assert list(DTYPES) == list(get_args(choices.Precision))
+
+
+def test_every_mode_has_a_strategy():
+    assert set(STRATEGIES) <= set(get_args(choices.Mode))
 
 
 def test_every_way_to_carry_device_memory_is_known():

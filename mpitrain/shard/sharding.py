@@ -94,6 +94,7 @@ class Sharding:
     Attributes:
         shard: The ranks that shares are divided over.
         replicas: The ranks that have the same share as this one; None where there are no others.
+        share: The number of this rank's share; None where it has none.
         groups: The trained parameters and where each lies.
         flat_parameters: What this rank's optimizer updates.
         host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
@@ -117,6 +118,7 @@ class Sharding:
         self._staged = staged
         self._made: list[Communicator] = []
         self.shard, self.replicas = self._ranks()
+        self.share = self._share_number()
         names = {p: name for name, p in module.named_parameters()}
         named = [(name, p) for p, name in names.items()]
         if not in_backward_order(named):
@@ -156,6 +158,9 @@ class Sharding:
         if comm.num_nodes > 1 and order is not None and self.options.share_node:
             return self._split(0, order, "shard"), None
         return comm, None
+
+    def _share_number(self) -> int | None:
+        return self.shard.rank
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
         """A communicator of the ranks that give the same color, freed by `close`. Collective."""

@@ -35,11 +35,13 @@ class VirtualWorkers:
         rank: This rank, among those that share the batch.
         ranks: How many of them there are; each has as many virtual workers as any other.
         count: The virtual workers of all ranks together.
+        idle: This rank is one more, and has none.
     """
 
     rank: int
     ranks: int
     count: int
+    idle: bool = False
 
     @staticmethod
     def of(comm: Communicator, reproducible: bool, workers: int) -> VirtualWorkers:
@@ -65,6 +67,8 @@ class VirtualWorkers:
     @property
     def own(self) -> range:
         """The numbers of this rank's virtual workers."""
+        if self.idle:
+            return range(0)
         each = self.count // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 

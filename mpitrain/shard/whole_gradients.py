@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mpitrain.comm import Work
+from mpitrain.comm import Arena, Work
 from mpitrain.shard.flat import FlatGroup, adopt, numbered
 from mpitrain.shard.protocols import Gradients
 from mpitrain.shard.reduction import BucketReduction
@@ -34,7 +34,7 @@ class WholeGradients(Gradients):
         self, groups: Sequence[FlatGroup], reduction: BucketReduction, *, sharded: bool, dtype: torch.dtype | None
     ) -> None:
         self.groups, self.reduction, self.sharded = groups, reduction, sharded
-        self._arenas = [reduction.comm.arena(g.layout.numel, dtype or g.dtype, g.device) for g in groups]
+        self._arenas = self._allocate(dtype)
         for arena in self._arenas:
             arena.tensor.zero_()
         self._apart = [arena.tensor.dtype != g.dtype for arena, g in zip(self._arenas, groups, strict=True)]
@@ -48,6 +48,10 @@ class WholeGradients(Gradients):
         self._compressed = [reduction.compressed(groups[g], b, (g, b)) for g, b in numbered(groups)]
         whole = not sharded and reduction.compression is None and not reduction.overlaps
         self.at_once = self.flat if whole else None
+
+    def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
+        """Memory for each group."""
+        return [self.reduction.comm.arena(g.layout.numel, dtype or g.dtype, g.device) for g in self.groups]
 
     @property
     def flat(self) -> list[torch.Tensor]:

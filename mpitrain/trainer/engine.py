@@ -94,7 +94,7 @@ class Engine:
         self._pipeline = axes.pipeline
         broadcast_state(module, comm)
         convert(module, precision)
-        self.sharding = Sharding(module, optimizer, comm, self.options, axes.counted, staged=self._pipeline is not None)
+        self.sharding = self._place(axes)
         self.device = self.sharding.groups[0].device
         self.scale = scale if scale is not None else LossScale.of(precision)
         self.settled = True
@@ -102,11 +102,20 @@ class Engine:
         files = MappedFiles(Path(folder)) if folder not in ("", HOST) else None
         self._updater = Updater(self.sharding, others, files)
         self._axes = [self.sharding.shard, *others]
-        self._state = EngineState(self.sharding, axes, first=all(other.rank == 0 for other in others))
+        self._state = self._make_state(axes, first=all(other.rank == 0 for other in others))
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter = ActivationMeter(module) if self._pipeline is None else None
         self._activations = 0
         self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
+
+    def _place(self, axes: Axes) -> Sharding:
+        """Place the module and its optimizer. Collective."""
+        staged = axes.pipeline is not None
+        return Sharding(self.module, self.optimizer, self.comm, self.options, axes.counted, staged=staged)
+
+    def _make_state(self, axes: Axes, *, first: bool) -> EngineState:
+        """What knows the tensors of a checkpoint. first: whether this rank is the first along all axes but data."""
+        return EngineState(self.sharding, axes, first=first)
 
     # -- the pieces of a step
 

@@ -18,7 +18,7 @@ class SampleIds(Callback):
     """Puts the numbers of all samples of a step into its line of metrics.jsonl, in order (`data.record_ids`)."""
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
-        if trainer.config.data.record_ids:
+        if trainer.config.data.record_ids and "ids" not in step.extras:
             step.extras["ids"] = gather_ids(trainer.places.everyone, step.batch)
 
 

@@ -104,12 +104,12 @@ class EngineState:
     def _shares(self) -> list[Holding]:
         """The parameters in this rank's shares."""
         sharding = self._sharding
-        if not sharding.stage.states:
+        if not sharding.stage.states or sharding.share is None:
             return []
         found = []
         for g, group in enumerate(sharding.groups):
             for b in range(group.layout.buckets):
-                for n, first, last, at in group.layout.within(*group.layout.share(b, sharding.shard.rank)):
+                for n, first, last, at in group.layout.within(*group.layout.share(b, sharding.share)):
                     p = group.parameters[n]
                     data = sharding.parameters.own(g, at, at + last - first)
                     found.append(Holding(MODEL + self._names[p], logical_of(p), first, last, data, self._writes(p)))

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpitrain.choices import Mode
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.data.on_device import on_device
@@ -103,11 +102,3 @@ class Synchronous(Strategy):
                 step = trainer.train_step(next(coming))
                 step.began = began
                 yield step
-
-
-def strategy_of(config: Config, world: Communicator) -> Strategy:
-    """The strategy that parallel.mode names. Raises InputError where the settings do not go with it."""
-    return STRATEGIES[config.parallel.mode](config, world)
-
-
-STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous}

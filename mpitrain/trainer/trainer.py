@@ -43,7 +43,8 @@ from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.stopping import StopInTime
-from mpitrain.trainer.strategy import GroupPlaces, strategy_of
+from mpitrain.trainer.strategies import strategy_of
+from mpitrain.trainer.strategy import GroupPlaces
 
 
 class Trainer:

@@ -1,0 +1,370 @@
+"""A server: it keeps shares of all parameters, applies what workers push, and gives them what they pull.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, is where the words come from.
+One thread does all of it, letter by letter, so that nothing is read while it is written:
+
+    staleness 0       a step's gradients are added in the order of their parts, bucket by bucket as they come; when all
+                      are there and the servers know the norm, each bucket is updated and given to whoever waits
+    else, and None    what a worker has committed is applied before the next pull is answered: what came meanwhile from
+                      several of them as one update
+
+A worker's letters arrive in order, so that it always sees its own updates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from mpitrain.comm import Work
+from mpitrain.comm.mailbox import Letter, Mailbox
+from mpitrain.loose.clock import Applied, Clock, Portion
+from mpitrain.loose.letters import Commit, LetterKind, StepRecord
+from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
+from mpitrain.loose.update import ShareUpdate
+
+_IDLE = 0.5  # seconds between looks at whether to go on
+_RECEIVING = 1e-4  # likewise while payloads arrive
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What servers are told once.
+
+    Attributes:
+        staleness: How many steps a worker may be ahead of the slowest; None: there is no bound.
+        corrected: Divide the learning rate of an update by its staleness (Zhang et al. 2016).
+        clip: The largest norm of gradients; 0: as they are.
+    """
+
+    staleness: int | None
+    corrected: bool
+    clip: float
+
+
+@dataclass
+class _Pull:
+    """A worker that waits for parameters with all updates of the steps up to `least`."""
+
+    worker: int
+    least: int
+    final: bool
+
+
+@dataclass
+class _Summing:
+    """A bulk-synchronous step, as far as its gradients have come."""
+
+    added: list[int]  # of each bucket, how many parts; they are added in order
+    waiting: list[dict[int, torch.Tensor]]  # of each bucket, gradients of later parts
+    commits: dict[int, Commit] = field(default_factory=dict)  # by part
+    told: bool = False  # whether the other servers know this one's squares
+
+
+class Server:
+    """One server's shares, and what it knows of all workers.
+
+    Args:
+        share: The number of its shares.
+        roles: Who works and who serves.
+        flats: The workers' memory, where it is shared.
+        update: The optimizer of the shares.
+        boxes: What servers are asked in, and what all ranks are answered in.
+        applied: What has been applied.
+        clock: Gives out samples, on the server that does: the first.
+        rules: How gradients are applied.
+        apart: Bytes that go between nodes for a part, by the worker's rank.
+
+    Attributes:
+        limit: The step after which all ranks meet.
+        finals: Workers that have got the parameters after that step.
+        inbox: Of each worker whose memory is not seen, where its gradients arrive.
+    """
+
+    def __init__(
+        self,
+        share: int,
+        roles: Roles,
+        flats: SharedFlats,
+        update: ShareUpdate,
+        boxes: tuple[Mailbox, Mailbox],
+        applied: Applied,
+        clock: Clock | None,
+        rules: Rules,
+        apart: dict[int, int],
+        inbox: dict[int, OwnShares],
+    ) -> None:
+        self._share, self._roles, self._flats, self._update = share, roles, flats, update
+        self._questions, self._answers = boxes
+        self.applied, self._clock, self._rules, self._apart, self.inbox = applied, clock, rules, apart, inbox
+        self.limit = applied.completed
+        self.finals = 0
+        self._buckets = len(flats.buckets)
+        self.progress = float(applied.completed)  # steps applied, and parts of steps
+        self._ready: list[tuple[int, Commit]] = []  # (worker, what it committed), to be applied
+        self._receiving: list[tuple[Work, Callable[[], None]]] = []  # and what to do then
+        self._arriving: dict[int, int] = {}  # payloads of each worker that have not arrived
+        self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not
+        self._pulls: list[_Pull] = []
+        self._asking: list[int] = []  # workers that wait for samples
+        self._told: dict[int, list[tuple[int, Commit, float]]] = {}  # by step: worker, commit, staleness
+        self._squares: dict[int, list[float]] = {}  # by step, of the servers
+        self._sum = self._new_sum()
+        self._since = time.perf_counter()  # when the last step was complete, or the first of some was begun
+        self._end = False
+        self._do: dict[LetterKind, Callable[[Letter], None]] = {
+            LetterKind.CLAIM: self._claimed,
+            LetterKind.PULL: self._pulled,
+            LetterKind.PUSHED: self._pushed,
+            LetterKind.COMMIT: self._committed,
+            LetterKind.SQUARES: self._squared,
+            LetterKind.END: self._ended,
+        }
+
+    # -- the loop
+
+    def serve(self, limit: int | None = None) -> None:
+        """Do what is asked: until all workers have what they need of the steps up to `limit`, or until told to end."""
+        self.finals, self.limit = 0, limit or 0
+        while not self._end and not (limit and self.finals == len(self._roles.workers)):
+            letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
+            while letter is not None:
+                self._do[LetterKind(int(letter.words[0]))](letter)
+                letter = self._questions.take(0)
+            self._look_at_payloads()
+            self._apply_commits()
+            self._answer()
+
+    def _look_at_payloads(self) -> None:
+        for work, then in [each for each in self._receiving if each[0].done()]:
+            self._receiving = [each for each in self._receiving if each[0] is not work]
+            then()
+
+    def _answer(self) -> None:
+        """Give samples and parameters to those who may have them by now."""
+        completed = self.applied.completed
+        for pull in [p for p in self._pulls if p.least <= completed and not self._arriving.get(p.worker)]:
+            if any(worker == pull.worker for worker, _ in self._held):
+                continue
+            self._pulls.remove(pull)
+            for bucket in range(self._buckets - 1, -1, -1):  # as forward needs them
+                self._give(pull.worker, bucket)
+            self.finals += pull.final
+        if self._clock is not None:
+            self._give_samples(self._clock)
+
+    def _give_samples(self, clock: Clock) -> None:
+        for worker in list(self._asking):
+            portion = clock.claim(worker)
+            if portion is not None:
+                self._answers.post(worker, [LetterKind.GRANT, portion.step, portion.part])
+            elif clock.exhausted:
+                self._answers.post(worker, [LetterKind.MEET, clock.limit])
+            else:
+                continue
+            self._asking.remove(worker)
+
+    def _give(self, worker: int, bucket: int) -> None:
+        """Let a worker have the parameters of a bucket."""
+        values = self._update.published.bucket(bucket)
+        words = [LetterKind.BUCKET, bucket, self._share, self.applied.completed, self.progress]
+        if self._flats.sees(worker):
+            self._flats.parameter_share(worker, bucket, self._share).copy_(values)
+            self._answers.post(worker, words)
+        else:
+            self._answers.post(worker, words, values.clone())  # the next update must not change it on its way
+
+    # -- what is asked
+
+    def _ended(self, letter: Letter) -> None:
+        self._end = True
+
+    def _claimed(self, letter: Letter) -> None:
+        assert self._clock is not None
+        if self._clock.open(int(letter.words[1])):
+            self._since = time.perf_counter()
+        if letter.words[2]:
+            self._clock.stop()
+        self._asking.append(letter.source)
+
+    def _pulled(self, letter: Letter) -> None:
+        final = bool(letter.words[2])
+        self._pulls.append(_Pull(letter.source, int(letter.words[1]), final))
+        if self._rules.staleness == 0:
+            self._keep_what_may_change(letter.source)
+
+    def _keep_what_may_change(self, worker: int) -> None:
+        """Copy gradients that this worker pushed and that wait for others: it is about to compute the next ones."""
+        mine = {part for part, commit in self._sum.commits.items() if self._worker_of.get(part) == worker}
+        for waiting in self._sum.waiting:
+            for part in mine & waiting.keys():
+                waiting[part] = waiting[part].clone()
+
+    def _pushed(self, letter: Letter) -> None:
+        _, _, part, bucket = map(int, letter.words[:4])
+        worker = letter.source
+        if not letter.payload_bytes:
+            if self._rules.staleness == 0:
+                self._add_in_order(worker, part, bucket, self._flats.gradient_share(worker, bucket, self._share))
+            return
+        place = self.inbox[worker].bucket(bucket)
+        self._arriving[worker] = self._arriving.get(worker, 0) + 1
+
+        def arrived() -> None:
+            self._arriving[worker] -= 1
+            if self._rules.staleness == 0:
+                self._add_in_order(worker, part, bucket, place)
+            elif not self._arriving[worker]:
+                self._ready += [each for each in self._held if each[0] == worker]
+                self._held = [each for each in self._held if each[0] != worker]
+
+        self._receiving.append((letter.receive(place), arrived))
+
+    def _committed(self, letter: Letter) -> None:
+        worker, commit = letter.source, Commit(*letter.words[1:])
+        if self._rules.staleness == 0:
+            self._sum.commits[int(commit.part)] = commit
+            self._worker_of[int(commit.part)] = worker
+            self._finish_sum()
+        elif self._arriving.get(worker):
+            self._held.append((worker, commit))
+        else:
+            self._ready.append((worker, commit))
+
+    # -- updates as they come
+
+    def _apply_commits(self) -> None:
+        """Apply what has been committed, as one update.
+
+        The gradient is the mean over all of its samples, and the learning rate has the part of it that these are of a
+        step's batch: an update by half of a batch goes half as far.
+        """
+        commits, self._ready = self._ready, []
+        if not commits:
+            return
+        good, rate, first = 0.0, 0.0, True
+        for worker, commit in commits:
+            missed = max(0.0, self.progress - commit.progress)
+            self._told.setdefault(int(commit.step), []).append((worker, commit, missed))
+            if commit.factor == 0.0:  # it is not finite
+                continue
+            correction = 1.0 / max(1.0, missed) if self._rules.corrected else 1.0
+            for bucket in range(self._buckets):
+                self._update.add(bucket, self._gradients(worker, bucket), commit.factor * correction, first=first)
+            first = False
+            good += commit.weight * correction
+            rate += commit.lr * commit.weight * correction
+        if good:
+            self._update.apply(range(self._buckets), rate, 1.0 / good)
+        for _, commit in commits:
+            self.progress += commit.weight
+            self._settle(Portion(int(commit.step), int(commit.part)))
+
+    def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
+        if self._flats.sees(worker):
+            return self._flats.gradient_share(worker, bucket, self._share)
+        return self.inbox[worker].bucket(bucket)
+
+    def _note(self, portion: Portion) -> list[int]:
+        """Note that a part was applied; returns the steps that are complete by it."""
+        return self.applied.add(portion) if self._clock is None else self._clock.settled(portion)
+
+    def _settle(self, portion: Portion) -> None:
+        """Note that a part was applied, and tell all ranks of the steps that are complete by it."""
+        complete = self._note(portion)
+        seconds = self._lap(len(complete))
+        for step in complete:
+            told = self._told.pop(step)
+            if self._clock is not None:
+                norms = [commit.norm for _, commit, _ in told]
+                norm = math.sqrt(sum(n * n for n in norms) / len(norms))
+                skipped = any(commit.factor == 0.0 for _, commit, _ in told)
+                self._tell(step, told, norm, seconds, skipped=skipped)
+
+    def _lap(self, steps: int) -> float:
+        """Seconds since the last step was complete, for each of so many that are now."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / max(1, steps)
+        self._since = now if steps else self._since
+        return seconds
+
+    def _tell(
+        self, step: int, told: list[tuple[int, Commit, float]], norm: float, seconds: float, *, skipped: bool
+    ) -> None:
+        staleness = [missed for _, _, missed in told]
+        record = StepRecord(
+            step,
+            math.fsum(commit.loss for _, commit, _ in told),
+            norm,
+            skipped,
+            sum(staleness) / len(staleness),
+            max(staleness),
+            max(commit.ahead for _, commit, _ in told),
+            sum(self._apart[worker] for worker, _, _ in told),
+            seconds,
+        )
+        for rank in range(self._answers.size):
+            self._answers.post(rank, [LetterKind.RECORD, *record])
+
+    # -- bulk-synchronous steps
+
+    def _new_sum(self) -> _Summing:
+        self._worker_of: dict[int, int] = {}  # by part, of the step under way
+        return _Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
+
+    def _add_in_order(self, worker: int, part: int, bucket: int, gradients: torch.Tensor) -> None:
+        """Add a part's gradients when those of all parts before it are."""
+        waiting, added = self._sum.waiting[bucket], self._sum.added
+        waiting[part] = gradients
+        while (found := waiting.pop(added[bucket], None)) is not None:
+            self._update.add(bucket, found, first=added[bucket] == 0)
+            added[bucket] += 1
+        self._finish_sum()
+
+    def _finish_sum(self) -> None:
+        """Tell the other servers this one's squares, once all gradients are added up."""
+        parts, step = self.applied.parts, self.applied.completed + 1
+        if self._sum.told or len(self._sum.commits) < parts or min(self._sum.added, default=parts) < parts:
+            return
+        self._sum.told = True
+        squares = self._update.squares()
+        for server in self._roles.servers:
+            if server != self._questions.rank:
+                self._questions.post(server, [LetterKind.SQUARES, step, squares])
+        self._know_squares(step, squares)
+
+    def _squared(self, letter: Letter) -> None:
+        self._know_squares(int(letter.words[1]), letter.words[2])
+
+    def _know_squares(self, step: int, squares: float) -> None:
+        known = self._squares.setdefault(step, [])
+        known.append(squares)
+        if len(known) < len(self._roles.servers):
+            return
+        del self._squares[step]
+        self._update_in_step(step, math.sqrt(total) if math.isfinite(total := math.fsum(sorted(known))) else math.nan)
+
+    def _update_in_step(self, step: int, norm: float) -> None:
+        """Update with the gradients of a whole step, and give each bucket to those who wait for it."""
+        commits = self._sum.commits
+        finite = math.isfinite(norm)
+        factor = self._rules.clip / (norm + 1e-6) if self._rules.clip and norm > self._rules.clip else 1.0
+        told = [(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
+        waiting = [pull for pull in self._pulls if pull.least <= step]
+        self._pulls = [pull for pull in self._pulls if pull.least > step]
+        for part in commits:
+            self._note(Portion(step, part))
+        self.progress = float(step)
+        for bucket in range(self._buckets - 1, -1, -1):
+            if finite:
+                self._update.apply([bucket], told[0][1].lr, factor)
+            for pull in waiting:
+                self._give(pull.worker, bucket)
+        self.finals += sum(pull.final for pull in waiting)
+        self._sum = self._new_sum()
+        if self._clock is not None:
+            self._tell(step, told, norm, self._lap(1), skipped=not finite)

@@ -1,0 +1,86 @@
+"""A server's shares: summing what workers push, and the optimizer's update of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from mpitrain.loose.memory import OwnShares
+from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.shard.update import optimizer_step
+
+
+class ShareUpdate:
+    """The optimizer of a server's shares.
+
+    Args:
+        optimizer: Of `flat_parameters`.
+        flat_parameters: The server's shares, each a stretch of one bucket (`FlatParameter.bucket`).
+        sums: Where gradients are added up; the flat parameters' gradients are views of it.
+        published: The parameters as workers get them.
+        buckets: How many there are.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        flat_parameters: Sequence[FlatParameter],
+        sums: OwnShares,
+        published: OwnShares,
+        buckets: int,
+    ) -> None:
+        self._optimizer, self.published = optimizer, published
+        self._sums = [sums.bucket(number) for number in range(buckets)]
+        self._of = [[s for s in flat_parameters if s.bucket == number] for number in range(buckets)]
+
+    @torch.no_grad()
+    def add(self, bucket: int, gradients: torch.Tensor, factor: float = 1.0, *, first: bool) -> None:
+        """Add gradients to those of a bucket.
+
+        Args:
+            bucket: Its number.
+            gradients: This server's share of them.
+            factor: What they are multiplied by.
+            first: Forget what was added before.
+        """
+        place = self._sums[bucket]
+        if not first:
+            place.add_(gradients, alpha=factor)
+        elif factor == 1.0:
+            place.copy_(gradients)
+        else:
+            torch.mul(gradients, factor, out=place) if gradients.dtype == place.dtype else place.copy_(gradients).mul_(
+                factor
+            )
+
+    @torch.no_grad()
+    def squares(self) -> float:
+        """The sum of the squares of all gradients added up; not finite where one of them is not."""
+        if not self._sums:
+            return 0.0
+        return float(torch.stack(torch._foreach_norm(self._sums, 2)).double().square_().sum())
+
+    @torch.no_grad()
+    def apply(self, buckets: Iterable[int], lr: float, factor: float) -> None:
+        """Update some buckets with the gradients added up times `factor`.
+
+        Args:
+            buckets: Their numbers.
+            lr: The learning rate.
+            factor: Of the gradients.
+        """
+        chosen = [s for number in buckets for s in self._of[number]]
+        if not chosen:
+            return
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = lr
+        for flat_parameter in chosen:
+            gradient = flat_parameter.gradient()
+            assert gradient is not None
+            gradient = gradient.to(flat_parameter.value.dtype)
+            flat_parameter.value.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+        optimizer_step(self._optimizer)
+        for flat_parameter in chosen:
+            flat_parameter.value.grad = None
+            flat_parameter.store()

@@ -1,0 +1,264 @@
+"""parallel.mode server: workers that take steps by themselves, and servers that keep the parameters.
+
+    a worker    claim a part of a step's batch -> pull -> forward, backward and push, bucket by bucket -> commit
+    a server    apply what is pushed, give what is pulled; on a rank that also works, in a thread of its own
+    all         meet where the run is evaluated, saved or ended, when everything is applied
+
+What a step was like is known when all of its parts are applied; the server that gives out samples tells all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
+from mpitrain.data import Batch, SampleOrder
+from mpitrain.data.on_device import on_device, pin
+from mpitrain.errors import refusal
+from mpitrain.layout import split
+from mpitrain.loose.clock import Applied, Clock, Portion
+from mpitrain.loose.letters import Commit, LetterKind, StepRecord
+from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.server import Rules, Server
+from mpitrain.loose.worker import ServedWorker
+from mpitrain.mesh import Mesh
+from mpitrain.shard.virtual_workers import VirtualWorkers
+from mpitrain.trainer.callback import Step
+from mpitrain.trainer.served_engine import ServedEngine
+from mpitrain.trainer.strategy import GroupPlaces, Strategy
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
+
+
+_PATIENCE = 10.0  # seconds at most that a server's thread takes to end
+
+
+class Served(Strategy):
+    """Training with a parameter server.
+
+    Attributes:
+        roles: Who works and who serves.
+    """
+
+    def __init__(self, config: Config, world: Communicator) -> None:
+        super().__init__(config, world)
+        refuse_what_servers_cannot(config, world.size)
+        parallel = config.parallel
+        self.roles = Roles.of(world.size, parallel.servers)
+        staleness = None if parallel.staleness == "none" else int(parallel.staleness)
+        self._rules = Rules(staleness, parallel.staleness_lr, config.train.clip)
+
+    def places(self, config: Config, world: Communicator) -> GroupPlaces:
+        self.roles = Roles.of(world.size, config.parallel.servers)
+        alone = world.subgroup([world.rank], label="alone")
+        assert alone is not None
+        mesh = Mesh.make(alone)
+        self.engine = partial(ServedEngine, world=world, roles=self.roles, bulk=self._rules.staleness == 0)
+        count = len(self.roles.workers)
+        evaluating = VirtualWorkers(world.rank, count, count, idle=world.rank not in self.roles.workers)
+        return GroupPlaces(mesh, VirtualWorkers(0, 1, 1), world, evaluating)
+
+    def describe(self) -> str:
+        staleness, servers = self._rules.staleness, self.config.parallel.servers
+        pace = {None: "asynchronous", 0: "bulk-synchronous"}.get(staleness, f"at most {staleness} steps apart")
+        who = f"{servers} of the ranks only serve" if servers else "every rank serves a share"
+        return f"parameter server, {pace}; {who}"
+
+    def steps(self, trainer: Trainer) -> Iterator[Step]:
+        session = Session(trainer, self.roles, self._rules)
+        with session.open():
+            while True:
+                yield from session.until(next_meeting(trainer))
+
+
+def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
+    """Raise InputError for settings that do not go with a parameter server."""
+    parallel = config.parallel
+    if parallel.servers >= ranks:
+        raise refusal(
+            f"parallel.servers {parallel.servers} leaves no worker of {ranks} ranks; set it to at most {ranks - 1}, or "
+            "to 0, so that every rank serves a share and works"
+        )
+    alone = {"parallel.pipeline": 1, "parallel.tensor": 1, "parallel.zero": 0, "parallel.offload": ""}
+    alone |= {"run.reproducible": False, "comm.compression": "none", "model.compile": False}
+    for key, needed in alone.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value != needed:
+            told = str(value).lower() if isinstance(value, bool) else value
+            raise refusal(
+                f"{key} {told} does not go with parallel.mode server, whose workers have the whole model and whose "
+                f"servers the optimizer; leave it out, or use parallel.mode sync"
+            )
+    if config.train.precision == "fp16":
+        raise refusal(
+            "train.precision fp16 does not go with parallel.mode server: its loss scale needs all gradients of a step "
+            "at once; use bf16 or fp32"
+        )
+    if config.train.batch < ranks - parallel.servers:
+        raise refusal(
+            f"train.batch {config.train.batch} has less than a sample for each of {ranks - parallel.servers} workers; "
+            "raise it, or start fewer ranks"
+        )
+
+
+def next_meeting(trainer: Trainer) -> int:
+    """The step after which all ranks meet next: to evaluate, to save or to end."""
+    step, config = trainer.step, trainer.config
+    often = [every for every in (config.train.evaluate_every, config.checkpoint.every) if every]
+    return min([config.train.steps, *(every * (step // every + 1) for every in often)])
+
+
+class Session:
+    """What a rank does between the start of training and its end.
+
+    Args:
+        trainer: Whose steps are taken.
+        roles: Who works and who serves.
+        rules: How the servers apply gradients.
+    """
+
+    def __init__(self, trainer: Trainer, roles: Roles, rules: Rules) -> None:
+        self._trainer, self._roles, self._rules = trainer, roles, rules
+        world, batch = trainer.world, trainer.config.train.batch
+        self._origin = (
+            trainer.position - trainer.step * batch
+        )  # of the data: step t has samples from here + (t-1) * batch
+        self._order = SampleOrder(len(trainer.data), trainer.config.run.seed)
+        self._bounds = split(batch, len(roles.workers))
+        engine = trainer.engine
+        assert isinstance(engine, ServedEngine)
+        self._engine, self._sharding = engine, engine.sharding
+        self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
+        self._error: BaseException | None = None
+        self._server = self._make_server(world) if world.rank in roles.servers else None
+        self._worker = ServedWorker(roles, self._sharding.flats, self._boxes, rules.staleness, self._raise_failure)
+        if world.rank in roles.workers:
+            engine.serve_with(self._worker)
+
+    def _make_server(self, world: Communicator) -> Server:
+        roles, flats, sharding = self._roles, self._sharding.flats, self._sharding
+        share, update = sharding.share, sharding.update
+        assert share is not None and update is not None
+        first = world.rank == roles.servers[0]
+        applied = Applied(len(roles.workers), self._trainer.step)
+        kinds = [g.dtype for g in sharding.groups]
+        inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
+        clock = Clock(applied, roles.workers, self._rules.staleness) if first else None
+        apart = {w: self._bytes_between_nodes(world, w) for w in roles.workers}
+        return Server(share, roles, flats, update, self._boxes, applied, clock, self._rules, apart, inbox)
+
+    def _bytes_between_nodes(self, world: Communicator, worker: int) -> int:
+        """What a part costs this worker: its gradients to servers of other nodes, and the parameters from them."""
+        share = sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in self._sharding.groups)
+        return sum(2 * share for server in self._roles.servers if world.nodes[server] != world.nodes[worker])
+
+    # -- beginning and end
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, a server of a rank that works too runs in a thread."""
+        thread = None
+        if self._server is not None and self._trainer.world.rank in self._roles.workers:
+            thread = threading.Thread(target=self._serve_beside, name="parameter-server", daemon=True)
+            thread.start()
+        try:
+            yield
+        finally:  # the run is over, or this rank failed: nothing collective here
+            if thread is not None:
+                self._boxes[0].post(self._trainer.world.rank, [LetterKind.END])
+                thread.join(_PATIENCE)
+
+    def _serve_beside(self) -> None:
+        assert self._server is not None
+        try:
+            self._server.serve()
+        except BaseException as error:  # raised by the thread that trains
+            self._error = error
+            self._boxes[1].post(self._trainer.world.rank, [LetterKind.FAILED])
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- from one meeting to the next
+
+    def until(self, limit: int) -> Iterator[Step]:
+        """The steps up to the one after which all ranks meet: `limit`, or an earlier one if there is reason to stop."""
+        first, world = self._trainer.step, self._trainer.world
+        if world.rank in self._roles.workers:
+            yield from self._work(limit)
+            last = self._worker.portion.step
+        else:
+            assert self._server is not None
+            self._server.serve(limit)
+            last = self._server.applied.completed
+        for number in range(max(first, self._trainer.step) + 1, last + 1):
+            yield self._step(self._worker.next_record(), together=number == last)
+
+    def _work(self, limit: int) -> Iterator[Step]:
+        """Work on what there is; gives the steps that become known meanwhile, but for the last."""
+        trainer, worker = self._trainer, self._worker
+        done = trainer.step
+        while True:
+            portion = worker.claim(limit, stop=trainer.stop_asked)
+            while worker.records and (portion is not None or worker.records[0].step < worker.portion.step):
+                step = self._step(worker.records.popleft(), together=False)
+                done = step.number
+                yield step
+            if portion is None:
+                break
+            self._compute(portion)
+        worker.pull(worker.portion.step, final=True)
+        worker.need(range(len(self._sharding.flats.buckets)))
+        trainer.step = done
+
+    def _compute(self, portion: Portion) -> None:
+        trainer, worker = self._trainer, self._worker
+        worker.pull_for(portion)
+        batch = self._read(portion)
+        trainer.step, trainer.samples = portion.step - 1, trainer.config.train.batch
+        trainer.places = replace(trainer.places, first_worker=portion.part)
+        step = trainer.train_step(batch)
+        worker.need(range(len(self._sharding.flats.buckets)))  # a part without samples has not computed with them
+        weight = (self._bounds[portion.part + 1] - self._bounds[portion.part]) / trainer.config.train.batch
+        norm = step.norm / weight if weight else 0.0
+        factor = 0.0 if step.skipped else 1.0
+        if factor and self._rules.staleness != 0 and self._rules.clip and norm > self._rules.clip:
+            factor = self._rules.clip / (norm + 1e-6)
+        worker.commit(Commit(portion.step, portion.part, step.lr, weight, factor, step.loss, norm, 0.0, 0.0))
+
+    def _read(self, portion: Portion) -> Batch:
+        """The samples of a part."""
+        trainer = self._trainer
+        lo, hi = self._bounds[portion.part : portion.part + 2]
+        begin = self._origin + (portion.step - 1) * trainer.config.train.batch
+        ids = self._order.ids(begin + lo, hi - lo)
+        x, y = map(torch.from_numpy, trainer.data.read(ids))
+        return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
+
+    def _step(self, record: StepRecord, *, together: bool) -> Step:
+        """What the trainer is to know of a step."""
+        trainer, number = self._trainer, int(record.step)
+        size, begin = trainer.config.train.batch, self._origin + (number - 1) * trainer.config.train.batch
+        ids = self._order.ids(begin, size if trainer.config.data.record_ids else 0)
+        batch = Batch(ids, torch.empty(0), torch.empty(0), begin)  # other workers have most of it
+        lr, skipped = trainer.schedule.rate(number - 1), bool(record.skipped)
+        step = Step(number, batch, record.loss, lr, record.norm, skipped, seconds=record.seconds, together=together)
+        if len(ids):
+            step.extras["ids"] = ids.tolist()
+        if self._rules.staleness != 0:
+            step.extras["staleness_mean"] = record.staleness_mean
+            step.extras["staleness_max"] = record.staleness_max
+            step.extras["ahead_max"] = int(record.ahead_max)
+        step.extras["between_nodes_bytes"] = int(record.between_nodes)
+        return step

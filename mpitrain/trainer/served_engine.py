@@ -1,0 +1,85 @@
+"""The engine of a rank that a parameter server trains with: its steps push gradients instead of updating."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from mpitrain.checkpoint import Part
+from mpitrain.comm import Communicator
+from mpitrain.loose.memory import Roles
+from mpitrain.loose.sharding import PulledParameters, PushedGradients, ServedSharding
+from mpitrain.loose.worker import ServedWorker, squares
+from mpitrain.shard.axes import Axes
+from mpitrain.shard.ddp import broadcast_state
+from mpitrain.trainer.engine import Engine, StepResult
+from mpitrain.trainer.optimizer import state_bytes
+from mpitrain.trainer.state import EngineState, Holding, merged
+
+
+class ServedState(EngineState):
+    """What a rank holds of a checkpoint's tensors: shares where it serves, and the first worker what is not trained."""
+
+    def __init__(self, *args: Any, first_worker: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._first_worker = first_worker
+
+    def _alike(self) -> list[Holding]:
+        return [replace(holding, written=holding.written and self._first_worker) for holding in super()._alike()]
+
+
+class ServedEngine(Engine):
+    """A module and its loss on a worker, and shares of its optimizer on a server. Collective over `world` to make.
+
+    Args:
+        world: All ranks.
+        roles: Who works and who serves.
+        bulk: Whether the servers find the norm of a whole batch's gradients, and clip these.
+        *args, **kwargs: As of `Engine`; `comm` is of this rank alone.
+    """
+
+    sharding: ServedSharding
+
+    def __init__(self, *args: Any, world: Communicator, roles: Roles, bulk: bool, **kwargs: Any) -> None:
+        self._world, self._roles, self._bulk = world, roles, bulk
+        self._weight = 1.0
+        broadcast_state(args[0], world)
+        super().__init__(*args, **kwargs)
+        self._axes = [world]
+
+    def _place(self, axes: Axes) -> ServedSharding:
+        return ServedSharding(self.module, self.optimizer, self.comm, self.options, self._world, self._roles)
+
+    def _make_state(self, axes: Axes, *, first: bool) -> ServedState:
+        first_worker = self._world.rank == self._roles.workers[0]
+        return ServedState(self.sharding, axes, first=first, first_worker=first_worker)
+
+    def serve_with(self, worker: ServedWorker) -> None:
+        """Pull and push through a worker from now on."""
+        parameters, gradients = self.sharding.parameters, self.sharding.gradients
+        assert isinstance(parameters, PulledParameters) and isinstance(gradients, PushedGradients)
+        parameters.need, worker.came, gradients.push = worker.need, parameters.came, worker.push
+
+    def step(self, lr: float | None = None) -> StepResult:
+        """Say how long the gradients are: that of the mean over this worker's samples. The servers update.
+
+        Where they find the norm of the whole batch's, 0.
+        """
+        if self._bulk:
+            return StepResult(0.0, False)
+        found = squares(self.sharding.gradients.flat)
+        norm = math.sqrt(found) if math.isfinite(found) else math.nan
+        return StepResult(norm, not math.isfinite(norm))
+
+    def parts(self) -> tuple[list[Part], dict[str, Any]]:
+        parts, values = self._state.parts()
+        values["optimizer"] = merged(self._world.all_gather_object(values["optimizer"]))
+        return parts, values | self._settings()
+
+    def checkpoint_bytes(self) -> int:
+        parts, _ = self._state.parts()
+        nbytes = sum(part.data.nbytes for part in parts)
+        if any(self.optimizer.state.values()) or self.sharding.share is None:
+            return nbytes
+        return nbytes + self._state.trained() * state_bytes(self.optimizer) // len(self._roles.servers)
