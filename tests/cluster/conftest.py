@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 import slurm_cluster
+from link import Link
 from namespace_hosts import Hosts, why_not
 from slurm_cluster import SlurmCluster
 
@@ -31,6 +32,16 @@ def hosts() -> Iterator[Hosts]:
     if reason := why_not():
         impossible("namespaces", reason)
     with Hosts(3) as made:
+        yield made
+
+
+@pytest.fixture
+def linked_hosts() -> Iterator[Hosts]:
+    """Two hosts with 1 Gbit/s and 10 ms to each other."""
+    link = Link(bits_per_second=1e9, seconds=0.010)
+    if reason := why_not(link):
+        impossible("namespaces", reason)
+    with Hosts(2, link) as made:
         yield made
 
 

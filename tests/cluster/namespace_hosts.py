@@ -7,13 +7,15 @@
 Each host has its own name (a UTS namespace), so that MPI takes it for a node: shared memory ends at it. All see
 the same files, processes and cores; `disks` gives each a folder that the others do not see. Needs root and `ip`.
 Open MPI only: its mpirun starts ranks through enter_host.sh instead of ssh. From a shell, three hosts with two ranks
-each:
+each, and the same where each host has 1 Gbit/s and 10 ms to any other (link.py):
 
     python tests/cluster/namespace_hosts.py python tests/cluster/two_level.py
+    python tests/cluster/namespace_hosts.py --link 1e9,0.01 --ranks 1,1,1 python tests/cluster/two_level.py
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -25,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from link import PIECE, Impossible, Link, StandIn, has_netem
 from support import clean_environment
 
 AGENT = Path(__file__).with_name("enter_host.sh")
@@ -32,15 +35,17 @@ NETWORK = "10.77.0."
 _NAME = "mpitrain-{pid}-"
 
 
-class Impossible(Exception):
-    """Why there cannot be such hosts here."""
-
-
 class Hosts:
-    """Hosts 1 to `count`. Use it in `with`; whatever still runs on them at the end is killed."""
+    """Hosts 1 to `count`. Use it in `with`; whatever still runs on them at the end is killed.
 
-    def __init__(self, count: int = 3) -> None:
+    link: What joins each to the switch; else as fast as this machine is. `stand_in` is the process that does it where
+    the kernel has no `tc netem`: it is switch, v1, v2, ... in one.
+    """
+
+    def __init__(self, count: int = 3, link: Link | None = None) -> None:
         self.count = count
+        self.link = link
+        self.stand_in: StandIn | None = None
         self.prefix = _NAME.format(pid=os.getpid())
         self._switch = f"{self.prefix}switch"
         self._disks: Path | None = None
@@ -56,23 +61,43 @@ class Hosts:
         except subprocess.CalledProcessError as error:
             self.__exit__()
             raise Impossible(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
+        except Impossible:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.stand_in is not None:
+            self.stand_in.close()
         _remove([self._switch, *(self.namespace(host) for host in range(1, self.count + 1))])
 
     def _make(self) -> None:
-        _ip("netns", "add", self._switch)
+        names = [self.namespace(host) for host in range(1, self.count + 1)]
+        for name in (self._switch, *names):
+            _ip("netns", "add", name)
+        if self.link is not None and not has_netem(self._switch):
+            self.stand_in = StandIn(self.link, self._switch, names)
+        else:
+            self._join_by_bridge()
+        for host, name in enumerate(names, start=1):
+            _ip("-n", name, "address", "add", f"{NETWORK}{host}/24", "dev", "e0")
+            _ip("-n", name, "link", "set", "e0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            for setting, value in (self.link.settings() if self.link else {}).items():
+                _ip("netns", "exec", name, "bash", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
+
+    def _join_by_bridge(self) -> None:
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
         for host in range(1, self.count + 1):
             name = self.namespace(host)
-            _ip("netns", "add", name)
             _ip("-n", self._switch, "link", "add", f"v{host}", "type", "veth", "peer", "name", "e0", "netns", name)
             _ip("-n", self._switch, "link", "set", f"v{host}", "master", "bridge", "up")
-            _ip("-n", name, "address", "add", f"{NETWORK}{host}/24", "dev", "e0")
-            _ip("-n", name, "link", "set", "e0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            if self.link is not None:
+                leaving, arriving = self.link.netem()
+                _ip("-n", name, "link", "set", "e0", "gso_max_size", str(PIECE))
+                _run("tc", "-n", name, "qdisc", "add", "dev", "e0", "root", *leaving)
+                _run("tc", "-n", self._switch, "qdisc", "add", "dev", f"v{host}", "root", *arriving)
 
     def namespace(self, host: int) -> str:
         return f"{self.prefix}h{host}"
@@ -90,10 +115,16 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """Take a host off the network, as a node that dies; it cannot tell anybody."""
-        _ip("-n", self._switch, "link", "set", f"v{host}", "down")
+        self._connect(host, False)
 
     def mend(self, host: int) -> None:
-        _ip("-n", self._switch, "link", "set", f"v{host}", "up")
+        self._connect(host, True)
+
+    def _connect(self, host: int, on: bool) -> None:
+        if self.stand_in is not None:
+            self.stand_in.tell("mend" if on else "cut", host)
+        else:
+            _ip("-n", self._switch, "link", "set", f"v{host}", "up" if on else "down")
 
     def clear(self) -> None:
         """End whatever runs on the hosts, and join them all again; returns when they reach each other."""
@@ -104,10 +135,11 @@ class Hosts:
         for host in hosts:  # a host that was looked for in vain counts as unreachable for some time more
             _ip("-n", self.namespace(host), "neighbour", "flush", "dev", "e0")
         deadline = time.monotonic() + 20
-        while not all(self._reaches(one, other) for one in hosts for other in hosts if one != other):
+        while not all(self.reaches(one, other) for one in hosts for other in hosts if one != other):
             assert time.monotonic() < deadline, "the hosts do not reach each other again"
 
-    def _reaches(self, one: int, other: int) -> bool:
+    def reaches(self, one: int, other: int) -> bool:
+        """Whether a packet of one host and its answer arrive, within 2 s."""
         words = [
             "ip",
             "netns",
@@ -166,19 +198,23 @@ class Hosts:
         )
 
 
-def why_not() -> str:
-    """Why Open MPI jobs across namespaces are impossible here; empty where they are possible."""
+def why_not(link: Link | None = None) -> str:
+    """Why Open MPI jobs across namespaces, joined by `link`, are impossible here; empty where they are possible."""
     if not (Path(sys.prefix) / "bin/ompi_info").exists():
         return "hosts in network namespaces are for Open MPI, this environment has another MPI"
     try:
-        with Hosts(1):
+        with Hosts(1, link):
             return ""
     except Impossible as error:
         return str(error)
 
 
 def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def _remove(names: Sequence[str]) -> None:
@@ -204,13 +240,18 @@ def _remove_those_of_dead_processes() -> None:
             _remove([name])
 
 
-def main(command: Sequence[str]) -> int:
-    if not command:
-        print(__doc__, file=sys.stderr)
-        return 2
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", type=Link.parse, metavar="BITS_PER_SECOND,SECONDS")
+    parser.add_argument("--ranks", default="2,2,2", metavar="N,...", help="on each host, of which there are so many")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    if not options.command:
+        parser.error("no command")
+    ranks = [int(count) for count in options.ranks.split(",")]
     try:
-        with Hosts(3) as hosts:
-            return subprocess.run(hosts.mpirun(command), env=hosts.environment()).returncode
+        with Hosts(len(ranks), options.link) as hosts:
+            return subprocess.run(hosts.mpirun(options.command, ranks), env=hosts.environment()).returncode
     except Impossible as reason:
         print(f"no hosts: {reason}", file=sys.stderr)
         return 1

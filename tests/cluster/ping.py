@@ -1,0 +1,48 @@
+"""What a link does: the round trip of one byte, and the bandwidth of large messages, from rank 0 to rank 1.
+
+    python tests/cluster/namespace_hosts.py --link 1e9,0.01 --ranks 1,1 python tests/cluster/ping.py [MIB]
+
+Prints one JSON object: the median round trip in seconds, and bytes per second of each message of MIB, one
+after the other: the first starts TCP, which finds its speed in the course of it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+ROUND_TRIPS, MESSAGES = 20, 4
+
+
+def round_trip(world: MPI.Comm, buffer: np.ndarray) -> float:
+    """Seconds until rank 1 has `buffer`, and rank 0 one byte in return."""
+    answer = np.zeros(1, np.uint8)
+    began = time.perf_counter()
+    if world.rank == 0:
+        world.Send(buffer, 1)
+        world.Recv(answer, 1)
+    elif world.rank == 1:
+        world.Recv(buffer, 0)
+        world.Send(answer, 0)
+    return time.perf_counter() - began
+
+
+def main(mib: int) -> None:
+    world = MPI.COMM_WORLD
+    byte, message = np.zeros(1, np.uint8), np.ones(mib << 20, np.uint8)
+    round_trip(world, byte)
+    trips = [round_trip(world, byte) for _ in range(ROUND_TRIPS)]
+    trip = statistics.median(trips)
+    # a round trip of this time is the way of the last byte and that of the answer
+    speeds = [message.nbytes / (round_trip(world, message) - trip) for _ in range(MESSAGES)]
+    if world.rank == 0:
+        print(json.dumps({"round_trip": trip, "longest": max(trips), "bytes_per_second": speeds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 64)
