@@ -249,20 +249,21 @@ class TorchRpc(Carrier):
 
 
 @contextmanager
-def carriers(world: Communicator, numel: int, folder: Path) -> Iterator[dict[str, Carrier]]:
+def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) -> Iterator[dict[str, Carrier]]:
     """Every way there is, by its name in the report. Collective.
 
     Args:
         world: The ranks.
         numel: fp32 elements of a gradient.
         folder: An empty one that all ranks see.
+        computing: Whether also one-sided while the server computes, which takes seconds.
     """
     with ExitStack() as stack:
         desk, mpi = Desk(world, numel), PlainMPI(world)
         made: dict[str, Carrier] = {"memcpy": Memcpy(desk)}
         rows = desk.workers * numel if desk.serves else 1
         shares = world.num_nodes == 1
-        done = world.arena(desk.workers, torch.uint8) if shares else None
+        done = world.arena(desk.workers, torch.uint8) if shares and computing else None
         if shares:
             made["shared memory"] = SharedMemory(desk)
         made["letters"] = Letters(desk)

@@ -1,0 +1,24 @@
+"""The benchmark of a rank that serves runs, and each way carries what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from support import job
+
+
+@pytest.mark.campaign
+def test_a_quick_run_writes_pushes_and_pulls_of_every_way(tmp_path):
+    command = [sys.executable, "-m", "mpitrain.bench", "server", "--quick", "--ranks", "2,3", "--sizes", "64Ki"]
+    done = job(0, [*command, "--out", str(tmp_path)], timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "BENCH-server.json").read_text())["results"]
+    for ranks in "23":
+        [ways] = results[ranks].values()
+        assert set(ways) == {
+            *("memcpy", "shared memory", "letters", "one-sided, allocated", "one-sided, created", "torch rpc"),
+        }
+        assert all(0 < ways[way][act]["best"] <= ways[way][act]["median"] < 60 for way in ways for act in ways[way])
+    assert "/ memcpy" in (tmp_path / "BENCH-server.md").read_text()
