@@ -94,10 +94,13 @@ def rpc(world: Communicator, folder: Path) -> Iterator[Any]:
     from torch.distributed import rpc as module
 
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo" if world.num_nodes == 1 else _first_interface())
-    options = module.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}")
+    options: dict[str, Any] = {"init_method": f"file://{folder / 'rpc'}"}
+    if world.num_nodes > 1:  # by the network also where nodes are network namespaces of one machine
+        options |= {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
+    made = module.TensorPipeRpcBackendOptions(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what torch calls itself
-        module.init_rpc(str(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options)
+        module.init_rpc(str(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=made)
     yield module
     world.barrier()
     module.shutdown()
