@@ -41,6 +41,7 @@ _LETTERS = 0  # the tag of words; payloads have the others
 _TAGS = 1 << 14  # of payloads: more than there are under way between two ranks; MPI promises twice as many
 _EAGER_ROUNDS = 100  # of looking without a pause
 _NAP = 1e-5, 5e-4  # seconds between looks, at first and at most
+_NAP_SENDING = 1e-4  # at most, while MPI has to be called for what was posted to go on
 
 
 class Posted(Work):
@@ -71,7 +72,7 @@ class Posted(Work):
         elif not self.done():
             record = self._box.process.watchdog.record(f"{self._box.label} (posting)")  # of this wait: any thread may
             record.awaited = (self._box.world_ranks[self._dest],)
-            seen(record, name, None, partial(_until, self.done))
+            seen(record, name, None, partial(self._box._until, self.done))
 
     def _look(self) -> bool:
         """Whether nothing of it is under way any more. Only with the box's lock: two threads may not ask at once."""
@@ -201,7 +202,7 @@ class Mailbox(Member):
         """
         self._require()
         found: list[Letter] = []
-        _until(partial(self._take_into, found), time.monotonic() + seconds)
+        self._until(partial(self._take_into, found), time.monotonic() + seconds)
         return found[0] if found else None
 
     def wait(self, awaited: Sequence[int], name: str) -> Letter:
@@ -219,7 +220,7 @@ class Mailbox(Member):
         found: list[Letter] = []
         if not self._take_into(found):
             self._record.awaited = [self.world_ranks[rank] for rank in awaited]
-            seen(self._record, name, None, partial(_until, partial(self._take_into, found)))
+            seen(self._record, name, None, partial(self._until, partial(self._take_into, found)))
         return found[0]
 
     def free(self) -> None:
@@ -232,8 +233,12 @@ class Mailbox(Member):
         self._freed = True
         if self.process.may_release(self._comm):
             self._record.awaited = ()
-            seen(self._record, "free", None, self._empty)
-            self._owned.free()
+            try:
+                seen(self._record, "free", None, self._empty)
+                self._owned.free()
+            except CommunicationError:
+                if self.process.failures is None:
+                    raise  # else a rank has died: nothing can be done together
         self.process.watchdog.forget(self._record)
 
     def _empty(self) -> None:
@@ -249,12 +254,12 @@ class Mailbox(Member):
                 everybody = self._comm.Ibarrier()
             return everybody is not None and everybody.Test()
 
-        _until(empty)
+        self._until(empty)
 
     def _throw_away(self, letter: Letter) -> None:
         place = torch.empty(letter.payload_bytes, dtype=torch.uint8)
         requests = self._receive(place, letter.source, letter._tag)
-        _until(partial(MPI.Request.Testall, requests))
+        self._until(partial(MPI.Request.Testall, requests))
 
     def _take_into(self, found: list[Letter]) -> bool:
         """Append the letter that has come, if one has; whether one had."""
@@ -287,24 +292,23 @@ class Mailbox(Member):
             finally:
                 self._lock.release()
 
+    def _until(self, happened: Callable[[], bool], deadline: float | None = None) -> None:
+        """Return when something has happened, or it is too late; other threads and processes run meanwhile."""
+        rounds, nap = 0, _NAP[0]
+        while not happened() and (deadline is None or time.monotonic() < deadline):
+            rounds += 1
+            if rounds <= _EAGER_ROUNDS:
+                os.sched_yield()
+                continue
+            time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - time.monotonic())))
+            nap = min(2 * nap, _NAP_SENDING if self._posted else _NAP[1])
+
     def _require(self) -> None:
         if self._freed:
             raise InputError(f"{self.label} was freed; make another one")
 
     def _failed(self, name: str, error: MPI.Exception) -> CommunicationError:
         return CommunicationError(f"{self.label}: {name} failed in MPI: {error}")
-
-
-def _until(happened: Callable[[], bool], deadline: float | None = None) -> None:
-    """Return when something has happened, or it is too late; other threads and processes run meanwhile."""
-    rounds, nap = 0, _NAP[0]
-    while not happened() and (deadline is None or time.monotonic() < deadline):
-        rounds += 1
-        if rounds <= _EAGER_ROUNDS:
-            os.sched_yield()
-            continue
-        time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - time.monotonic())))
-        nap = min(2 * nap, _NAP[1])
 
 
 def _in_host_memory(x: torch.Tensor, *, written: bool) -> torch.Tensor:
