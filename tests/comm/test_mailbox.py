@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 
@@ -153,17 +154,14 @@ def test_a_wait_for_a_stopped_rank_ends_the_job_and_an_idle_server_does_not(tmp_
         def ask(rank, what):
             questions.post(rank, [what])
             assert answers.wait([rank], "pull").words == [what]  # asks
-        ask(2, 1)
-        world.barrier()
-        time.sleep(4)  # longer than an operation may take: all servers are idle
-        world.barrier()
         if world.rank == 0:
+            ask(2, 1)
             ask(1, 7)
-        time.sleep(60)
+        time.sleep(60)  # the server of rank 2 is idle for longer than an operation may take
         """,
     )
-    assert "world: mailbox answers: pull #2 did not complete in 3 s (comm.timeout)" in report, report
+    assert re.search(r"world: mailbox answers: pull #\d did not complete in 3 s \(comm.timeout\)", report), report
     said = rows(report)
-    assert said[0].startswith("world: mailbox answers: pull #2, 3 s") and line(tmp_path, "# asks") in said[0]
+    assert re.match(r"world: mailbox answers: pull #\d, 3 s", said[0]) and line(tmp_path, "# asks") in said[0]
     assert said[1] == "does not answer: stopped, dead or cut off"
     assert said[2].startswith("not in an operation")
