@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from mpitrain.comm import Work
 from mpitrain.comm.mailbox import Letter, Mailbox
-from mpitrain.loose.clock import Applied, Clock, Portion
+from mpitrain.errors import CommunicationError
+from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
+from mpitrain.loose.remembered import Remembered, Told
 from mpitrain.loose.update import ShareUpdate
 
 _IDLE = 0.5  # seconds between looks at whether to go on
@@ -74,9 +76,10 @@ class Server:
         flats: The workers' memory, where it is shared.
         update: The optimizer of the shares.
         boxes: What servers are asked in, and what all ranks are answered in.
-        applied: What has been applied.
+        remembered: What was applied before.
         clock: Gives out samples, on the server that does: the first.
         rules: How gradients are applied.
+        known: Steps that all ranks know to be complete.
         apart: Bytes that go between nodes for a part, by the worker's rank.
 
     Attributes:
@@ -92,26 +95,29 @@ class Server:
         flats: SharedFlats,
         update: ShareUpdate,
         boxes: tuple[Mailbox, Mailbox],
-        applied: Applied,
+        remembered: Remembered,
         clock: Clock | None,
         rules: Rules,
+        known: int,
         apart: dict[int, int],
         inbox: dict[int, OwnShares],
     ) -> None:
         self._share, self._roles, self._flats, self._update = share, roles, flats, update
         self._questions, self._answers = boxes
-        self.applied, self._clock, self._rules, self._apart, self.inbox = applied, clock, rules, apart, inbox
-        self.limit = applied.completed
-        self.finals = 0
+        self._clock, self._rules, self._apart, self.inbox = clock, rules, apart, inbox
+        self.applied = remembered.applied() if clock is None else clock.applied
+        self._known = known
+        self.limit = self.finals = 0
+        self._records = list(remembered.records)  # where all that meet have to wait for this server
         self._buckets = len(flats.buckets)
-        self.progress = float(applied.completed)  # steps applied, and parts of steps
+        self.progress = self.applied.completed + len(self.applied.beyond) / self.applied.parts  # steps applied
         self._ready: list[tuple[int, Commit]] = []  # (worker, what it committed), to be applied
         self._receiving: list[tuple[Work, Callable[[], None]]] = []  # and what to do then
         self._arriving: dict[int, int] = {}  # payloads of each worker that have not arrived
         self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not
         self._pulls: list[_Pull] = []
         self._asking: list[int] = []  # workers that wait for samples
-        self._told: dict[int, list[tuple[int, Commit, float]]] = {}  # by step: worker, commit, staleness
+        self._told = {step: list(told) for step, told in remembered.told.items()}  # of steps not complete
         self._squares: dict[int, list[float]] = {}  # by step, of the servers
         self._sum = self._new_sum()
         self._since = time.perf_counter()  # when the last step was complete, or the first of some was begun
@@ -130,6 +136,9 @@ class Server:
     def serve(self, limit: int | None = None) -> None:
         """Do what is asked: until all workers have what they need of the steps up to `limit`, or until told to end."""
         self.finals, self.limit = 0, limit or 0
+        for record in self._records:  # known before ranks died, and not by all
+            if record.step > self._known:
+                self._post_to_all(record)
         while not self._end and not (limit and self.finals == len(self._roles.workers)):
             letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
             while letter is not None:
@@ -138,6 +147,13 @@ class Server:
             self._look_at_payloads()
             self._apply_commits()
             self._answer()
+        self._records.clear()
+
+    @property
+    def remembered(self) -> Remembered:
+        """What has been applied, to go on with."""
+        applied = self.applied
+        return Remembered(applied.parts, applied.completed, applied.beyond, dict(self._told), list(self._records))
 
     def _look_at_payloads(self) -> None:
         for work, then in [each for each in self._receiving if each[0].done()]:
@@ -249,7 +265,7 @@ class Server:
         good, rate, first = 0.0, 0.0, True
         for worker, commit in commits:
             missed = max(0.0, self.progress - commit.progress)
-            self._told.setdefault(int(commit.step), []).append((worker, commit, missed))
+            self._told.setdefault(int(commit.step), []).append(Told(worker, commit, missed))
             if commit.factor == 0.0:  # it is not finite
                 continue
             correction = 1.0 / max(1.0, missed) if self._rules.corrected else 1.0
@@ -260,9 +276,11 @@ class Server:
             rate += commit.lr * commit.weight * correction
         if good:
             self._update.apply(range(self._buckets), rate, 1.0 / good)
+        complete = []
         for _, commit in commits:
             self.progress += commit.weight
-            self._settle(Portion(int(commit.step), int(commit.part)))
+            complete += self._note(Portion(int(commit.step), int(commit.part)))
+        self._complete(complete)
 
     def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
         if self._flats.sees(worker):
@@ -273,17 +291,14 @@ class Server:
         """Note that a part was applied; returns the steps that are complete by it."""
         return self.applied.add(portion) if self._clock is None else self._clock.settled(portion)
 
-    def _settle(self, portion: Portion) -> None:
-        """Note that a part was applied, and tell all ranks of the steps that are complete by it."""
-        complete = self._note(portion)
-        seconds = self._lap(len(complete))
-        for step in complete:
+    def _complete(self, steps: Sequence[int]) -> None:
+        """Tell all ranks of steps that are complete."""
+        seconds = self._lap(len(steps))
+        for step in steps:
             told = self._told.pop(step)
-            if self._clock is not None:
-                norms = [commit.norm for _, commit, _ in told]
-                norm = math.sqrt(sum(n * n for n in norms) / len(norms))
-                skipped = any(commit.factor == 0.0 for _, commit, _ in told)
-                self._tell(step, told, norm, seconds, skipped=skipped)
+            norm = math.sqrt(sum(t.commit.norm**2 for t in told) / len(told))
+            skipped = any(t.commit.factor == 0.0 for t in told)
+            self._tell(step, told, norm, seconds, skipped=skipped)
 
     def _lap(self, steps: int) -> float:
         """Seconds since the last step was complete, for each of so many that are now."""
@@ -292,21 +307,25 @@ class Server:
         self._since = now if steps else self._since
         return seconds
 
-    def _tell(
-        self, step: int, told: list[tuple[int, Commit, float]], norm: float, seconds: float, *, skipped: bool
-    ) -> None:
-        staleness = [missed for _, _, missed in told]
+    def _tell(self, step: int, told: Sequence[Told], norm: float, seconds: float, *, skipped: bool) -> None:
+        if self._clock is None:
+            return
         record = StepRecord(
             step,
-            math.fsum(commit.loss for _, commit, _ in told),
+            math.fsum(t.commit.loss for t in told),
             norm,
             skipped,
-            sum(staleness) / len(staleness),
-            max(staleness),
-            max(commit.ahead for _, commit, _ in told),
-            sum(self._apart[worker] for worker, _, _ in told),
+            sum(t.staleness for t in told) / len(told),
+            max(t.staleness for t in told),
+            max(t.commit.ahead for t in told),
+            sum(self._apart.get(t.worker, 0) for t in told),
             seconds,
         )
+        if self.limit:
+            self._records.append(record)
+        self._post_to_all(record)
+
+    def _post_to_all(self, record: StepRecord) -> None:
         for rank in range(self._answers.size):
             self._answers.post(rank, [LetterKind.RECORD, *record])
 
@@ -353,18 +372,22 @@ class Server:
         commits = self._sum.commits
         finite = math.isfinite(norm)
         factor = self._rules.clip / (norm + 1e-6) if self._rules.clip and norm > self._rules.clip else 1.0
-        told = [(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
+        told = [Told(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
         waiting = [pull for pull in self._pulls if pull.least <= step]
         self._pulls = [pull for pull in self._pulls if pull.least > step]
         for part in commits:
             self._note(Portion(step, part))
-        self.progress = float(step)
+        self.progress, failed = float(step), None
         for bucket in range(self._buckets - 1, -1, -1):
             if finite:
-                self._update.apply([bucket], told[0][1].lr, factor)
-            for pull in waiting:
-                self._give(pull.worker, bucket)
+                self._update.apply([bucket], told[0].commit.lr, factor)
+            try:
+                for pull in waiting:
+                    self._give(pull.worker, bucket)
+            except CommunicationError as error:  # a rank may have died: the update is to be whole nevertheless
+                failed = error
+        if failed is not None:
+            raise failed
         self.finals += sum(pull.final for pull in waiting)
         self._sum = self._new_sum()
-        if self._clock is not None:
-            self._tell(step, told, norm, self._lap(1), skipped=not finite)
+        self._tell(step, told, norm, self._lap(1), skipped=not finite)

@@ -19,6 +19,7 @@ nothing fits, the newest copy is written as a checkpoint, and the job ends for a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,9 +126,16 @@ class Survivors(Callback):
 
     def close_ranks(self) -> None:
         """Go over to the world of those that are left. Collective over them."""
-        trainer, config = self._trainer, self._trainer.config
-        parallel = config.parallel
-        self.everyone, loss = ulfm.shrink(self.everyone, lambda nodes: tensor_groups_first(nodes, parallel.tensor))
+        self._leave_out_the_dead(lambda nodes: tensor_groups_first(nodes, self._trainer.config.parallel.tensor))
+        self._take_stock()
+        self._trainer.let_go()
+        self._begin_anew()
+        self._divide()
+
+    def _leave_out_the_dead(self, order: Callable[[Sequence[int]], Sequence[int]] | None) -> None:
+        """Make the world of those that are left, in an order of their nodes. Collective over them."""
+        trainer = self._trainer
+        self.everyone, loss = ulfm.shrink(self.everyone, order)
         self._copies.losses += 1
         self.missing, self.fewer, self.misfit = False, True, ""
         self._lost += loss.lost
@@ -147,11 +155,17 @@ class Survivors(Callback):
             self._store = None
         told = self.everyone.all_gather_object([trainer.saved, self._even])
         trainer.saved, self._even = any(saved for saved, _ in told), any(even for _, even in told)
+
+    def _take_stock(self) -> None:
+        """Keep what there is of the state of the ranks that are left. Collective over them."""
         if self._copies.newest(self.everyone) is None:
             self._copy_alone()
         self._reached = None
-        trainer.let_go()
-        resume = config.checkpoint.resume
+
+    def _begin_anew(self) -> None:
+        """Settings for those that are left."""
+        trainer, config = self._trainer, self._trainer.config
+        parallel, resume = config.parallel, config.checkpoint.resume
         if resume == "never" or trainer.saved:  # what was there before "never" has been set aside
             resume = "auto"
         trainer.config = config.model_copy(
@@ -160,7 +174,6 @@ class Survivors(Callback):
                 "checkpoint": config.checkpoint.model_copy(update={"resume": resume}),
             }
         )
-        self._divide()
 
     def _copy_alone(self) -> None:
         reached = self._reached
@@ -294,7 +307,7 @@ def fit(trainer: Trainer) -> int:
         TooFewLeft: where the ranks that are left do not fit the layout, after the newest copy was saved.
     """
     trainer.world = trainer.folder.world = ulfm.begin(trainer.world)
-    survivors = Survivors(trainer)
+    survivors = trainer.strategy.survivors(trainer)
     at = trainer.callbacks.index(trainer.records)  # which write down what survivors note before, and ...
     trainer.callbacks[at : at + 1] = [survivors, trainer.records, CopyOften(survivors)]  # ... each step before its copy
     with trainer.working():

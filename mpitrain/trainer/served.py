@@ -24,15 +24,18 @@ from mpitrain.data import Batch, SampleOrder
 from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.clock import Applied, Clock, Portion
+from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.remembered import Remembered
 from mpitrain.loose.server import Rules, Server
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
+from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.served_engine import ServedEngine
+from mpitrain.trainer.served_survivors import ServedSurvivors
 from mpitrain.trainer.strategy import GroupPlaces, Strategy
 
 if TYPE_CHECKING:
@@ -47,10 +50,14 @@ class Served(Strategy):
 
     Attributes:
         roles: Who works and who serves.
+        session: What is done with them, once training has begun.
+        remembered: What was applied before workers died; it goes on from there. None: from a checkpoint or the start.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
+        self.session: Session | None = None
+        self.remembered: Remembered | None = None
         refuse_what_servers_cannot(config, world.size)
         parallel = config.parallel
         self.roles = Roles.of(world.size, parallel.servers)
@@ -74,10 +81,16 @@ class Served(Strategy):
         return f"parameter server, {pace}; {who}"
 
     def steps(self, trainer: Trainer) -> Iterator[Step]:
-        session = Session(trainer, self.roles, self._rules)
-        with session.open():
+        remembered, self.remembered = self.remembered, None
+        if remembered is None:
+            remembered = Remembered(len(self.roles.workers), trainer.step)
+        self.session = Session(trainer, self.roles, self._rules, remembered)
+        with self.session.open():
             while True:
-                yield from session.until(next_meeting(trainer))
+                yield from self.session.until(next_meeting(trainer))
+
+    def survivors(self, trainer: Trainer) -> Survivors:
+        return ServedSurvivors(trainer, self)
 
 
 def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
@@ -87,6 +100,11 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
         raise refusal(
             f"parallel.servers {parallel.servers} leaves no worker of {ranks} ranks; set it to at most {ranks - 1}, or "
             "to 0, so that every rank serves a share and works"
+        )
+    if config.elastic.mode == "shrink" and not parallel.servers:
+        raise refusal(
+            "elastic.mode shrink: with parallel.servers 0 every rank serves a share of the parameters, which is lost "
+            "with it; set parallel.servers to 1 or more"
         )
     alone = {"parallel.pipeline": 1, "parallel.tensor": 1, "parallel.zero": 0, "parallel.offload": ""}
     alone |= {"run.reproducible": False, "comm.compression": "none", "model.compile": False}
@@ -125,42 +143,61 @@ class Session:
         trainer: Whose steps are taken.
         roles: Who works and who serves.
         rules: How the servers apply gradients.
+        remembered: What was applied before.
+
+    Attributes:
+        engine: Of this rank.
     """
 
-    def __init__(self, trainer: Trainer, roles: Roles, rules: Rules) -> None:
+    def __init__(self, trainer: Trainer, roles: Roles, rules: Rules, remembered: Remembered) -> None:
         self._trainer, self._roles, self._rules = trainer, roles, rules
         world, batch = trainer.world, trainer.config.train.batch
         self._origin = (
             trainer.position - trainer.step * batch
         )  # of the data: step t has samples from here + (t-1) * batch
         self._order = SampleOrder(len(trainer.data), trainer.config.run.seed)
-        self._bounds = split(batch, len(roles.workers))
+        self._bounds = split(batch, remembered.parts)
         engine = trainer.engine
         assert isinstance(engine, ServedEngine)
-        self._engine, self._sharding = engine, engine.sharding
+        self.engine, self._sharding = engine, engine.sharding
         self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
         self._error: BaseException | None = None
-        self._server = self._make_server(world) if world.rank in roles.servers else None
+        self._server = self._make_server(world, remembered) if world.rank in roles.servers else None
         self._worker = ServedWorker(roles, self._sharding.flats, self._boxes, rules.staleness, self._raise_failure)
         if world.rank in roles.workers:
             engine.serve_with(self._worker)
 
-    def _make_server(self, world: Communicator) -> Server:
+    def _make_server(self, world: Communicator, remembered: Remembered) -> Server:
         roles, flats, sharding = self._roles, self._sharding.flats, self._sharding
         share, update = sharding.share, sharding.update
         assert share is not None and update is not None
         first = world.rank == roles.servers[0]
-        applied = Applied(len(roles.workers), self._trainer.step)
+        known = self._trainer.step
         kinds = [g.dtype for g in sharding.groups]
         inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
-        clock = Clock(applied, roles.workers, self._rules.staleness) if first else None
+        clock = Clock(remembered.applied(), roles.workers, self._rules.staleness) if first else None
         apart = {w: self._bytes_between_nodes(world, w) for w in roles.workers}
-        return Server(share, roles, flats, update, self._boxes, applied, clock, self._rules, apart, inbox)
+        return Server(share, roles, flats, update, self._boxes, remembered, clock, self._rules, known, apart, inbox)
 
     def _bytes_between_nodes(self, world: Communicator, worker: int) -> int:
         """What a part costs this worker: its gradients to servers of other nodes, and the parameters from them."""
         share = sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in self._sharding.groups)
         return sum(2 * share for server in self._roles.servers if world.nodes[server] != world.nodes[worker])
+
+    @property
+    def remembered(self) -> Remembered | None:
+        """What was applied, on the rank that gives out samples; None on the others."""
+        gives_out = self._trainer.world.rank == self._roles.servers[0]
+        return self._server.remembered if self._server is not None and gives_out else None
+
+    @property
+    def known(self) -> int:
+        """The last step that this rank knows to be complete."""
+        return (self._trainer.position - self._origin) // self._trainer.config.train.batch
+
+    def position(self, step: int) -> int:
+        """Where in the order the samples after a step begin."""
+        return self._origin + step * self._trainer.config.train.batch
 
     # -- beginning and end
 
@@ -241,7 +278,7 @@ class Session:
         """The samples of a part."""
         trainer = self._trainer
         lo, hi = self._bounds[portion.part : portion.part + 2]
-        begin = self._origin + (portion.step - 1) * trainer.config.train.batch
+        begin = self.position(portion.step - 1)
         ids = self._order.ids(begin + lo, hi - lo)
         x, y = map(torch.from_numpy, trainer.data.read(ids))
         return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
@@ -249,7 +286,7 @@ class Session:
     def _step(self, record: StepRecord, *, together: bool) -> Step:
         """What the trainer is to know of a step."""
         trainer, number = self._trainer, int(record.step)
-        size, begin = trainer.config.train.batch, self._origin + (number - 1) * trainer.config.train.batch
+        size, begin = trainer.config.train.batch, self.position(number - 1)
         ids = self._order.ids(begin, size if trainer.config.data.record_ids else 0)
         batch = Batch(ids, torch.empty(0), torch.empty(0), begin)  # other workers have most of it
         lr, skipped = trainer.schedule.rate(number - 1), bool(record.skipped)

@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from mpitrain.checkpoint import Part
 from mpitrain.comm import Communicator
 from mpitrain.loose.memory import Roles
@@ -60,6 +62,17 @@ class ServedEngine(Engine):
         parameters, gradients = self.sharding.parameters, self.sharding.gradients
         assert isinstance(parameters, PulledParameters) and isinstance(gradients, PushedGradients)
         parameters.need, worker.came, gradients.push = worker.need, parameters.came, worker.push
+
+    @torch.no_grad()
+    def take_over(self, earlier: ServedEngine) -> None:
+        """Take over the shares and optimizer states, and the module's buffers, of an engine of the same servers."""
+        for own, before in zip(self.sharding.flat_parameters, earlier.sharding.flat_parameters, strict=True):
+            own.value.copy_(before.value)
+            own.store()
+            if before.value in earlier.optimizer.state:
+                self.optimizer.state[own.value] = earlier.optimizer.state[before.value]
+        for buffer, before_it in zip(self.module.buffers(), earlier.module.buffers(), strict=True):
+            buffer.copy_(before_it)
 
     def step(self, lr: float | None = None) -> StepResult:
         """Say how long the gradients are: that of the mean over this worker's samples. The servers update.

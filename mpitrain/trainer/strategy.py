@@ -24,6 +24,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import batches
+from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.engine import Engine
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class Strategy(ABC):
         same point: they may then do collective things, and training goes on when the next step is asked for. What is
         given last before the generator is closed is such a step.
         """
+
+    def survivors(self, trainer: Trainer) -> Survivors:
+        """What goes on when ranks die, with elastic.mode shrink."""
+        return Survivors(trainer)
 
     def describe(self) -> str:
         """What is special about it, in a few words for the banner; empty where nothing is."""
