@@ -5,17 +5,15 @@ Hosts are network namespaces; one whose link is taken down falls silent, as a ma
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support import clean_environment, launcher, train_command
+from mortal_jobs import Job
 
 from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics
@@ -30,10 +28,6 @@ pytestmark = [
 STEPS = 60
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 24)
 ACROSS = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")  # options of mpirun
-GOING_ON = re.compile(
-    r"mpitrain: ranks? ([\d, ]+) died; going on from step (\d+) with (\d+) ranks?(?: \(\d+ waiting\))?, "
-    r"step \d+ done (?:at most )?([\d.]+) s after the fault"
-)
 
 
 @pytest.fixture(scope="module")
@@ -53,74 +47,6 @@ def undisturbed(arguments, tmp_path_factory):
     done = Job(folder, 2, arguments)
     done.end()
     return read_metrics(folder)
-
-
-class Job:
-    """A training job of `ranks` ranks, some of which are to be killed."""
-
-    def __init__(
-        self, folder: Path, ranks: int, arguments: Sequence[object], command: Sequence[str] = (), **environment: str
-    ) -> None:
-        train = train_command("--run.dir", folder, *arguments)
-        command = [*(command or [*launcher(ranks), "--with-ft", "ulfm"]), *train]
-        self.folder = folder
-        self._said, self._printed = (folder.parent / f"{folder.name}.{name}" for name in ("stderr", "stdout"))
-        with open(self._said, "w") as err, open(self._printed, "w") as out:
-            env = clean_environment(OMPI_MCA_mpi_yield_when_idle="1") | environment
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
-
-    @property
-    def said(self) -> str:
-        return self._said.read_text(errors="replace")
-
-    @property
-    def printed(self) -> str:
-        return self._printed.read_text(errors="replace")
-
-    def log(self, rank: int) -> str:
-        path = self.folder / f"logs/rank-{rank:05d}.log"
-        return path.read_text() if path.exists() else ""
-
-    def rows(self) -> int:
-        path = self.folder / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, f"the job ended too early:\n{self.said[-3000:]}"
-            assert time.monotonic() < deadline, f"the job did not get there in time:\n{self.said[-3000:]}"
-            time.sleep(0.002)
-
-    def signal(self, *ranks: int, number: int = signal.SIGKILL) -> None:
-        processes = [int(self.log(rank).splitlines()[0].rpartition("process ")[2]) for rank in ranks]
-        for process in processes:
-            os.kill(process, number)
-
-    def recovered(self) -> list[float]:
-        """Seconds from each fault to the end of the first step without those ranks, as the metrics have them."""
-        return [row["recovered_s"] for row in read_metrics(self.folder) if "recovered_s" in row]
-
-    def time_to_recover(self, fault: Callable[[], None]) -> float:
-        """Do what ranks are lost by; returns the seconds until the job has done a step again."""
-        before, began = len(self.recovered()), time.monotonic()
-        fault()
-        self.until(lambda: len(self.recovered()) > before)
-        return time.monotonic() - began
-
-    def end(self, code: int = 0, seconds: float = 120) -> None:
-        try:
-            assert self.process.wait(seconds) == code, self.said[-3000:]
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def recoveries(self) -> list[tuple[list[int], int, int, float]]:
-        """(ranks that died, step, ranks that train on, seconds) of each time that it went on."""
-        return [
-            ([int(r) for r in lost.split(",")], int(step), int(left), float(seconds))
-            for lost, step, left, seconds in GOING_ON.findall(self.said)
-        ]
 
 
 def same_run(folder: Path, undisturbed: list[dict]) -> None:

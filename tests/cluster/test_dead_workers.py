@@ -1,0 +1,80 @@
+"""A parameter server's workers and servers that die or stop, by real kills."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from mortal_jobs import Job
+
+from mpitrain.monitor import read_metrics
+
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(
+        not (Path(sys.prefix) / "bin/ompi_info").exists(),
+        reason="ranks can die alone only under Open MPI 5; this environment has another",
+    ),
+]
+STEPS = 150
+SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.sequence": 32, "train.batch": 24}
+RUN = SMALL | {"train.steps": STEPS, "train.evaluate_every": 0, "checkpoint.every": 0, "data.record_ids": "true"}
+
+
+def _words(**more):
+    given = RUN | {"elastic.mode": "shrink", "parallel.mode": "server"}
+    given |= {key.replace("__", "."): value for key, value in more.items()}
+    return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+@pytest.mark.parametrize(("staleness", "servers", "victim"), [("none", 1, 1), (2, 1, 0), (0, 2, 1)])
+def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(tmp_path, staleness, servers, victim):
+    job = Job(tmp_path / "r", 4, _words(parallel__staleness=staleness, parallel__servers=servers))
+    try:
+        job.until(lambda: job.rows() >= 40)
+        job.signal(victim)
+    finally:
+        job.end()
+    assert [(lost, left) for lost, _, left, _ in job.recoveries()] == [([victim], 3)]
+    rows = read_metrics(tmp_path / "r")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"] and rows[-1]["held_out_loss"] < 0.8 * rows[0]["loss"]
+    numbers = [number for row in rows for number in row["ids"]]
+    assert len(numbers) == len(set(numbers)) == STEPS * 24
+    if staleness == 0:  # the sums are those of a run in which nobody died, and of any other mode
+        alone = Job(tmp_path / "alone", 1, [word for key, value in RUN.items() for word in (f"--{key}", value)])
+        alone.end()
+        expected = [row["loss"] for row in read_metrics(tmp_path / "alone")]
+        assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_dead_server_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path):
+    words = _words(parallel__staleness="none", parallel__servers=1, checkpoint__every=20)
+    job = Job(tmp_path / "r", 3, words)
+    try:
+        job.until(lambda: job.rows() >= 50)
+        job.signal(2)
+    finally:
+        job.end(75)
+    told = re.findall(r"mpitrain: rank 2, a server, died .*; start the job again.*", job.said)
+    assert len(told) == 1, job.said
+    again = Job(tmp_path / "r", 3, words)
+    again.end()
+    assert re.search(r"resumed from .*step-000000[2-9]0|resumed from .*step-0000010", again.printed)
+    assert [row["step"] for row in read_metrics(tmp_path / "r")] == list(range(1, STEPS + 1))
+
+
+def test_a_worker_that_stops_is_named_and_left_out(tmp_path):
+    job = Job(tmp_path / "r", 3, _words(parallel__staleness="none", parallel__servers=1, comm__timeout=5))
+    try:
+        job.until(lambda: job.rows() >= 40)
+        job.signal(1, number=signal.SIGSTOP)
+    finally:
+        job.end()
+    assert re.search(r"rank 1 +does not answer: stopped, dead or cut off", job.said), job.said
+    assert [(lost, left) for lost, _, left, _ in job.recoveries()] == [([1], 2)]
+    assert [row["step"] for row in read_metrics(tmp_path / "r")] == list(range(1, STEPS + 1))
