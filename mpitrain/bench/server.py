@@ -9,6 +9,7 @@ Rank 0 serves, the others push and pull, all at once. What is timed, per size (b
     one-sided, created          likewise, in ordinary memory of the server, which waits inside MPI
     one-sided, server computes  with --computing, which takes long: the server is not in MPI, but for its watchdog
     torch rpc                   torch.distributed.rpc over TensorPipe, as in torch's tutorial of a parameter server
+    ..., and SGD                a push updates the parameters, too: torch rpc so, and parallel.mode server as it is
 
 A push lasts from its beginning at a worker until the server knows that it has the gradient, a pull until the worker has
 the parameters. Each way has memory of its own and is measured by single shots in turns with all others, so that from
@@ -27,7 +28,8 @@ from typing import Any
 from mpitrain.bench.collectives_report import size_text
 from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, repeated, run, temporary_folder
 from mpitrain.bench.report import Report, ReportTable
-from mpitrain.bench.server_contenders import SERVER, carriers, contenders
+from mpitrain.bench.server_carriers import SERVER
+from mpitrain.bench.server_contenders import carriers, contenders
 from mpitrain.bench.timing import interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError

@@ -10,80 +10,12 @@ from typing import Any
 import torch
 
 from mpitrain.bench.peers import rpc
+from mpitrain.bench.server_carriers import SERVER, Carrier, Desk
+from mpitrain.bench.server_mode import ModeServer
 from mpitrain.bench.timing import Contender
 from mpitrain.comm import Arena, Communicator, Letter
 from mpitrain.comm.plain_mpi import PlainMPI, Window
 from mpitrain.errors import CommunicationError
-
-SERVER = 0  # the rank that serves; the others are workers
-
-
-class Carrier:
-    """One way of carrying. All ranks call its methods together.
-
-    Attributes:
-        x: A worker's gradient, which is pushed, and where the parameters are that were pulled.
-        rows: What each worker has pushed, on the server; that is what it pulls as well. Empty where there is no server.
-    """
-
-    def __init__(self, desk: Desk) -> None:
-        """Make x and rows, in ordinary memory."""
-        self._desk = desk
-        self.x = torch.zeros(desk.numel)
-        self.rows = list(torch.zeros(desk.workers if desk.serves else 0, desk.numel))
-
-    def push(self) -> None:
-        """Return when the server has the worker's gradient where it can read it; a worker's x may then be written."""
-        raise NotImplementedError
-
-    def pull(self) -> None:
-        """Return when the worker has the parameters in its own memory."""
-        raise NotImplementedError
-
-    def free(self) -> None:
-        """Release the memory. Collective."""
-        self.rows = []
-
-
-class Desk:
-    """What carriers have in common: who is who, and letters between them.
-
-    Attributes:
-        world: The ranks.
-        serves: Whether this rank is the server.
-        row: Of a worker's rows.
-        workers: How many there are.
-        numel: Elements of a gradient.
-    """
-
-    def __init__(self, world: Communicator, numel: int) -> None:
-        self.world, self.numel = world, numel
-        self.serves, self.row, self.workers = world.rank == SERVER, world.rank - 1, world.size - 1
-        self._questions, self._answers = world.mailbox("questions"), world.mailbox("answers")
-
-    def ask(self, payload: torch.Tensor | None = None) -> Any:
-        """A worker asks."""
-        return self._questions.post(SERVER, [self.row], payload)
-
-    def asked(self, serve: Callable[[Letter], object] | None = None) -> None:
-        """The server is asked, once by each worker."""
-        for _ in range(self.workers):
-            letter = self._questions.wait(range(1, self.world.size), "questions")
-            if serve is not None:
-                serve(letter)
-
-    def tell(self, letter: Letter, payload: torch.Tensor | None = None) -> None:
-        """The server answers."""
-        self._answers.post(letter.source, [], payload)
-
-    def told(self) -> Letter:
-        """The answer that a worker gets."""
-        return self._answers.wait([SERVER], "an answer")
-
-    def free(self) -> None:
-        """Release the letters. Collective."""
-        for box in (self._questions, self._answers):
-            box.free()
 
 
 class Memcpy(Carrier):
@@ -221,11 +153,18 @@ def _give(row: int) -> torch.Tensor:
     return _held[row]
 
 
+def _update(row: int, gradient: torch.Tensor) -> None:
+    """The server descends along what it was sent."""
+    _held[row].sub_(gradient)
+
+
 class TorchRpc(Carrier):
     """torch.distributed.rpc, as its tutorial of a parameter server has it: workers call functions of the server.
 
     What arrives is in memory that the library made; nothing is copied from there.
     """
+
+    _take = staticmethod(_keep)
 
     def __init__(self, desk: Desk, module: Any) -> None:
         super().__init__(desk)
@@ -236,7 +175,7 @@ class TorchRpc(Carrier):
         if self._desk.serves:
             self._desk.asked()
         else:
-            self._rpc.rpc_sync(str(SERVER), _keep, args=(self._desk.row, self.x))
+            self._rpc.rpc_sync(str(SERVER), self._take, args=(self._desk.row, self.x))
             self._desk.ask()
 
     def pull(self) -> None:
@@ -246,6 +185,12 @@ class TorchRpc(Carrier):
         else:
             self.x = self._rpc.rpc_sync(str(SERVER), _give, args=(self._desk.row,))
             self._desk.ask()
+
+
+class TorchRpcUpdating(TorchRpc):
+    """The same with an update in each push, as that of SGD with a learning rate of 1."""
+
+    _take = staticmethod(_update)
 
 
 @contextmanager
@@ -274,6 +219,8 @@ def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) 
         made["torch rpc"] = TorchRpc(desk, stack.enter_context(rpc(world, folder)))
         for name, carrier in made.items():
             _check(name, carrier, desk)
+        made["torch rpc, and SGD"] = TorchRpcUpdating(desk, made["torch rpc"]._rpc)  # type: ignore[attr-defined]
+        made["parallel.mode server, and SGD"] = ModeServer(desk)
         yield made
         for carrier in made.values():
             carrier.free()

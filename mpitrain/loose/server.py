@@ -140,14 +140,18 @@ class Server:
             if record.step > self._known:
                 self._post_to_all(record)
         while not self._end and not (limit and self.finals == len(self._roles.workers)):
-            letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
-            while letter is not None:
-                self._do[LetterKind(int(letter.words[0]))](letter)
-                letter = self._questions.take(0)
-            self._look_at_payloads()
-            self._apply_commits()
-            self._answer()
+            self.turn()
         self._records.clear()
+
+    def turn(self) -> None:
+        """Wait a little for letters, and do what those that have come ask for."""
+        letter = self._questions.take(_RECEIVING if self._receiving else _IDLE)
+        while letter is not None:
+            self._do[LetterKind(int(letter.words[0]))](letter)
+            letter = self._questions.take(0)
+        self._look_at_payloads()
+        self._apply_commits()
+        self._answer()
 
     @property
     def remembered(self) -> Remembered:
