@@ -70,11 +70,14 @@ def batches(config: Config, share: Share, data: Dataset, position: int, device: 
     )
 
 
-def microbatch_size(config: Config, mesh: Mesh) -> int:
-    """Samples of a microbatch; 0: all that a virtual worker has. A pipeline gets two a stage unless told otherwise."""
+def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
+    """Samples of a microbatch; 0: all that a virtual worker has. A pipeline gets two a stage unless told otherwise.
+
+    samples: Of a batch that the ranks of the mesh share; 0: a global batch.
+    """
     if config.train.microbatch or mesh.pipeline.size == 1:
         return config.train.microbatch
-    return max(1, -(-config.train.batch // (mesh.data.size * 2 * mesh.pipeline.size)))
+    return max(1, -(-(samples or config.train.batch) // (mesh.data.size * 2 * mesh.pipeline.size)))
 
 
 def microbatches(x: torch.Tensor, y: torch.Tensor, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

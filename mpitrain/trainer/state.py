@@ -147,6 +147,15 @@ class EngineState:
         groups = self._sharding.groups
         return sum(logical_of(p).numel for group in groups for p in group.parameters if self._writes(p))
 
+    def holding(self, prefix: str, parameter: nn.Parameter, first: int, last: int, data: torch.Tensor) -> Holding:
+        """Elements [first, last) of this rank's part of a parameter, or of something that is laid out like it.
+
+        prefix: What the name of the logical tensor begins with. data: The elements.
+        """
+        return Holding(
+            prefix + self._names[parameter], logical_of(parameter), first, last, data, self._writes(parameter)
+        )
+
     # -- writing
 
     def parts(self, *, alone: bool = False) -> tuple[list[Part], dict[str, Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from mpitrain.choices import Mode
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
+from mpitrain.trainer.local import Local
 from mpitrain.trainer.served import Served
 from mpitrain.trainer.strategy import Strategy, Synchronous
 
-STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served}
+STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 
 
 def strategy_of(config: Config, world: Communicator) -> Strategy:

@@ -223,8 +223,8 @@ class Trainer:
             The step, numbered `self.step + 1`, with the mean loss over that part: where all ranks are one group, over
             the global batch.
         """
-        config, workers, places = self.config, self.places.workers, self.places
-        size, microbatch = self.samples, microbatch_size(config, self.mesh)
+        config, workers, places, size = self.config, self.places.workers, self.places, self.samples
+        microbatch = microbatch_size(config, self.mesh, size)
         shares = [microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch) for lo, hi in workers.within(size)]
 
         def seed(worker: int) -> None:
