@@ -26,7 +26,7 @@ class Replicas:
         task = build_model(config.model, self.data.description)
         self.loss, self.losses = task.loss, []
         self.bounds = split(config.train.batch, groups)
-        self.weights = [(hi - lo) / config.train.batch for lo, hi in zip(self.bounds, self.bounds[1:])]  # noqa: B905, RUF007
+        self.weights = [(hi - lo) / config.train.batch for lo, hi in zip(self.bounds, self.bounds[1:])]  # noqa: B905
         self.models = [deepcopy(task.module) for _ in range(groups)]
         self.optimizers = [make_optimizer(config.optim, model.named_parameters()) for model in self.models]
         self.schedule = LearningRate.of(config.optim, config.train.steps)

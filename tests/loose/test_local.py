@@ -8,7 +8,7 @@ from loose.replicas import Replicas
 from torch.nn.utils import parameters_to_vector
 
 import mpitrain as mt
-from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
+from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.loose.outer import make_outer
 from mpitrain.monitor import read_metrics
 
@@ -92,3 +92,106 @@ def test_groups_average_what_they_trained_apart(world, folder, text, name):
 def test_a_group_of_ranks_is_one_replica_at_every_stage_of_zero(world, folder, text, zero):
     parallel = local(local_steps=3, local_group=2, zero=zero, outer="nesterov", warm=1, overlap=zero == 2)
     check(world, settings(text, folder / "r", batch=9, parallel=parallel), groups=2)
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("cut", [{"pipeline": 2}, {"tensor": 2}, {"pipeline": 2, "zero": 1}], ids=str)
+def test_a_model_cut_over_pipeline_stages_or_tensor_ranks_is_one_replica(world, folder, text, cut):
+    parallel = local(local_steps=3, outer="nesterov", overlap=True, **cut)
+    check(world, settings(text, folder / "r", batch=9, parallel=parallel), groups=2)
+
+
+class StopAt(mt.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_update(self, trainer, step):
+        if step.number == self.step:
+            trainer.request_stop("enough for now")
+
+
+RESUMED = [
+    {"local_steps": 2},
+    {"local_steps": 2, "outer": "nesterov", "overlap": True, "local_compression": "topk", "zero": 1},
+]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("parallel", RESUMED, ids=["averaged", "one period late, compressed"])
+def test_a_stopped_run_goes_on_to_the_bit(world, folder, text, parallel):
+    parallel = local(**parallel)
+    more = {"parallel": parallel, "train": {"steps": 8, "batch": 5, "evaluate_samples": 8, "precision": "bf16"}}
+    _, whole, _ = fit(world, settings(text, folder / "whole", **more))
+    _, _, code = fit(world, settings(text, folder / "r", **more), StopAt(3))
+    assert code == EXIT_REQUEUE
+    _, lines, code = fit(world, settings(text, folder / "r", **more))
+    assert code == EXIT_DONE and losses(lines) == losses(whole) and len(lines) == 8
+    assert lines[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
+
+
+@pytest.mark.ranks(3)
+def test_a_checkpoint_serves_other_groups_and_synchronous_training(world, folder, text):
+    trained, _, _ = fit(
+        world, settings(text, folder / "r", steps=4, parallel=local(local_steps=2, outer="nesterov", overlap=True))
+    )
+    want = trained.engine.state_dict()
+    for number, parallel in enumerate([{}, local(local_steps=2), local(local_steps=2, outer="nesterov")]):
+        more = {"parallel": parallel, "checkpoint": {"resume": str(folder / "r")}}
+        again = mt.Trainer(settings(text, folder / str(number), steps=6, **more), world=world)
+        with again.working():
+            assert again.train() == EXIT_DONE and again.met == 6
+    alone = world.subgroup([0])
+    if alone is not None:
+        loaded = mt.Trainer(
+            settings(text, folder / "alone", steps=4, checkpoint={"resume": str(folder / "r")}), world=alone
+        )
+        with loaded.working():
+            loaded.train()
+        got = loaded.engine.state_dict()
+        assert all(torch.equal(want[name], got[name]) for name in want)
+        alone.free()
+
+
+@pytest.mark.ranks(2)
+def test_differences_may_be_rounded_on_their_way(world, folder, text):
+    of = {}
+    for kind in ("none", "fp16"):
+        parallel = local(local_steps=2, local_compression=kind)
+        of[kind] = fit(world, settings(text, folder / kind, parallel=parallel))[1]
+    assert losses(of["fp16"]) == pytest.approx(losses(of["none"]), rel=1e-3) and losses(of["fp16"]) != losses(
+        of["none"]
+    )
+    sent = [[line.get("between_groups_bytes") for line in lines] for lines in of.values()]
+    assert sent[0][0] is None and sent[0][1] == pytest.approx(2 * sent[1][1], rel=0.01)
+
+
+@pytest.mark.ranks(2)
+def test_what_groups_cannot_do_is_one_line(world, folder, text):
+    wrong = {
+        "parallel.local_group": {"parallel": local(local_group=2)},
+        "train.batch": {"parallel": local(), "train": {"batch": 1}},
+        "overlap": {"parallel": local(local_steps=1, overlap=True)},
+        "warm": {"parallel": local(warm=8)},
+        "run.reproducible": {"parallel": local(), "run": {"reproducible": True}},
+        "elastic.mode": {"parallel": local(), "elastic": {"mode": "shrink"}},
+        "node": {"parallel": local(local_group="node")},
+    }
+    for word, more in wrong.items():
+        with pytest.raises(InputError, match=word) as caught:
+            mt.Trainer(settings(text, folder / "r", **more), world=world)
+        assert "\n" not in str(caught.value) and caught.value.agreed
+
+
+def test_the_outer_optimizer_is_that_of_torch_to_the_bit():
+    torch.manual_seed(0)
+    theirs = torch.nn.Parameter(torch.randn(1000))
+    anchor = theirs.detach().clone()
+    sgd = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    outer = make_outer("nesterov", [anchor], 0.7, 0.9)
+    for _ in range(5):
+        difference = torch.randn(1000)
+        theirs.grad = -difference
+        sgd.step()
+        outer.step(0, anchor, difference)
+        assert torch.equal(anchor, theirs.detach())
