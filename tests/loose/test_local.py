@@ -8,6 +8,8 @@ from loose.replicas import Replicas
 from torch.nn.utils import parameters_to_vector
 
 import mpitrain as mt
+from mpitrain.comm.member import Member
+from mpitrain.comm.process.topology import Topology
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.loose.outer import make_outer
 from mpitrain.monitor import read_metrics
@@ -195,3 +197,14 @@ def test_the_outer_optimizer_is_that_of_torch_to_the_bit():
         sgd.step()
         outer.step(0, anchor, difference)
         assert torch.equal(anchor, theirs.detach())
+
+
+@pytest.mark.ranks(4)
+def test_the_ranks_of_a_node_are_a_group_wherever_they_are_numbered(world, folder, text, monkeypatch):
+    topology = Topology(world.rank, (0, 1, 0, 1), world.world_ranks)
+    for name, value in vars(Member(topology, world.label)).items():
+        monkeypatch.setattr(world, name, value)
+    parallel = local(local_steps=3, local_group="node", zero=1, share_node=False)
+    trainer, _ = check(world, settings(text, folder / "r", batch=9, parallel=parallel), groups=2)
+    assert trainer.mesh.data.num_nodes == 1 and trainer.mesh.world.world_ranks == ((0, 2), (1, 3))[world.rank % 2]
+    assert trainer.engine.meeting.num_nodes == 2 and "2 groups of 2" in trainer.strategy.describe()
