@@ -109,6 +109,7 @@ def summary(folder: Path) -> str:
             "step time",
             f"median {median_high(_all(lines, 'step_s')) * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}",
         ),
+        ("between groups", _between_groups(lines)),
         ("memory", _memory(lines)),
         ("recovered", _recovered(lines)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
@@ -121,6 +122,14 @@ def _speed(lines: list[dict[str, Any]]) -> str:
     samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
     tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
     return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+
+
+def _between_groups(lines: list[dict[str, Any]]) -> str:
+    """What averages cost in parallel.mode local, where groups of ranks met."""
+    sent = [m["between_groups_bytes"] for m in lines if "between_groups_bytes" in m]
+    if not sent:
+        return ""
+    return f"{median_high(sent) / 1e6:.4g} MB sent by rank 0 a step, {len(sent)} meetings in {len(lines)} steps"
 
 
 def _skipped(lines: list[dict[str, Any]]) -> str:

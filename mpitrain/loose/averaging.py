@@ -144,6 +144,11 @@ class Averaging:
             part.write(tensor)
         self._wrote()
 
+    def nbytes(self) -> int:
+        """Bytes of what is kept from period to period."""
+        kept = [*self._anchors, *self._differences, *(self.ahead or []), *self.outer.momenta]
+        return sum(tensor.nbytes for tensor in kept)
+
     def bytes_sent(self) -> float:
         """Bytes that this rank sends for one average, by formula."""
         ranks = self._peers.size

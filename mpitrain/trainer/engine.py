@@ -72,7 +72,10 @@ class Engine:
         device: Where the module's parameters are.
         settled: Whether parameters and states are those between two updates, not half-way through one.
         synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
+        note: What is to be said about the state that was loaded; empty for nothing.
     """
+
+    note: str = ""
 
     def __init__(
         self,
@@ -325,6 +328,8 @@ class Engine:
         self._state.finish_load()
         if "loss_scale" in manifest.values:
             self.scale.load(manifest.values["loss_scale"])
+        if groups := manifest.values.get("local"):
+            self.note = f"of the {groups['groups']} groups that saved it, the optimizer's state is that of the first"
 
     # -- for people
 

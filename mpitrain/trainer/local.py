@@ -81,19 +81,16 @@ class Local(Strategy):
     def _period(self, trainer: Trainer, engine: LocalEngine, coming: Iterator[Batch]) -> list[Step]:
         """Take the steps up to the next that ends with all groups together."""
         first, last = trainer.step, end_of_period(trainer.config, trainer.step)
-        engine.together = as_one(trainer.config, first)
         began = time.perf_counter()
-        if not engine.together:
-            engine.begin_period()
-        done = []
+        done: list[Step] = []
+        engine.begin_period(together=as_one(trainer.config, first))
         for trainer.step in range(first, last):
             step = trainer.train_step(next(coming))
             step.batch = step.batch if last == first + 1 else _numbers_of(step.batch)
             step.began, step.together = began, step.number == last
             done.append(step)
         trainer.step = first
-        if not engine.together:
-            engine.end_period(final=last >= trainer.config.train.steps)
+        engine.end_period(final=last >= trainer.config.train.steps)
         _total(engine, done)
         for step in done:
             step.seconds = (time.perf_counter() - began) / len(done)

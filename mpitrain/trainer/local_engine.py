@@ -35,6 +35,7 @@ from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import numbered
 from mpitrain.trainer.engine import Engine, StepResult
+from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.state import MASTER, OPTIMIZER, Holding
 
 REPLICA, MOMENTUM, LEFT_OUT = "replica/", "outer/momentum/", "local_compression/"
@@ -71,13 +72,12 @@ class LocalEngine(Engine):
         together: Whether the next steps are taken by all groups as one.
         averaging: Of the parameters over the groups.
         meeting: The ranks that stand at this one's place in the other groups, in the order of the groups.
-        note: What is to be said about the state that was loaded; empty for nothing.
     """
 
     def __init__(self, module: nn.Module, *rest: Any, among: Among, axes: Axes | None = None, **more: Any) -> None:
         broadcast_state(module, among.everyone)
         super().__init__(module, *rest, axes=axes, **more)
-        self.among, self.together, self.note = among, False, ""
+        self.among, self.together = among, False
         axes = axes or Axes()
         self.cut = any(other.size > 1 for other in axes.others)
         place = self._require_alike(axes)
@@ -158,17 +158,23 @@ class LocalEngine(Engine):
 
     # -- steps
 
-    def begin_period(self) -> None:
-        """The group begins to train by itself. Collective over all groups."""
-        self.averaging.begin()
+    def begin_period(self, *, together: bool) -> None:
+        """Steps up to the next meeting of the groups begin. Collective over all groups.
+
+        together: All groups take them as one; if not, each by itself.
+        """
+        self.together = together
+        if not together:
+            self.averaging.begin()
 
     def end_period(self, *, final: bool) -> None:
-        """The groups come together; they have the same model afterwards. Collective over all groups.
+        """The groups meet; they have the same model afterwards. Collective over all groups.
 
         final: No further period follows.
         """
         self._average_buffers()
-        self.averaging.end(final=final)
+        if not self.together:
+            self.averaging.end(final=final)
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
@@ -230,6 +236,10 @@ class LocalEngine(Engine):
         for (p, view), anywhere in zip(views, used.tolist(), strict=True):
             if anywhere and p.grad is None:
                 p.grad = view
+
+    def memory(self) -> MemoryAccount:
+        account = super().memory()
+        return replace(account, buffers=account.buffers + self.averaging.nbytes())
 
     def bytes_sent(self) -> float:
         """Bytes that this rank sends to other groups for one period, by formula."""
@@ -293,12 +303,6 @@ class LocalEngine(Engine):
         averaging.forget()
         saved = manifest.values.get("local") or {}
         alike = self._alike(manifest)
-        self.note = ""
-        if not alike and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
-            before = f"{saved['groups']} groups" if saved else "one group"
-            self.note = (
-                f"resumed with {grouping.count} groups from {before}: all begin with the first's optimizer state"
-            )
         prefix = self._prefix if alike and grouping.number else ""
         found = [_prefixed(p, prefix) for p in super().parts_to_load(self._of_group(manifest, alike))]
         for momentum in averaging.outer.momenta:
@@ -335,7 +339,11 @@ class LocalEngine(Engine):
         return replace(manifest, tensors=tensors, values=manifest.values | manifest.value("replicas")[number])
 
     def finish_load(self, manifest: Manifest) -> None:
-        super().finish_load(self._of_group(manifest, self._alike(manifest)))
+        alike = self._alike(manifest)
+        super().finish_load(self._of_group(manifest, alike))
+        self.note = "" if alike else self.note
+        if not alike and not self.note and any(name.startswith(OPTIMIZER) for name in manifest.tensors):
+            self.note = f"{self.among.grouping.count} groups begin with the one optimizer's state that was saved"
         if self._compression is not None:
             self._compression.load_state_dict(self._loading)
         self._loading = {}

@@ -100,6 +100,8 @@ class Synchronous(Strategy):
 
     def steps(self, trainer: Trainer) -> Iterator[Step]:
         config = trainer.config
+        if trainer.engine.note:
+            trainer.say(trainer.engine.note)
         with batches(config, trainer.places.workers.share, trainer.data, trainer.position, trainer.device) as loader:
             coming = on_device(loader, trainer.device)
             while True:
