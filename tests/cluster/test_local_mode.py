@@ -1,0 +1,42 @@
+"""parallel.mode local between nodes that a slow link joins: 1 Gbit/s, 10 ms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from conftest import impossible
+from link import Link
+from namespace_hosts import Hosts, why_not
+from support import train_command
+
+from mpitrain.data.prepare import prepare
+from mpitrain.monitor import read_metrics
+
+LINK = Link(bits_per_second=1e9, seconds=0.010)
+STEPS = 48
+MODEL = ["--model.layers", "2", "--model.width", "320", "--model.sequence", "32", "--train.batch", "12"]
+RUN = ["--train.steps", str(STEPS), "--train.evaluate_samples", "48", "--checkpoint.every", "0"]
+LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "16"]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_nodes_that_average_now_and_then_train_five_times_as_fast_as_nodes_that_wait(tmp_path):
+    if reason := why_not(LINK):
+        impossible("namespaces", reason)
+    data, found = tmp_path / "text", {}
+    prepare([str(Path(torch.__file__).with_name("functional.py"))], data)
+    with Hosts(3, LINK) as hosts:
+        for name, words in {"sync": [], "local": LOCAL}.items():
+            where = ["--data.path", str(data), "--run.dir", str(tmp_path / name)]
+            done = hosts.run(train_command(*MODEL, *RUN, *where, *words), timeout=140)
+            assert done.returncode == 0, done.stderr
+            lines = read_metrics(tmp_path / name)
+            speed = median(line["tokens_per_s"] for line in lines[STEPS // 2 :])
+            found[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]
+    print({name: [round(figure, 4) for figure in figures] for name, figures in found.items()})
+    assert found["local"][0] > 5 * found["sync"][0], found
+    assert found["local"][2] < found["sync"][2] + 0.3, found
