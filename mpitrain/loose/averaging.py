@@ -57,7 +57,8 @@ class Averaging:
         reproducible: bool,
         wrote: Callable[[], None],
     ) -> None:
-        self.slices, self.outer, self.ahead = list(slices), outer, None
+        self.slices, self.outer = list(slices), outer
+        self.ahead: list[torch.Tensor] | None = None
         self._peers, self._weight, self._wrote = peers, weight, wrote
         self._buckets: list[Bucket | None] = list(buckets) or [None] * len(self.slices)
         self._overlap, self._reproducible = overlap, reproducible
@@ -65,8 +66,6 @@ class Averaging:
         self._anchors: list[torch.Tensor] = []
         self._differences: list[torch.Tensor] = []
         self._works: list[Work | None] = []
-
-    ahead: list[torch.Tensor] | None
 
     @torch.no_grad()
     def begin(self) -> None:

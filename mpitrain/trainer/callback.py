@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class Step:
     """One step of training, as far as it is done.
 
-    number: from 1. batch: this rank's share of the global batch. loss: the mean over the global batch, in nats where it
-    is a cross-entropy. norm: of the gradients, before clipping. skipped: whether nothing was updated, because the norm
-    is not finite. began: `time.perf_counter()` when it did. seconds: what it took, without evaluation and saving; 0 as
-    long as that is not known. together: whether all ranks came together after it (see `trainer.strategy`). met:
-    `time.monotonic()` when all ranks had done it. held_out_loss: None where the step was not evaluated. extras: further
-    figures for its line in metrics.jsonl.
+    number: from 1. batch: this rank's share of the global batch; without its samples where the step is told late. loss:
+    the mean over the global batch, in nats where it is a cross-entropy. norm: of the gradients, before clipping.
+    skipped: whether nothing was updated, because the norm is not finite. began: `time.perf_counter()` when it did.
+    seconds: what it took, without evaluation and saving; 0 as long as that is not known. together: whether all ranks
+    came together after it (see `trainer.strategy`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
+    None where the step was not evaluated. extras: further figures for its line in metrics.jsonl.
     """
 
     number: int
