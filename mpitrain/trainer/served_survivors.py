@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.loose.server import Remembered
+from mpitrain.loose.remembered import Remembered
 from mpitrain.trainer.callback import Restored, Step
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.served_engine import ServedEngine
