@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 
 from mpitrain.comm.mailbox import Letter, Mailbox
+from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Portion
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import Roles, SharedFlats
+
+_NAP = 1e-4  # seconds between looks at parameters on their way: others need the core meanwhile
+_SOON = 1.0  # seconds after which they are late
 
 
 class ServedWorker:
@@ -47,6 +52,7 @@ class ServedWorker:
         self.ahead = 0
         self._sees = {server: flats.sees(server) for server in roles.servers}
         self._answer: Letter | None = None  # to a claim
+        self._receiving: list[tuple[Messages, int]] = []  # parameters on their way, and their bucket
         self._missing: list[int] = [0] * len(flats.buckets)  # shares of each bucket that have not come
         self._progress = [0.0] * len(roles.servers)  # what each server had applied when it sent the parameters
         self._completed = [0] * len(roles.servers)  # steps of which it had applied all
@@ -117,7 +123,25 @@ class ServedWorker:
             self._read(letter)
 
     def _take(self, awaited: Iterable[int], name: str) -> None:
-        self._read(self._answers.wait(list(awaited), name))
+        """Wait for what comes next: a letter, or parameters that are on their way."""
+        if not self._receiving:
+            self._read(self._answers.wait(list(awaited), name))
+            return
+        deadline = time.monotonic() + _SOON
+        while not self._received():
+            if (letter := self._answers.take(_NAP)) is not None:
+                self._read(letter)
+                return
+            if time.monotonic() > deadline:
+                self._receiving[0][0].wait()  # where the watchdog sees it
+
+    def _received(self) -> bool:
+        """Whether some parameters have come, which are then noted."""
+        found = [each for each in self._receiving if each[0].done()]
+        self._receiving = [each for each in self._receiving if each not in found]
+        for _, bucket in found:
+            self._has_come(bucket)
+        return bool(found)
 
     def _read(self, letter: Letter) -> None:
         kind = LetterKind(int(letter.words[0]))
@@ -133,9 +157,14 @@ class ServedWorker:
 
     def _receive(self, letter: Letter) -> None:
         bucket, share, completed = map(int, letter.words[1:4])
-        if letter.payload_bytes:
-            letter.receive(self._flats.parameter_share(self._questions.rank, bucket, share)).wait()
         self._completed[share], self._progress[share] = completed, letter.words[4]
+        if letter.payload_bytes:
+            place = self._flats.parameter_share(self._questions.rank, bucket, share)
+            self._receiving.append((letter.receive(place), bucket))
+        else:
+            self._has_come(bucket)
+
+    def _has_come(self, bucket: int) -> None:
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             self.came(bucket)
