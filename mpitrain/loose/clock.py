@@ -86,15 +86,19 @@ class Clock:
         self.limit = applied.completed
         self.held: dict[Portion, int] = {}
         self._workers = list(workers)
+        self._opened = applied.completed  # the last step that `open` allowed; `stop` takes nothing back of it
         self._before = applied.completed  # the last step before those that `open` allowed
         self._begun = applied.completed  # the last step that parts were given out of, or may be
         self._open: list[Portion] = []  # not given out, of the steps begun; in order
 
     def open(self, limit: int) -> bool:
-        """Allow parts up to those of step `limit`; returns whether that is more than were allowed before."""
-        if limit <= self.limit:
+        """Allow parts up to those of step `limit`; returns whether that is more than were ever allowed before.
+
+        So workers that do not know of a `stop` yet do not undo it.
+        """
+        if limit <= self._opened:
             return False
-        self._before, self.limit = self.limit, limit
+        self._before, self.limit, self._opened = self.limit, limit, limit
         return True
 
     def claim(self, worker: int) -> Portion | None:

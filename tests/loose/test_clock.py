@@ -1,0 +1,124 @@
+"""The rules of the parameter server without ranks: who works on which samples, and how far they may be apart."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.loose.clock import Applied, Clock, Portion
+
+
+class Workers:
+    """Workers that ask a clock as ranks ask the first server, in random order, and take randomly long.
+
+    The clock's rules are looked at after everything that happens.
+    """
+
+    def __init__(self, chance: random.Random, workers: int, staleness: int | None, done: int) -> None:
+        self.chance, self.staleness = chance, staleness
+        self.numbers = range(10, 10 + workers)  # not those of their parts
+        self.clock = Clock(Applied(workers, done), self.numbers, staleness)
+        self.holds: dict[int, Portion] = {}
+        self.given: list[Portion] = []
+        self.stop_at: int | None = None  # parts given
+        self.met: set[int] = set()  # the steps after which a worker was told that there are no more
+
+    def meet(self, limit: int, *, stop_after: int | None = None) -> int:
+        """Work up to a step; the first asks to stop when so many parts were given. Returns the step they meet at."""
+        clock, working = self.clock, set(self.numbers)
+        self.met, self.stop_at = set(), None if stop_after is None else len(self.given) + stop_after
+        while working:
+            waiting = sorted(working - self.holds.keys())
+            able = [worker for worker in waiting if self._asks(worker, limit, working)] if waiting else []
+            assert able or self.holds or not working  # nothing is stuck
+            if self.holds and self.chance.random() < 0.6:
+                self._apply(self.chance.choice(sorted(self.holds)))
+        assert self.met == {clock.limit}
+        return clock.limit
+
+    def _asks(self, worker: int, limit: int, working: set[int]) -> bool:
+        """Whether something came of it: a part, or that there are no more."""
+        if self.chance.random() < 0.3 and self.holds:
+            return False  # it is not yet so far
+        clock = self.clock
+        clock.open(limit)
+        if self.stop_at is not None and len(self.given) >= self.stop_at and worker == self.numbers[0]:
+            clock.stop()  # the others do not know, and ask as before
+        portion = clock.claim(worker)
+        if portion is None:
+            if clock.exhausted:
+                working.discard(worker)
+                self.met.add(clock.limit)
+            return clock.exhausted
+        assert portion not in self.given and portion.step <= clock.limit
+        if self.staleness is not None:
+            assert portion.step <= clock.applied.completed + 1 + self.staleness
+        if self.staleness == 0:
+            assert self.numbers[portion.part] == worker
+        self.given.append(portion)
+        self.holds[worker] = portion
+        assert clock.held[portion] == worker
+        return True
+
+    def _apply(self, worker: int) -> None:
+        portion, before = self.holds.pop(worker), self.clock.applied.completed
+        complete = self.clock.settled(portion)
+        assert complete == list(range(before + 1, self.clock.applied.completed + 1))
+        assert portion in self.clock.applied and portion not in self.clock.held
+
+
+STALENESS = st.one_of(st.none(), st.integers(0, 4))
+CHANCE = st.integers(0, 10**6).map(random.Random)  # st.randoms draws mostly zeros
+
+
+@given(CHANCE, st.integers(1, 6), STALENESS, st.integers(0, 7), st.lists(st.integers(1, 5), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_every_part_is_given_once_and_nobody_runs_ahead_of_the_bound_nor_waits_for_ever(
+    chance, workers, staleness, done, lengths
+):
+    crowd, limit = Workers(chance, workers, staleness, done), done
+    for length in lengths:
+        limit += length
+        assert crowd.meet(limit) == limit == crowd.clock.applied.completed
+    everything = [Portion(step, part) for step in range(done + 1, limit + 1) for part in range(workers)]
+    assert sorted(crowd.given) == everything
+    assert not crowd.clock.held and not crowd.clock.applied.beyond
+
+
+@given(CHANCE, st.integers(1, 6), STALENESS, st.integers(0, 3), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_a_stop_ends_after_the_steps_that_were_begun_and_after_one_at_least(chance, workers, staleness, first, length):
+    crowd = Workers(chance, workers, staleness, 0)
+    if first:
+        crowd.meet(first)
+    asked = chance.randrange(0, workers * length)
+    last = crowd.meet(first + length, stop_after=asked)
+    assert first + 1 <= last <= first + length and crowd.clock.applied.completed == last
+    assert sorted(crowd.given) == [Portion(step, part) for step in range(1, last + 1) for part in range(workers)]
+
+
+def test_a_claim_with_the_old_limit_does_not_undo_a_stop():
+    clock = Clock(Applied(2), [0, 1], 0)
+    clock.open(5)
+    assert clock.claim(0) == Portion(1, 0)
+    assert clock.stop() == 1
+    assert not clock.open(5)  # the other worker asks as it would have
+    assert clock.limit == 1 and clock.claim(1) == Portion(1, 1)
+    clock.settled(Portion(1, 0))
+    clock.settled(Portion(1, 1))
+    assert clock.claim(0) is None and clock.exhausted
+
+
+@given(st.integers(1, 4), st.integers(0, 3), CHANCE)
+def test_what_was_applied_is_known_again_after_a_restart(parts, done, chance):
+    everything = [Portion(step, part) for step in range(done + 1, done + 4) for part in range(parts)]
+    chance.shuffle(everything)
+    applied = Applied(parts, done)
+    for portion in everything[: chance.randrange(len(everything))]:
+        applied.add(portion)
+    again = Applied(parts, applied.completed, applied.beyond)
+    assert all((portion in again) == (portion in applied) for portion in everything)
+    left = [portion for portion in everything if portion not in again]
+    assert [step for portion in left for step in again.add(portion)] == list(range(applied.completed + 1, done + 4))
