@@ -1,5 +1,14 @@
-"""The data that groups of ranks are trained on, and what they are asked for in each test."""
+"""The data that is trained on here, and where."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from train.conftest import text  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def place(world, tmp_path_factory) -> Path:
+    """A folder for all tests of a module, the same on all ranks."""
+    return Path(world.broadcast_object(str(tmp_path_factory.mktemp("runs"))))

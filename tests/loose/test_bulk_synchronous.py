@@ -1,0 +1,151 @@
+"""parallel.mode server at staleness 0: the steps of an all-reduce over the workers, whoever keeps the parameters."""
+
+from __future__ import annotations
+
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+from train.jobs import run
+
+import mpitrain as mt
+from mpitrain.checkpoint.manifest import read_manifest
+from mpitrain.comm.memory import arena
+from mpitrain.data.prepare import prepare
+from mpitrain.errors import EXIT_REQUEUE
+from mpitrain.monitor import read_metrics
+
+GPT = {"layers": 2, "width": 32, "heads": 2, "sequence": 16, "dropout": 0.1}
+TRAIN = {"steps": 8, "batch": 7, "microbatch": 2, "clip": 0.5, "evaluate_every": 4, "evaluate_samples": 13}
+ALL = pytest.mark.ranks(1, 2, 3, 4)
+
+
+def settings(text, *, servers=0, **sections):
+    """A training of a parameter server; servers None: of an all-reduce."""
+    parallel = {} if servers is None else {"mode": "server", "servers": servers}
+    given = {"data": {"path": text, "record_ids": True}, "model": GPT, "train": TRAIN, "parallel": parallel}
+    given |= {"checkpoint": {"every": 0}, "optim": {"warmup": 2, "schedule": "constant"}, "comm": {"bucket_mb": 0.02}}
+    return {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+
+
+def same(lines, wanted, tolerance=1e-5):
+    """Two trainings went alike, as their metrics tell."""
+    assert [m["step"] for m in lines] == [m["step"] for m in wanted]
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in wanted], rel=tolerance)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=10 * tolerance)
+    assert [m["lr"] for m in lines] == [m["lr"] for m in wanted]
+    assert [m.get("ids") for m in lines] == [m.get("ids") for m in wanted]
+    found, expected = ([m["held_out_loss"] for m in of if "held_out_loss" in m] for of in (lines, wanted))
+    assert found == pytest.approx(expected, rel=tolerance) and len(found) == len(expected)
+
+
+class AllReduce:
+    """Trainings in mode sync by the first ranks, each made once: what the same training with servers is held against."""
+
+    def __init__(self, world, place):
+        self._world, self._place, self._made = world, place, {}
+
+    def __call__(self, workers, sections):
+        name = f"sync {workers} {sorted(sections.items())}".replace("/", "-")
+        if name not in self._made:
+            some = self._world.subgroup(range(workers))
+            folder = self._place / f"sync-{len(self._made)}"
+            if some is not None:
+                run(some, folder, **sections)
+                some.free()
+            self._world.barrier()
+            self._made[name] = read_metrics(folder)
+        return self._made[name]
+
+
+@pytest.fixture(scope="module")
+def all_reduce(world, place):
+    return AllReduce(world, place)
+
+
+def how_many_serve(world):
+    """Values of parallel.servers that leave a worker."""
+    return {1: [0], 2: [0, 1], 3: [0, 1, 2], 4: [0, 2]}[world.size]
+
+
+@ALL
+def test_losses_are_those_of_an_all_reduce_with_clipping_dropout_microbatches_and_an_uneven_batch(
+    world, place, text, all_reduce
+):
+    for servers in how_many_serve(world):
+        lines = run(world, place / f"served-{servers}", **settings(text, servers=servers))
+        workers = world.size - servers
+        same(lines, all_reduce(workers, settings(text, servers=None)))
+        assert "staleness_mean" not in lines[0] and lines[0]["between_nodes_bytes"] == 0
+        assert any(m["grad_norm"] > 0.5 for m in lines)  # some were clipped
+        assert all(len(m["ids"]) == 7 for m in lines)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_share_no_memory_send_the_same_in_letters(world, place, text, all_reduce, monkeypatch):
+    monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
+    for servers in (0, 1):
+        lines = run(world, place / f"letters-{servers}", **settings(text, servers=servers))
+        same(lines, all_reduce(world.size - servers, settings(text, servers=None)))
+        shared = read_metrics(place / f"served-{servers}")  # the same sums in the same order
+        assert [m["loss"] for m in lines] == [m["loss"] for m in shared]
+
+
+MOMENTUM = {"optim": {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}}}
+CASES = {
+    "bf16, momentum": ({"train": {"precision": "bf16"}, **MOMENTUM}, 5e-3),
+    "bf16": ({"train": {"precision": "bf16"}}, 5e-3),
+    "momentum": (MOMENTUM, 1e-5),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "case", [case if "," in case else pytest.param(case, marks=pytest.mark.campaign) for case in CASES]
+)
+def test_bf16_and_momentum_go_alike_too(world, place, text, all_reduce, case):
+    sections, tolerance = CASES[case]
+    lines = run(world, place / case, **settings(text, **sections))
+    same(lines, all_reduce(2, settings(text, servers=None, **sections)), tolerance)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.campaign)])
+def test_a_resumed_run_has_the_bits_of_one_never_interrupted(world, place, text, servers):
+    class StopAt(mt.Callback):
+        def on_update(self, trainer, step):
+            if step.number >= 3 and trainer.world.rank == 1:
+                trainer.request_stop("rank 1 has seen enough")
+
+    sections = settings(text, servers=servers, checkpoint={"every": 6, "keep": 5})
+    stopped, whole = place / f"stopped-{servers}", place / f"whole-{servers}"
+    trainer = mt.Trainer(sections | {"run": {"dir": str(stopped)}}, [StopAt()], world=world)
+    with trainer.working():
+        assert trainer.train() == EXIT_REQUEUE
+    assert 3 <= trainer.step < 6
+    resumed = run(world, stopped, **sections)
+    wanted = run(world, whole, **sections)
+    kept = ("step", "loss", "lr", "grad_norm", "ids")
+    assert [[m[k] for k in kept] for m in resumed] == [[m[k] for k in kept] for m in wanted]
+    assert resumed[-1]["held_out_loss"] == wanted[-1]["held_out_loss"]
+    mine, theirs = (read_manifest(folder / "checkpoints/step-00000008") for folder in (stopped, whole))
+    assert [extent.hashes for extent in mine.extents] == [extent.hashes for extent in theirs.extents] != []
+
+
+@pytest.mark.ranks(3)
+def test_checkpoints_of_one_mode_are_read_in_the_other_and_hold_the_model(world, place, text, all_reduce):
+    whole = all_reduce(3, settings(text, servers=None))
+    modes = {"sync": None, "server": 0}
+    for first, then in (("sync", "server"), ("server", "sync")):
+        folder = place / f"{first}-{then}"
+        run(world, folder, **settings(text, servers=modes[first], train={"steps": 4}, checkpoint={"every": 4}))
+        same(run(world, folder, **settings(text, servers=modes[then], checkpoint={"every": 4})), whole)
+    if world.rank == 0:
+        tensors = []
+        for name in ("sync-server", "server-sync"):
+            with h5py.File(place / name / "checkpoints/step-00000008/model.h5") as file:
+                tensors.append({key: np.asarray(file[key]) for key in file})
+        assert tensors[0].keys() == tensors[1].keys() != set()
+        for key, tensor in tensors[0].items():
+            assert np.allclose(tensor, tensors[1][key], rtol=1e-3, atol=1e-5), key

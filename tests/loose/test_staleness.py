@@ -1,0 +1,230 @@
+"""parallel.mode server with staleness: recorded runs in which workers and servers take randomly long.
+
+What is recorded: which steps each server had applied when it sent the parameters that a part was computed with, and in
+which order each server applied the parts. The bound is that of Ho et al. 2013: a part of step t has been computed with
+all updates of the steps up to t - 1 - s.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from test_bulk_synchronous import GPT
+from train.jobs import run
+
+import mpitrain as mt
+from mpitrain import report
+from mpitrain.comm.memory import arena
+from mpitrain.data import SampleOrder
+from mpitrain.loose.clock import Applied
+from mpitrain.loose.server import Server
+from mpitrain.loose.worker import ServedWorker
+from mpitrain.monitor import read_metrics
+
+STEPS = 6
+
+
+@dataclass
+class Recording:
+    """What happened on one rank."""
+
+    computed: list[tuple[int, int, list[tuple[int, int]]]] = field(default_factory=list)
+    """Of each part: step, number, and (server, steps it had completed) for every bucket that came for it."""
+    applied: list[tuple[int, int, int]] = field(default_factory=list)
+    """By this rank's server, in order: step and number of the part, and the steps complete before."""
+    ids: list[int] = field(default_factory=list)
+    """Of the samples that it trained on."""
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Notes of what this rank's worker and server do, from now on; both take randomly long: `.chance` says how."""
+    notes, came = Recording(), []
+    notes.chance = random.Random(0)
+    receive, commit, add, apply = ServedWorker._receive, ServedWorker.commit, Applied.add, Server._apply_commits
+
+    def received(worker, letter):
+        receive(worker, letter)
+        came.append((int(letter.words[2]), int(letter.words[3])))
+
+    def committed(worker, words):
+        notes.computed.append((worker.portion.step, worker.portion.part, list(came)))
+        came.clear()
+        commit(worker, words)
+
+    def added(applied, portion):
+        assert portion not in applied
+        notes.applied.append((portion.step, portion.part, applied.completed))
+        return add(applied, portion)
+
+    def apply_commits(server):
+        if notes.chance.random() < 0.2:
+            time.sleep(notes.chance.random() * 0.01)
+        apply(server)
+
+    monkeypatch.setattr(ServedWorker, "_receive", received)
+    monkeypatch.setattr(ServedWorker, "commit", committed)
+    monkeypatch.setattr(Applied, "add", added)
+    monkeypatch.setattr(Server, "_apply_commits", apply_commits)
+    return notes
+
+
+class Uneven(mt.Trainer):
+    """Takes randomly long for each part."""
+
+    notes: Recording
+
+    def train_step(self, batch):
+        self.notes.ids += batch.ids.tolist()
+        self._pause()
+        step = super().train_step(batch)
+        self._pause()
+        return step
+
+    def _pause(self):
+        if self.notes.chance.random() < 0.4:
+            time.sleep(self.notes.chance.random() * 0.03)
+
+
+def sections(text, folder, staleness, servers, **more):
+    given = {
+        "run": {"dir": str(folder)},
+        "data": {"path": text, "record_ids": True},
+        "model": {**GPT, "layers": 1, "width": 16},
+        "train": {"steps": STEPS, "batch": 13, "clip": 0.5, "evaluate_every": 4, "evaluate_samples": 8},
+        "optim": {"warmup": 0},
+        "parallel": {"mode": "server", "servers": servers, "staleness": staleness},
+        "checkpoint": {"every": 0},
+        "comm": {"bucket_mb": 0.01},
+    }
+    return {name: given.get(name, {}) | more.get(name, {}) for name in given | more}
+
+
+def trained(world, notes, settings, seed=0, kind=Uneven):
+    """Metrics of a training in which `notes` were taken, and the notes of all ranks."""
+    notes.chance = random.Random(1000 * seed + world.rank)
+    for kept in (notes.computed, notes.applied, notes.ids):
+        kept.clear()
+    world.barrier()
+    trainer = kind(settings, world=world)
+    trainer.notes = notes
+    with trainer.working():
+        assert trainer.train() == 0
+    told = world.all_gather_object([notes.computed, notes.applied, notes.ids])
+    return trainer, read_metrics(trainer.folder.path), [Recording(*each) for each in told]
+
+
+def holds(trainer, lines, recorded, workers, servers, staleness):
+    """Every part was computed and applied once, and none with older parameters than the bound allows."""
+    parts = {(step, part) for step in range(1, STEPS + 1) for part in range(workers)}
+    computed = [each for of in recorded for each in of.computed]
+    assert len(computed) == len(parts) and {(step, part) for step, part, _ in computed} == parts
+    serving = [of.applied for of in recorded if of.applied]
+    assert len(serving) == servers
+    for applied in serving:
+        assert len(applied) == len(parts) and {(step, part) for step, part, _ in applied} == parts
+    ids = Counter(number for of in recorded for number in of.ids)
+    assert ids == Counter(number for m in lines for number in m["ids"]) and len(lines) == STEPS
+    order = SampleOrder(len(trainer.data), trainer.config.run.seed)
+    assert [number for m in lines for number in m["ids"]] == order.ids(0, 13 * STEPS).tolist()
+    assert all(torch.isfinite(torch.tensor([m["loss"], m["grad_norm"]])).all() for m in lines)
+    if staleness == "none":
+        return
+    for step, _, came in computed:
+        assert {server for server, _ in came} == set(range(servers))
+        assert all(completed >= step - 1 - staleness for _, completed in came)
+    for applied in serving:
+        assert all(completed >= step - 1 - staleness for step, _, completed in applied)
+    if staleness:
+        assert max(m["ahead_max"] for m in lines) <= staleness
+        assert max(m["staleness_max"] for m in lines) <= 2 * staleness + 1
+        assert all(0 <= m["staleness_mean"] <= m["staleness_max"] + 1e-9 for m in lines)
+
+
+def bounded(world, text, folder, recording, servers, seeds):
+    workers = world.size - servers
+    for staleness in (0, 1, 3, "none"):
+        for seed in seeds:
+            settings = sections(text, folder / f"{staleness}-{servers}-{seed}", staleness, servers)
+            trainer, lines, recorded = trained(world, recording, settings, seed)
+            holds(trainer, lines, recorded, workers, servers or world.size, staleness)
+
+
+@pytest.mark.ranks(2, 4)
+def test_no_part_is_computed_with_parameters_older_than_the_bound(world, text, folder, recording):
+    bounded(world, text, folder, recording, {2: 0, 4: 1}[world.size], [1])
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks(1, 2, 3, 4, 6)
+def test_no_part_is_computed_with_parameters_older_than_the_bound_at_one_to_six_workers(world, text, folder, recording):
+    for servers in {1: [0], 2: [0, 1], 3: [0], 4: [0], 6: [0, 1]}[world.size]:  # 1, 2 and 1, 3, 4, 6 and 5 workers
+        bounded(world, text, folder, recording, servers, [2, 3])
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks(3)
+def test_the_bound_holds_also_where_ranks_share_no_memory(world, text, folder, recording, monkeypatch):
+    monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
+    for servers in (0, 1):
+        bounded(world, text, folder, recording, servers, [4])
+
+
+class Sleepy(mt.Trainer):
+    """Of two workers the second sleeps in its first part; both note parameters and gradients of each of theirs."""
+
+    notes: Recording
+
+    def train_step(self, batch):
+        if self.world.rank == 1 and not self.notes.ids:
+            time.sleep(1.0)
+        self.notes.ids += batch.ids.tolist()
+        step = super().train_step(batch)
+        flats = self.engine.sharding.flats
+        weight = len(batch.ids) / self.config.train.batch
+        state = [torch.cat([arena.tensor for arena in of]) for of in (flats.parameters, flats.gradients)]
+        self.seen = [*getattr(self, "seen", []), (state[0], state[1] / weight, step.lr, weight)]
+        return step
+
+
+@pytest.mark.ranks(3)
+def test_a_worker_sees_its_own_updates_and_they_are_those_of_its_samples(world, text, folder, recording, capsys):
+    settings = sections(
+        text, folder / "r", "none", 1, optim={"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, train={"clip": 0.0}
+    )
+    trainer, lines, recorded = trained(world, recording, settings, kind=Sleepy)
+    by = [len(of.computed) for of in recorded]
+    assert by[2] == 0 and by[0] + by[1] == 2 * STEPS and by[0] > by[1] >= 1  # who is slow gets fewer parts
+    if world.rank == 0:
+        first, second, third = trainer.seen[:3]  # while the other sleeps
+        for (x, gradient, lr, weight), (after, *_) in ((first, second), (second, third)):
+            assert torch.allclose(after, x - lr * weight * gradient, rtol=0, atol=1e-6)
+            assert not torch.equal(after, x)
+    assert max(m["staleness_max"] for m in lines) > 1.0  # of the part that slept
+    if world.rank == 0:
+        capsys.readouterr()
+        assert report.main([str(folder / "r")]) == 0
+        assert f"{lines[-1]['loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.ranks(2)
+def test_a_run_with_staleness_is_stopped_saved_and_goes_on(world, text, folder):
+    class StopAt(mt.Callback):
+        def on_update(self, trainer, step):
+            if step.number >= 2 and trainer.world.rank == 1:
+                trainer.request_stop("seen enough")
+
+    settings = sections(text, folder / "r", 1, 0, train={"steps": 12})
+    trainer = mt.Trainer(settings, [StopAt()], world=world)
+    with trainer.working():
+        assert trainer.train() == mt.errors.EXIT_REQUEUE
+    assert 2 <= trainer.step < 12
+    lines = run(world, folder / "r", **{name: keys for name, keys in settings.items() if name != "run"})
+    assert [m["step"] for m in lines] == list(range(1, 13))
+    order = SampleOrder(len(trainer.data), trainer.config.run.seed)
+    assert [n for m in lines for n in m["ids"]] == order.ids(0, 12 * 13).tolist()
