@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import h5py
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from train.jobs import run
 import mpitrain as mt
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.comm.memory import arena
-from mpitrain.data.prepare import prepare
 from mpitrain.errors import EXIT_REQUEUE
 from mpitrain.monitor import read_metrics
 
@@ -41,7 +38,7 @@ def same(lines, wanted, tolerance=1e-5):
 
 
 class AllReduce:
-    """Trainings in mode sync by the first ranks, each made once: what the same training with servers is held against."""
+    """Trainings in mode sync by the first ranks, each made once: what servers are held against."""
 
     def __init__(self, world, place):
         self._world, self._place, self._made = world, place, {}
