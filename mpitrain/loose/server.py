@@ -314,9 +314,10 @@ class Server:
     def _tell(self, step: int, told: Sequence[Told], norm: float, seconds: float, *, skipped: bool) -> None:
         if self._clock is None:
             return
+        losses = [t.commit.loss for t in told]
         record = StepRecord(
             step,
-            math.fsum(t.commit.loss for t in told),
+            math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
             norm,
             skipped,
             sum(t.staleness for t in told) / len(told),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,11 +136,16 @@ class DistributedDataParallel(nn.Module):
 
 def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
     """Give every rank the root's parameters and buffers. Collective."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_contiguous():
-                comm.broadcast(tensor, root)
-            else:
-                dense = tensor.contiguous()
-                comm.broadcast(dense, root)
-                tensor.copy_(dense)
+    broadcast_tensors((*module.parameters(), *module.buffers()), comm, root)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int) -> None:
+    """Give every rank the root's values. Collective."""
+    for tensor in tensors:
+        if tensor.is_contiguous():
+            comm.broadcast(tensor, root)
+        else:
+            dense = tensor.contiguous()
+            comm.broadcast(dense, root)
+            tensor.copy_(dense)

@@ -239,6 +239,7 @@ class Session:
             assert self._server is not None
             self._server.serve(limit)
             last = self._server.applied.completed
+        self.engine.share_buffers()
         for number in range(max(first, self._trainer.step) + 1, last + 1):
             yield self._step(self._worker.next_record(), together=number == last)
 

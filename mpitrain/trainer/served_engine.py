@@ -14,7 +14,7 @@ from mpitrain.loose.memory import Roles
 from mpitrain.loose.sharding import PulledParameters, PushedGradients, ServedSharding
 from mpitrain.loose.worker import ServedWorker, squares
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.ddp import broadcast_state
+from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.trainer.engine import Engine, StepResult
 from mpitrain.trainer.optimizer import state_bytes
 from mpitrain.trainer.state import EngineState, Holding, merged
@@ -45,7 +45,6 @@ class ServedEngine(Engine):
 
     def __init__(self, *args: Any, world: Communicator, roles: Roles, bulk: bool, **kwargs: Any) -> None:
         self._world, self._roles, self._bulk = world, roles, bulk
-        self._weight = 1.0
         broadcast_state(args[0], world)
         super().__init__(*args, **kwargs)
         self._axes = [world]
@@ -62,6 +61,13 @@ class ServedEngine(Engine):
         parameters, gradients = self.sharding.parameters, self.sharding.gradients
         assert isinstance(parameters, PulledParameters) and isinstance(gradients, PushedGradients)
         parameters.need, worker.came, gradients.push = worker.need, parameters.came, worker.push
+
+    def share_buffers(self) -> None:
+        """Give all ranks the first worker's buffers, which are saved: what is evaluated is what is saved. Collective.
+
+        Statistics of batches, for instance: each worker has those of its own samples.
+        """
+        broadcast_tensors(self.module.buffers(), self._world, self._roles.workers[0])
 
     @torch.no_grad()
     def take_over(self, earlier: ServedEngine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import h5py
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from train.jobs import run
 import mpitrain as mt
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.comm.memory import arena
+from mpitrain.data.prepare import prepare
 from mpitrain.errors import EXIT_REQUEUE
 from mpitrain.monitor import read_metrics
 
@@ -146,3 +149,27 @@ def test_checkpoints_of_one_mode_are_read_in_the_other_and_hold_the_model(world,
         assert tensors[0].keys() == tensors[1].keys() != set()
         for key, tensor in tensors[0].items():
             assert np.allclose(tensor, tensors[1][key], rtol=1e-3, atol=1e-5), key
+
+
+@pytest.mark.ranks(3)
+def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(world, folder):
+    """Each worker normalizes its part of a batch; the first one's running statistics are the model's."""
+    if world.rank == 0:
+        generator, y = np.random.default_rng(0), np.arange(90) % 3
+        source = folder / "source"
+        source.mkdir()
+        np.save(source / "x.npy", (generator.random((90, 6)) + y[:, None] / 3).astype(np.float32))
+        np.save(source / "y.npy", y)
+        prepare([str(source)], folder / "points", held_out=0.3)
+    world.barrier()
+    sections = settings(str(folder / "points"), servers=1, checkpoint={"every": 4, "keep": 5})
+    sections["model"] = {"factory": "train.odd_models:normalized"}
+    whole = run(world, folder / "whole", **sections)
+    if world.rank == 0:
+        shutil.copytree(folder / "whole", folder / "resumed")
+        shutil.rmtree(folder / "resumed/checkpoints/step-00000008")
+    world.barrier()
+    resumed = run(world, folder / "resumed", **sections)
+    kept = ("loss", "grad_norm", "held_out_loss")
+    assert [[m.get(k) for k in kept] for m in resumed] == [[m.get(k) for k in kept] for m in whole]
+    assert whole[-1]["loss"] < whole[0]["loss"]

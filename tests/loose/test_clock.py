@@ -18,15 +18,18 @@ class Workers:
 
     def __init__(self, chance: random.Random, workers: int, staleness: int | None, done: int) -> None:
         self.chance, self.staleness = chance, staleness
-        self.numbers = range(10, 10 + workers)  # not those of their parts
+        self.numbers = list(range(10, 10 + workers))  # not those of their parts
         self.clock = Clock(Applied(workers, done), self.numbers, staleness)
         self.holds: dict[int, Portion] = {}
         self.given: list[Portion] = []
         self.stop_at: int | None = None  # parts given
         self.met: set[int] = set()  # the steps after which a worker was told that there are no more
 
-    def meet(self, limit: int, *, stop_after: int | None = None) -> int:
-        """Work up to a step; the first asks to stop when so many parts were given. Returns the step they meet at."""
+    def meet(self, limit: int, *, stop_after: int | None = None, dies_after: int | None = None) -> int:
+        """Work up to a step; the first asks to stop when so many parts were given. Returns the step they meet at.
+
+        dies_after: some of several workers die when so many parts were applied.
+        """
         clock, working = self.clock, set(self.numbers)
         self.met, self.stop_at = set(), None if stop_after is None else len(self.given) + stop_after
         while working:
@@ -35,8 +38,23 @@ class Workers:
             assert able or self.holds or not working  # nothing is stuck
             if self.holds and self.chance.random() < 0.6:
                 self._apply(self.chance.choice(sorted(self.holds)))
+                applied = self.clock.applied
+                done = applied.completed * applied.parts + len(applied.beyond)
+                if dies_after is not None and done >= dies_after and len(self.numbers) > 1:
+                    self.bury(self.chance.randrange(1, len(self.numbers)))
+                    clock, working, self.met, dies_after = self.clock, set(self.numbers), set(), None
         assert self.met == {clock.limit}
         return clock.limit
+
+    def bury(self, dead: int) -> None:
+        """The rest goes on without some workers, by what is known to have been applied."""
+        applied = self.clock.applied
+        for worker in self.chance.sample(self.numbers, dead):
+            self.numbers.remove(worker)
+        self.holds.clear()  # who is left begins again, too
+        self.given = [portion for portion in self.given if portion in applied]
+        before = Applied(applied.parts, applied.completed, applied.beyond)
+        self.clock = Clock(before, self.numbers, self.staleness)
 
     def _asks(self, worker: int, limit: int, working: set[int]) -> bool:
         """Whether something came of it: a part, or that there are no more."""
@@ -56,7 +74,7 @@ class Workers:
         if self.staleness is not None:
             assert portion.step <= clock.applied.completed + 1 + self.staleness
         if self.staleness == 0:
-            assert self.numbers[portion.part] == worker
+            assert self.numbers[portion.part % len(self.numbers)] == worker
         self.given.append(portion)
         self.holds[worker] = portion
         assert clock.held[portion] == worker
@@ -97,6 +115,15 @@ def test_a_stop_ends_after_the_steps_that_were_begun_and_after_one_at_least(chan
     last = crowd.meet(first + length, stop_after=asked)
     assert first + 1 <= last <= first + length and crowd.clock.applied.completed == last
     assert sorted(crowd.given) == [Portion(step, part) for step in range(1, last + 1) for part in range(workers)]
+
+
+@given(CHANCE, st.integers(2, 6), STALENESS, st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_the_parts_of_workers_that_died_are_given_to_others(chance, workers, staleness, length):
+    crowd = Workers(chance, workers, staleness, 0)
+    assert crowd.meet(length, dies_after=chance.randrange(1, workers * length)) == length
+    assert len(crowd.numbers) < workers and crowd.clock.applied.completed == length
+    assert sorted(crowd.given) == [Portion(step, part) for step in range(1, length + 1) for part in range(workers)]
 
 
 def test_a_claim_with_the_old_limit_does_not_undo_a_stop():

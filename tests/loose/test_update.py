@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.loose.clock import Applied, Clock
+from mpitrain.loose.clock import Clock
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import Roles
+from mpitrain.loose.remembered import Remembered
 from mpitrain.loose.server import Rules, Server
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.shard.sharding import Options
@@ -56,9 +57,9 @@ def served(world):
     flats, roles, boxes = Flats(sharding.flats.buckets, gradients), Roles((0, 1, 2), (0,)), (Box(), Box())
 
     def make(rules):
-        applied = Applied(3, 4)
-        clock = Clock(applied, [0, 1, 2], rules.staleness)
-        return Server(0, roles, flats, sharding.update, boxes, applied, clock, rules, {0: 8, 1: 0, 2: 2}, {})
+        before = Remembered(3, 4)
+        clock = Clock(before.applied(), [0, 1, 2], rules.staleness)
+        return Server(0, roles, flats, sharding.update, boxes, before, clock, rules, 4, {0: 8, 1: 0, 2: 2}, {})
 
     yield make, boxes[1], gradients, lambda: [sharding.published.bucket(b).clone() for b in range(count)]
     sharding.close()

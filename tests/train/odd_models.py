@@ -1,4 +1,4 @@
-"""Models for `model.factory`: one whose blocks take unequally long, one that is not causal."""
+"""Models for `model.factory`: one whose blocks take unequally long, one that is not causal, one with buffers."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ class Spoiled(nn.Linear):
 def spoiled(description, first, last=1_000_000, gradient=False):
     parts = [nn.Embedding(description.vocabulary, 8), Spoiled(8, first, last, gradient), nn.Linear(8, 8), nn.Tanh()]
     return nn.Sequential(*parts, head(description)), nats
+
+
+def normalized(description):
+    """A classifier of vectors that normalizes over its samples."""
+    parts = [nn.Linear(description.x_shape[0], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, len(description.classes))]
+    return nn.Sequential(*parts), functional.cross_entropy
