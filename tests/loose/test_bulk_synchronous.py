@@ -162,7 +162,7 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
         np.save(source / "y.npy", y)
         prepare([str(source)], folder / "points", held_out=0.3)
     world.barrier()
-    sections = settings(str(folder / "points"), servers=1, checkpoint={"every": 4, "keep": 5})
+    sections = settings(str(folder / "points"), servers=1, checkpoint={"every": 4}, train={"microbatch": 0})
     sections["model"] = {"factory": "train.odd_models:normalized"}
     whole = run(world, folder / "whole", **sections)
     if world.rank == 0:

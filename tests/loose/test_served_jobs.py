@@ -94,13 +94,10 @@ def test_losses_on_a_device_are_those_of_the_cpu(world, place: Path, text, devic
     with sdpa_kernel(SDPBackend.MATH):
         for servers, staleness in ((0, 0), (1, 0), (0, 2)):
             made = settings(text, servers=servers, model={"dropout": 0.0}, parallel={"staleness": staleness})
+            places = {kind: place / f"{kind}-{servers}-{staleness}" for kind in ("cpu", device.type)}
             cpu, there = (
-                run(
-                    world,
-                    place / f"{kind}-{servers}-{staleness}",
-                    **made | {"run": {"dir": str(place / f"{kind}-{servers}-{staleness}"), "device": kind}},
-                )
-                for kind in ("cpu", device.type)
+                run(world, folder, **made | {"run": {"dir": str(folder), "device": kind}})
+                for kind, folder in places.items()
             )
             if staleness:
                 assert there[-1]["loss"] == pytest.approx(cpu[-1]["loss"], rel=0.05)
