@@ -19,8 +19,10 @@ there for others, twice as long as these took it: they take three times the time
 more ranks than cores. Waiting for parameters or for other ranks is not in it. While it sleeps its core is free; with
 fewer cores than ranks the others are then the faster for it, and what waits for the slow rank leaves cores idle.
 
-Tokens a second are those of complete steps by the seconds of metrics.jsonl, without the first tenth of the steps; time
-to a loss is that of the first step at which the mean of the last steps' losses is down to it.
+All contenders train several times, in turns, each time from the start and in the reverse order; of each the run with
+the median of tokens a second counts, loss and picture included. Tokens a second are those of complete steps by the
+seconds of metrics.jsonl, without the first tenth of the steps; time to a loss is that of the first step at which the
+mean of the last steps' losses is down to it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import torch
 from torch import nn
 
 from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
-from mpitrain.bench.waiting_report import SYNC, report
+from mpitrain.bench.waiting_report import SYNC, median_run, report
 from mpitrain.comm import Communicator
 from mpitrain.data import Batch
 from mpitrain.errors import InputError
@@ -49,7 +51,8 @@ from mpitrain.trainer.strategies import STRATEGIES
 from mpitrain.trainer.trainer import Trainer
 
 SLOW = 1  # the rank
-STEPS, QUICK_STEPS = 160, 12
+STEPS, QUICK_STEPS = 64, 12
+REPEATS = 3
 MODEL = {"layers": 2, "width": 128, "heads": 4, "sequence": 128}
 QUICK_MODEL = {"layers": 1, "width": 32, "heads": 2, "sequence": 32}
 SAMPLES = 4  # of a batch, for each worker
@@ -77,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--slowed", type=float, default=3.0, metavar="X", help="times as long as else that rank 1 takes [3]; 1: no rank"
     )
     made.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of each contender [{STEPS}]")
+    made.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each [{REPEATS}]")
     made.add_argument("--only", type=_names, metavar="A;B", help="these contenders, and sync")
     made.add_argument("--dir", type=Path, metavar="DIR", help="where run folders are put meanwhile [--out]")
     return made
@@ -90,22 +94,22 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     if world.size < 3:
         raise InputError("two workers and a rank that only serves are needed; use 3 ranks or more", agreed=True)
     workers = world.subgroup(range(world.size - 1), label="workers")
-    found: dict[str, Any] = {}
+    wanted = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
+    wanted = {name: of for name, of in wanted.items() if of.get("mode", SYNC) in STRATEGIES}
+    found: dict[str, list[Any]] = {name: [] for name in wanted}
     with temporary_folder(world, options, "waiting") as folder:
-        for number, (name, parallel) in enumerate(CONTENDERS.items()):
-            wanted = not options.only or name in options.only or name == SYNC
-            if not wanted or parallel.get("mode", "sync") not in STRATEGIES:
-                continue
-            ranks = world if parallel.get("servers") else workers
-            if ranks is not None:
-                config = _config(options, world.size - 1, parallel, folder / str(number))
-                with contextlib.redirect_stdout(io.StringIO()):  # what a run tells people
-                    _Slowed(config, world=ranks, slowed=options.slowed).fit()
-            world.barrier()
-            if world.rank == 0:
-                found[name] = _steps(folder / str(number))
-                print(f"  {name}: {sum(found[name]['seconds']):.0f} s", flush=True)
-    return found
+        for turn in range(1 if options.quick else options.repeats):
+            for name, parallel in list(wanted.items())[:: -1 if turn % 2 else 1]:
+                config = _config(options, world.size - 1, parallel, folder / f"{turn} {name}")
+                ranks = world if parallel.get("servers") else workers
+                if ranks is not None:
+                    with contextlib.redirect_stdout(io.StringIO()):  # what a run tells people
+                        _Slowed(config, world=ranks, slowed=options.slowed).fit()
+                world.barrier()
+                if world.rank == 0:
+                    found[name].append(_steps(Path(config["run"]["dir"])))
+                    print(f"  {name}: {sum(found[name][-1]['seconds']):.1f} s", flush=True)
+    return {name: median_run(runs) for name, runs in found.items() if runs}
 
 
 def _config(options: argparse.Namespace, workers: int, parallel: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -115,6 +119,7 @@ def _config(options: argparse.Namespace, workers: int, parallel: Mapping[str, An
         "model": QUICK_MODEL if options.quick else MODEL,
         "train": {"steps": steps, "batch": SAMPLES * workers, "evaluate_every": 0, "evaluate_samples": 128},
         "optim": {"warmup": min(20, steps // 4)},
+        "monitor": {"every": steps},
         "checkpoint": {"every": 0, "resume": "never"},
         "parallel": dict(parallel),
     }
