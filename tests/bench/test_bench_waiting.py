@@ -38,7 +38,7 @@ def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["sync", "server, asynchronous"])
 def test_the_slow_rank_sleeps_twice_what_its_passes_took_before_others_get_its_last_gradient(
-    world, folder, monkeypatch, capfd, name
+    world, folder, monkeypatch, name
 ):
     options = argparse.Namespace(quick=True)
     config = _config(options, world.size, CONTENDERS[name], folder / "r")
