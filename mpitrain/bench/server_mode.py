@@ -10,8 +10,9 @@ from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit
 from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.pending import Rules
 from mpitrain.loose.remembered import Remembered
-from mpitrain.loose.server import Rules, Server
+from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.shard.sharding import Options

@@ -39,7 +39,7 @@ from mpitrain.errors import CommunicationError, InputError
 WORDS = 15  # numbers in a letter, at most
 _LETTERS = 0  # the tag of words; payloads have the others
 _TAGS = 1 << 14  # of payloads: more than there are under way between two ranks; MPI promises twice as many
-_EAGER_ROUNDS = 100  # of looking without a pause
+_EAGER_ROUNDS = 20  # of looking without a pause
 _NAP = 1e-5, 5e-4  # seconds between looks, at first and at most
 _NAP_SENDING = 1e-4  # at most, while MPI has to be called for what was posted to go on
 

@@ -6,6 +6,7 @@
     PUSHED  step, part, b    bucket b of gradients is there        BUCKET   b, completed, progress   it is there
     COMMIT  step, part, ...  apply what I pushed                   RECORD   step, loss, ...    a step is complete
     SQUARES step, sum        of my shares of the gradients         FAILED                   this rank's server did
+    HERE                     I have what I need to meet    TOGETHER                 all workers have
     END                      no more will come
 
 Gradients and parameters travel with PUSHED and BUCKET where the ranks share no memory (see `mpitrain.loose.memory`).
@@ -25,12 +26,14 @@ class LetterKind(IntEnum):
     PUSHED = 3
     COMMIT = 4
     SQUARES = 5
-    END = 6
+    HERE = 6
+    END = 7
     GRANT = 11
     MEET = 12
     BUCKET = 13
     RECORD = 14
-    FAILED = 15
+    TOGETHER = 15
+    FAILED = 16
 
 
 class Commit(NamedTuple):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -26,45 +25,12 @@ from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
+from mpitrain.loose.pending import Pull, Rules, Summing
 from mpitrain.loose.remembered import Remembered, Told
 from mpitrain.loose.update import ShareUpdate
 
 _IDLE = 0.5  # seconds between looks at whether to go on
 _RECEIVING = 1e-4  # likewise while payloads arrive
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What servers are told once.
-
-    Attributes:
-        staleness: How many steps a worker may be ahead of the slowest; None: there is no bound.
-        corrected: Divide the learning rate of an update by its staleness (Zhang et al. 2016).
-        clip: The largest norm of gradients; 0: as they are.
-    """
-
-    staleness: int | None
-    corrected: bool
-    clip: float
-
-
-@dataclass
-class _Pull:
-    """A worker that waits for parameters with all updates of the steps up to `least`."""
-
-    worker: int
-    least: int
-    final: bool
-
-
-@dataclass
-class _Summing:
-    """A bulk-synchronous step, as far as its gradients have come."""
-
-    added: list[int]  # of each bucket, how many parts; they are added in order
-    waiting: list[dict[int, torch.Tensor]]  # of each bucket, gradients of later parts
-    commits: dict[int, Commit] = field(default_factory=dict)  # by part
-    told: bool = False  # whether the other servers know this one's squares
 
 
 class Server:
@@ -107,7 +73,7 @@ class Server:
         self._clock, self._rules, self._apart, self.inbox = clock, rules, apart, inbox
         self.applied = remembered.applied() if clock is None else clock.applied
         self._known = known
-        self.limit = self.finals = 0
+        self.limit = self.finals = self._here = 0
         self._records = list(remembered.records)  # where all that meet have to wait for this server
         self._buckets = len(flats.buckets)
         self.progress = self.applied.completed + len(self.applied.beyond) / self.applied.parts  # steps applied
@@ -115,7 +81,7 @@ class Server:
         self._receiving: list[tuple[Work, Callable[[], None]]] = []  # and what to do then
         self._arriving: dict[int, int] = {}  # payloads of each worker that have not arrived
         self._held: list[tuple[int, Commit]] = []  # commits whose payloads have not
-        self._pulls: list[_Pull] = []
+        self._pulls: list[Pull] = []
         self._asking: list[int] = []  # workers that wait for samples
         self._told = {step: list(told) for step, told in remembered.told.items()}  # of steps not complete
         self._squares: dict[int, list[float]] = {}  # by step, of the servers
@@ -128,6 +94,7 @@ class Server:
             LetterKind.PUSHED: self._pushed,
             LetterKind.COMMIT: self._committed,
             LetterKind.SQUARES: self._squared,
+            LetterKind.HERE: self._arrived,
             LetterKind.END: self._ended,
         }
 
@@ -135,13 +102,19 @@ class Server:
 
     def serve(self, limit: int | None = None) -> None:
         """Do what is asked: until all workers have what they need of the steps up to `limit`, or until told to end."""
-        self.finals, self.limit = 0, limit or 0
+        self.finals, self._here, self.limit = 0, 0, limit or 0
         for record in self._records:  # known before ranks died, and not by all
             if record.step > self._known:
                 self._post_to_all(record)
-        while not self._end and not (limit and self.finals == len(self._roles.workers)):
+        while not self._end and not (limit and self._all_here):
             self.turn()
         self._records.clear()
+
+    @property
+    def _all_here(self) -> bool:
+        """Whether this server is not asked for anything more before all ranks meet."""
+        workers = len(self._roles.workers)
+        return self.finals == workers and (self._clock is None or self._here == workers)
 
     def turn(self) -> None:
         """Wait a little for letters, and do what those that have come ask for."""
@@ -203,6 +176,14 @@ class Server:
     def _ended(self, letter: Letter) -> None:
         self._end = True
 
+    def _arrived(self, letter: Letter) -> None:
+        """Tell all ranks when all workers are ready to meet: until then none of them is to wait in MPI, where it would
+        take the core from those that work."""
+        self._here += 1
+        if self._here % len(self._roles.workers) == 0:
+            for rank in range(self._answers.size):
+                self._answers.post(rank, [LetterKind.TOGETHER])
+
     def _claimed(self, letter: Letter) -> None:
         assert self._clock is not None
         if self._clock.open(int(letter.words[1])):
@@ -213,7 +194,7 @@ class Server:
 
     def _pulled(self, letter: Letter) -> None:
         final = bool(letter.words[2])
-        self._pulls.append(_Pull(letter.source, int(letter.words[1]), final))
+        self._pulls.append(Pull(letter.source, int(letter.words[1]), final))
         if self._rules.staleness == 0:
             self._keep_what_may_change(letter.source)
 
@@ -336,9 +317,9 @@ class Server:
 
     # -- bulk-synchronous steps
 
-    def _new_sum(self) -> _Summing:
+    def _new_sum(self) -> Summing:
         self._worker_of: dict[int, int] = {}  # by part, of the step under way
-        return _Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
+        return Summing([0] * self._buckets, [{} for _ in range(self._buckets)])
 
     def _add_in_order(self, worker: int, part: int, bucket: int, gradients: torch.Tensor) -> None:
         """Add a part's gradients when those of all parts before it are."""

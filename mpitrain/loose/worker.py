@@ -52,6 +52,7 @@ class ServedWorker:
         self.ahead = 0
         self._sees = {server: flats.sees(server) for server in roles.servers}
         self._answer: Letter | None = None  # to a claim
+        self._together = False  # whether all workers are ready to meet
         self._receiving: list[tuple[Messages, int]] = []  # parameters on their way, and their bucket
         self._missing: list[int] = [0] * len(flats.buckets)  # shares of each bucket that have not come
         self._progress = [0.0] * len(roles.servers)  # what each server had applied when it sent the parameters
@@ -111,6 +112,15 @@ class ServedWorker:
             self._questions.post(server, [LetterKind.COMMIT, *words])
         self.ahead = ahead
 
+    def meet(self, *, works: bool) -> None:
+        """Return when all workers are ready to meet. works: whether this rank is one of them."""
+        coordinator = self._roles.servers[0]
+        if works:
+            self._questions.post(coordinator, [LetterKind.HERE])
+        while not self._together:
+            self._take([coordinator], "the others")
+        self._together = False
+
     def next_record(self) -> StepRecord:
         """What became known of the next complete step; waits for it."""
         while not self.records:
@@ -149,6 +159,8 @@ class ServedWorker:
             self._receive(letter)
         elif kind == LetterKind.RECORD:
             self.records.append(StepRecord(*letter.words[1:]))
+        elif kind == LetterKind.TOGETHER:
+            self._together = True
         elif kind == LetterKind.FAILED:
             self._failed()
             raise CommunicationError("the server of this rank failed")

@@ -27,8 +27,9 @@ from mpitrain.layout import split
 from mpitrain.loose.clock import Clock, Portion
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.pending import Rules
 from mpitrain.loose.remembered import Remembered
-from mpitrain.loose.server import Rules, Server
+from mpitrain.loose.server import Server
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
@@ -239,6 +240,7 @@ class Session:
             assert self._server is not None
             self._server.serve(limit)
             last = self._server.applied.completed
+        self._worker.meet(works=world.rank in self._roles.workers)
         self.engine.share_buffers()
         for number in range(max(first, self._trainer.step) + 1, last + 1):
             yield self._step(self._worker.next_record(), together=number == last)

@@ -11,8 +11,9 @@ from torch import nn
 from mpitrain.loose.clock import Clock
 from mpitrain.loose.letters import Commit, LetterKind, StepRecord
 from mpitrain.loose.memory import Roles
+from mpitrain.loose.pending import Rules
 from mpitrain.loose.remembered import Remembered
-from mpitrain.loose.server import Rules, Server
+from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.shard.sharding import Options
 
