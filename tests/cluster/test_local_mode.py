@@ -17,7 +17,7 @@ from mpitrain.monitor import read_metrics
 
 LINK = Link(bits_per_second=1e9, seconds=0.010)
 STEPS = 32
-MODEL = ["--model.layers", "2", "--model.width", "512", "--model.sequence", "32", "--train.batch", "6"]
+MODEL = ["--model.layers", "2", "--model.width", "512", "--model.sequence", "16", "--train.batch", "6"]
 RUN = ["--train.steps", str(STEPS), "--train.evaluate_samples", "24", "--checkpoint.every", "0"]
 LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "16"]
 
