@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError
 
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, first_problem
 from mpitrain.monitor.metrics import read_metrics
-from mpitrain.monitor.text import aligned, duration, short
+from mpitrain.monitor.text import aligned, counted, duration, short
 from mpitrain.pipe import command
 
 Number = StrictInt | StrictFloat
@@ -110,6 +110,7 @@ def summary(folder: Path) -> str:
             f"median {median_high(_all(lines, 'step_s')) * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}",
         ),
         ("between groups", _between_groups(lines)),
+        ("staleness", _staleness(lines)),
         ("memory", _memory(lines)),
         ("recovered", _recovered(lines)),
         ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
@@ -130,6 +131,16 @@ def _between_groups(lines: list[dict[str, Any]]) -> str:
     if not sent:
         return ""
     return f"{median_high(sent) / 1e6:.4g} MB sent by rank 0 a step, {len(sent)} meetings in {len(lines)} steps"
+
+
+def _staleness(lines: list[dict[str, Any]]) -> str:
+    """How old the parameters were that updates were computed with, where a server did not wait for all workers."""
+    known = [m for m in lines if "staleness_mean" in m]
+    if not known:
+        return ""
+    mean = sum(m["staleness_mean"] for m in known) / len(known)
+    most, ahead = max(m["staleness_max"] for m in known), max(m["ahead_max"] for m in known)
+    return f"mean {mean:.2g} steps, at most {most:.3g}; workers at most {counted(ahead, 'step')} ahead of the slowest"
 
 
 def _skipped(lines: list[dict[str, Any]]) -> str:
