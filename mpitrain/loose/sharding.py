@@ -160,6 +160,7 @@ class ServedSharding(Sharding):
 
     Attributes:
         flats: The workers' memory.
+        pulled, pushed: The parameters and the gradients.
         update: Of these; None likewise.
     """
 
@@ -187,10 +188,12 @@ class ServedSharding(Sharding):
         self.flats = SharedFlats(groups, self.world)
         if self.share is not None:
             self.published = OwnShares(groups, self.share, [g.dtype for g in groups])
-        return groups, PulledParameters(self.module, groups, self.flats, self.published)
+        self.pulled = PulledParameters(self.module, groups, self.flats, self.published)
+        return groups, self.pulled
 
     def _place_gradients(self) -> Gradients:
-        return PushedGradients(self.groups, self.flats, self.world)
+        self.pushed = PushedGradients(self.groups, self.flats, self.world)
+        return self.pushed
 
     def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
         if self.share is None:

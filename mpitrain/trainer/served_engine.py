@@ -11,7 +11,7 @@ import torch
 from mpitrain.checkpoint import Part
 from mpitrain.comm import Communicator
 from mpitrain.loose.memory import Roles
-from mpitrain.loose.sharding import PulledParameters, PushedGradients, ServedSharding
+from mpitrain.loose.sharding import ServedSharding
 from mpitrain.loose.worker import ServedWorker, squares
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
@@ -58,9 +58,8 @@ class ServedEngine(Engine):
 
     def serve_with(self, worker: ServedWorker) -> None:
         """Pull and push through a worker from now on."""
-        parameters, gradients = self.sharding.parameters, self.sharding.gradients
-        assert isinstance(parameters, PulledParameters) and isinstance(gradients, PushedGradients)
-        parameters.need, worker.came, gradients.push = worker.need, parameters.came, worker.push
+        pulled, pushed = self.sharding.pulled, self.sharding.pushed
+        pulled.need, worker.came, pushed.push = worker.need, pulled.came, worker.push
 
     def share_buffers(self) -> None:
         """Give all ranks the first worker's buffers, which are saved: what is evaluated is what is saved. Collective.
