@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 import torch
-from conftest import impossible
+from cluster.conftest import impossible
 from link import Link
 from namespace_hosts import Hosts, why_not
 from support import train_command
