@@ -89,7 +89,7 @@ fi
 if [ -n "$serial" ] || [ -n "$long" ]; then
     echo "== serial ${long:+($long)}"
     if [ -n "$all" ] && [ -z "$long" ]; then
-        in_two_halves tests/{backend,bench,checkpoint,comm,commands,data,models,monitor,pretend} || failed=1
+        in_two_halves tests/{backend,bench,checkpoint,comm,data,models,monitor} || failed=1
     else # of the long ones some ask how fast a job recovers, or have daemons that must not be silent for seconds
         serial_tests serial "${targets[@]}" || failed=1
     fi
