@@ -19,6 +19,7 @@ def test_a_quick_run_writes_pushes_and_pulls_of_every_way(tmp_path):
         [ways] = results[ranks].values()
         assert set(ways) == {
             *("memcpy", "shared memory", "letters", "one-sided, allocated", "one-sided, created", "torch rpc"),
+            *("torch rpc, and SGD", "parallel.mode server, and SGD"),
         }
         assert all(0 < ways[way][act]["best"] <= ways[way][act]["median"] < 60 for way in ways for act in ways[way])
     assert "/ memcpy" in (tmp_path / "BENCH-server.md").read_text()

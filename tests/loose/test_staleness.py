@@ -39,12 +39,15 @@ class Recording:
     """By this rank's server, in order: step and number of the part, and the steps complete before."""
     ids: list[int] = field(default_factory=list)
     """Of the samples that it trained on."""
+    came: list[tuple[int, int]] = field(default_factory=list)
+    """Of the part under way, as in `computed`; also what came before ranks met, as a run's last parameters do."""
 
 
 @pytest.fixture
 def recording(monkeypatch):
     """Notes of what this rank's worker and server do, from now on; both take randomly long: `.chance` says how."""
-    notes, came = Recording(), []
+    notes = Recording()
+    came = notes.came
     notes.chance = random.Random(0)
     receive, commit, add, apply = ServedWorker._receive, ServedWorker.commit, Applied.add, Server._apply_commits
 
@@ -108,7 +111,7 @@ def sections(text, folder, staleness, servers, **more):
 def trained(world, notes, settings, seed=0, kind=Uneven):
     """Metrics of a training in which `notes` were taken, and the notes of all ranks."""
     notes.chance = random.Random(1000 * seed + world.rank)
-    for kept in (notes.computed, notes.applied, notes.ids):
+    for kept in (notes.computed, notes.applied, notes.ids, notes.came):
         kept.clear()
     world.barrier()
     trainer = kind(settings, world=world)
