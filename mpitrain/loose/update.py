@@ -57,9 +57,7 @@ class ShareUpdate:
     @torch.no_grad()
     def squares(self) -> float:
         """The sum of the squares of all gradients added up; not finite where one of them is not."""
-        if not self._sums:
-            return 0.0
-        return float(torch.stack(torch._foreach_norm(self._sums, 2)).double().square_().sum())
+        return squares(self._sums)
 
     @torch.no_grad()
     def apply(self, buckets: Iterable[int], lr: float, factor: float) -> None:
@@ -84,3 +82,8 @@ class ShareUpdate:
         for flat_parameter in chosen:
             flat_parameter.value.grad = None
             flat_parameter.store()
+
+
+def squares(tensors: list[torch.Tensor]) -> float:
+    """The sum of the squares of all elements; not finite where one of them is not."""
+    return float(torch.stack(torch._foreach_norm(tensors, 2)).double().square_().sum()) if tensors else 0.0

@@ -6,8 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import torch
-
 from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError
@@ -33,7 +31,6 @@ class ServedWorker:
         records: Of steps that have become complete, not yet taken.
         portion: The part under way.
         came: Called with a bucket when its parameters are in this rank's memory.
-        ahead: Steps that it was ahead of the slowest when it got the parameters that it has.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class ServedWorker:
         self.records: deque[StepRecord] = deque()
         self.portion = Portion(0, 0)
         self.came: Callable[[int], object] = lambda bucket: None
-        self.ahead = 0
         self._sees = {server: flats.sees(server) for server in roles.servers}
         self._answer: Letter | None = None  # to a claim
         self._together = False  # whether all workers are ready to meet
@@ -110,7 +106,6 @@ class ServedWorker:
         for share, server in enumerate(self._roles.servers):
             words = commit._replace(progress=self._progress[share], ahead=ahead)
             self._questions.post(server, [LetterKind.COMMIT, *words])
-        self.ahead = ahead
 
     def meet(self, *, works: bool) -> None:
         """Return when all workers are ready to meet. works: whether this rank is one of them."""
@@ -180,8 +175,3 @@ class ServedWorker:
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             self.came(bucket)
-
-
-def squares(tensors: list[torch.Tensor]) -> float:
-    """The sum of the squares of all elements; not finite where one of them is not."""
-    return float(torch.stack(torch._foreach_norm(tensors, 2)).double().square_().sum()) if tensors else 0.0

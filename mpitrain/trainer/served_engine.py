@@ -12,7 +12,8 @@ from mpitrain.checkpoint import Part
 from mpitrain.comm import Communicator
 from mpitrain.loose.memory import Roles
 from mpitrain.loose.sharding import ServedSharding
-from mpitrain.loose.worker import ServedWorker, squares
+from mpitrain.loose.update import squares
+from mpitrain.loose.worker import ServedWorker
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.trainer.engine import Engine, StepResult
