@@ -1,0 +1,13 @@
+"""Which layout of a training job is fastest on a machine, and what it takes, before the job is started. Loads no MPI.
+
+layouts                a layout: how a model is spread over ranks, in the settings that would run it
+machine                a machine profile: speeds, sizes, `machine.toml`; machines/: some that are given
+model, measured, counted
+                       a model profile: what each block costs in time and memory
+collectives            seconds of the collective that would run, simulated
+memory                 bytes of a rank, by category
+step                   seconds of a step, simulated: blocks, messages, buckets, update
+stages, parts          which blocks a pipeline stage gets; which layers are divided over tensor ranks
+search                 the best layouts of all
+restart                how often to write checkpoints
+"""

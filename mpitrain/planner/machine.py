@@ -1,0 +1,69 @@
+"""A machine profile: what a machine's nodes and its network can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mpitrain.comm.programs.simulate import Machine
+
+
+@dataclass(frozen=True)
+class Device:
+    """The accelerators of a node.
+
+    Attributes:
+        kind: As PyTorch names it.
+        count: Of a node.
+        memory: Bytes of one.
+        matrix: By precision, (size, operations per second) of products of square matrices of that size.
+        memory_rate: Bytes per second of its own memory.
+        host_rate: Bytes per second between it and the host, one way.
+        link_rate: Bytes per second of a message between two devices of a node.
+        link_latency: Seconds of such a message.
+    """
+
+    kind: str
+    count: int
+    memory: int
+    matrix: Mapping[str, Sequence[tuple[int, float]]]
+    memory_rate: float
+    host_rate: float
+    link_rate: float
+    link_latency: float
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """The speeds and sizes of a machine whose nodes are all alike.
+
+    Attributes:
+        name: For people.
+        origin: Where the figures come from: "measured ..." or "specification".
+        cores: Of a node.
+        memory: Bytes of a node's memory.
+        links: Speeds of messages, copies and sums, as `comm.programs.simulate` reckons with; `links.cores` is `cores`.
+        matrix: By precision, (size, operations per second) of products of square matrices of that size on one core,
+            while all other cores do the same.
+        threads: Share of a core's speed that each further thread of a rank adds.
+        update_rate: Elements per second that one core updates with AdamW, while all other cores do the same.
+        overhead: Seconds of a training step of a rank that go into neither blocks nor messages nor the update.
+        write_rate: Bytes per second that one node writes into the run folder.
+        write_limit: Bytes per second that all nodes together write there.
+        process: Bytes of a rank before it has a model.
+        device: The accelerators; None where there are none.
+    """
+
+    name: str
+    origin: str
+    cores: int
+    memory: int
+    links: Machine = field(default_factory=Machine)
+    matrix: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    threads: float = 0.9
+    update_rate: float = 5e8
+    overhead: float = 1e-3
+    write_rate: float = 1e9
+    write_limit: float = 1e11
+    process: int = 300 << 20
+    device: Device | None = None
