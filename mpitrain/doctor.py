@@ -20,15 +20,15 @@ if "--clean" in sys.argv:  # works where MPI would not start: outside a job, wit
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
 from mpitrain.comm import Communicator, init
-from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.transports.choice import Way
-from mpitrain.comm.collectives.tuning import describe
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.process import fault_tolerance
 from mpitrain.comm.process.cleanup import clean
 from mpitrain.comm.process.cores import sharing
 from mpitrain.comm.process.topology import SHARED_MEMORY
+from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.tuning import describe
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
 from mpitrain.monitor.text import counted
 

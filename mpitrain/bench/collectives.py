@@ -48,11 +48,12 @@ from mpitrain.bench.prediction import Probes, predicted
 from mpitrain.bench.report import Report
 from mpitrain.bench.timing import Contender, interleaved, plain
 from mpitrain.comm import Arena, Communicator
-from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, tuning
-from mpitrain.comm.collectives.registry import Algorithms
-from mpitrain.comm.collectives.setting import Setting
+from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.plain_mpi import PlainMPI
+from mpitrain.comm.selection import tuning
+from mpitrain.comm.selection.registry import Algorithms
+from mpitrain.comm.selection.setting import Setting
 from mpitrain.errors import InputError
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.timing import geometric_mean, rank_correlation
-from mpitrain.comm.collectives.tuning import describe
+from mpitrain.comm.selection.tuning import describe
 
 KIB, MIB = 1 << 10, 1 << 20
 _LARGE = 256 * KIB  # the sizes that geometric means are over begin here

@@ -29,10 +29,10 @@ from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.collectives.all_reduce import ALGORITHMS, program_of
-from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.selection.setting import RING_SEGMENT, Setting
 
 _FASTEST = 1e11  # bytes per second: what a difference too small to be measured is taken for
 _LEAST = 1e-8  # seconds

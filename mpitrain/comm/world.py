@@ -9,9 +9,7 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
-from mpitrain.comm.collectives import tuning
 from mpitrain.comm.collectives.process import DeviceMemory, Process
-from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.process.abort import Faults
@@ -20,6 +18,8 @@ from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
 from mpitrain.comm.process.topology import discover, machine_key
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import Watchdog
+from mpitrain.comm.selection import tuning
+from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.errors import EXIT_BAD_INPUT, InputError, refusal
 
 DEFAULT_TIMEOUT = 600.0  # seconds

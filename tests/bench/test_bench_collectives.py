@@ -24,10 +24,10 @@ from mpitrain.bench.timing import Contender, extents, geometric_mean, interleave
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.collectives import all_reduce
-from mpitrain.comm.collectives.setting import Setting
-from mpitrain.comm.collectives.tuning import Tuning, describe, keep, key, load, rules_from, table_path
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -10,13 +10,13 @@ import torch
 
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from mpitrain.comm.collectives.operation import CollectiveOperation
-from mpitrain.comm.collectives.registry import Algorithm, Algorithms, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.programs.goals import all_gather_of, all_reduce_of, broadcast_of, reduce_of, reduce_scatter_of
 from mpitrain.comm.programs.program import NONE, WORK, Collective, Exchange, Finish, Goal, Program, Span, one_node
 from mpitrain.comm.programs.verify import ProgramError, verify
 from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.selection.registry import Algorithm, Algorithms, never
 from mpitrain.errors import InputError
 
 # -- an algorithm: all ranks send to rank 0, which adds and answers

@@ -23,14 +23,14 @@ from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms
-from mpitrain.comm.collectives.setting import RING_SEGMENT, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at, tensor_at
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms
+from mpitrain.comm.selection.setting import RING_SEGMENT, segments_of
 
 ALGORITHMS = Algorithms(
     "all_gather",

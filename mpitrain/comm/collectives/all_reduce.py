@@ -24,8 +24,6 @@ from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
-from mpitrain.comm.collectives.setting import RING_SEGMENT, STAGED_PIECE, Setting, cache_chunks, segments_of
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.memory.board import described
@@ -35,6 +33,8 @@ from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, always
+from mpitrain.comm.selection.setting import RING_SEGMENT, STAGED_PIECE, Setting, cache_chunks, segments_of
 from mpitrain.errors import InputError
 
 _DIRECT_NODES = 8  # up to which every node sends to every other in two_level; more go round a ring, in long messages

@@ -20,12 +20,12 @@ from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
-from mpitrain.comm.collectives.registry import Algorithm, always
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import Algorithm, always
 from mpitrain.errors import InputError
 
 _DIRECT = Algorithm(lambda s: direct_all_to_all(s.size, s.nodes))

@@ -15,9 +15,9 @@ from mpitrain.comm.algorithms.shared import alternating_all_gather
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import Invocation
-from mpitrain.comm.collectives.registry import Algorithm
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.runtime.executor import Compiled, Layout
+from mpitrain.comm.selection.registry import Algorithm
 
 _ALTERNATING = Algorithm(lambda setting: alternating_all_gather(setting.size), one_node=True, reach=True)
 

@@ -16,9 +16,6 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.comm.collectives.cache import BoundCache, kept
-from mpitrain.comm.collectives.registry import Algorithm, Algorithms
-from mpitrain.comm.collectives.setting import Setting
-from mpitrain.comm.collectives.tuning import Tuning
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
@@ -33,6 +30,9 @@ from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.signatures import Register, Signature
+from mpitrain.comm.selection.registry import Algorithm, Algorithms
+from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.errors import InputError
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in order; elsewhere MPI must see to that

@@ -19,12 +19,12 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, never
-from mpitrain.comm.collectives.setting import RING_SEGMENT, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, never
+from mpitrain.comm.selection.setting import RING_SEGMENT, segments_of
 
 ALGORITHMS = Algorithms(
     "broadcast",

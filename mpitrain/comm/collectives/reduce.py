@@ -22,8 +22,6 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, never
-from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, as_tensor
 from mpitrain.comm.programs.program import Program
@@ -31,6 +29,8 @@ from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, never
+from mpitrain.comm.selection.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 
 
 def _shared(s: Setting) -> Program:

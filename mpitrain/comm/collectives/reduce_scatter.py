@@ -24,8 +24,6 @@ from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.registry import LIBRARY, Algorithm, Algorithms, always
-from mpitrain.comm.collectives.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, as_tensor
 from mpitrain.comm.memory.remote import Neighbours
@@ -34,6 +32,8 @@ from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, always
+from mpitrain.comm.selection.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
 
 DEFERRED_EVENTS = COMPLETE, READ
 

@@ -18,11 +18,11 @@ from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.registry import Algorithm, never
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
+from mpitrain.comm.selection.registry import Algorithm, never
 
 _DIRECT = Algorithm(lambda s: direct_scatter(s.size, s.root, s.nodes))
 

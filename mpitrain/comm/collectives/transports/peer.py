@@ -17,8 +17,6 @@ from torch import Tensor
 from mpitrain.comm.algorithms import shared
 from mpitrain.comm.collectives.binding import Binder, offsets
 from mpitrain.comm.collectives.operation import CollectiveOperation
-from mpitrain.comm.collectives.registry import Algorithm, always
-from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.collectives.transports.pieces import cut
 from mpitrain.comm.collectives.transports.staged import spans
 from mpitrain.comm.collectives.transports.transport import flat
@@ -28,6 +26,8 @@ from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.selection.registry import Algorithm, always
+from mpitrain.comm.selection.setting import Setting
 
 _ROOM = 16 << 20  # bytes of the arena for vectors outside arenas
 

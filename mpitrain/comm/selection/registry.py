@@ -1,7 +1,7 @@
 """The algorithms of an operation by name: a table in the operation's file, to which others may add from outside.
 
     from mpitrain.comm.collectives import all_reduce
-    from mpitrain.comm.collectives.registry import Algorithm
+    from mpitrain.comm.selection.registry import Algorithm
 
     all_reduce.ALGORITHMS.register("star", Algorithm(lambda setting: star_all_reduce(setting.size, setting.nodes)))
     world.all_reduce(x, algorithm="star")
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.programs.program import Program
+from mpitrain.comm.selection.setting import Setting
 from mpitrain.errors import InputError
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpitrain.comm.collectives.registry import Algorithms
-from mpitrain.comm.collectives.setting import Setting
 from mpitrain.comm.process.topology import machine_key
+from mpitrain.comm.selection.registry import Algorithms
+from mpitrain.comm.selection.setting import Setting
 from mpitrain.storage.disk import read_plain
 
 KIB, MIB = 1 << 10, 1 << 20
