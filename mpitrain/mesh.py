@@ -12,9 +12,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 
 @dataclass(frozen=True)

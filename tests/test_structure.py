@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,33 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _executed([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
             yield from _executed(node.body)
+
+
+WITHOUT_MPI = """
+    comm comm.algorithms.* comm.memory.device comm.programs.* comm.selection.* config.* layers.* layout mesh models.*
+    pipe.partition pipe.passes pipe.schedule pipe.schedules pipe.simulate pipe.slices planner.* shard.flat
+    shard.placement shard.units tensor.* trainer.recompute
+"""
+
+
+def test_what_plans_a_run_loads_no_mpi():
+    """Nor does what it plans with; .*: all files of a room."""
+    code = f"""
+        import sys
+        sys.modules["mpi4py"] = None  # to import it fails
+        from importlib import import_module
+        from pkgutil import walk_packages
+        for name in {WITHOUT_MPI.split()}:
+            module = import_module("mpitrain." + name.removesuffix(".*"))
+            if name.endswith(".*"):
+                for found in walk_packages(module.__path__, module.__name__ + "."):
+                    if not found.name.endswith("__main__"):
+                        import_module(found.name)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_documentation_names_files_that_are_there():

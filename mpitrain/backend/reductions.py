@@ -17,7 +17,7 @@ from mpitrain.backend.failures import ArgumentError
 from mpitrain.backend.tensors import Written, detached, known
 from mpitrain.backend.versions import premultiplier
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.buffers import DTYPES
+from mpitrain.comm.memory.elements import DTYPES
 
 _Ops: Any = dist.ReduceOp.RedOpType
 _NAMES: dict[Any, str] = {_Ops.SUM: "sum", _Ops.PRODUCT: "product", _Ops.MIN: "min", _Ops.MAX: "max", _Ops.AVG: "avg"}

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from mpitrain.comm.memory.buffers import DTYPES
+from mpitrain.comm.memory.elements import DTYPES
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

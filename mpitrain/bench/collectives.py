@@ -51,6 +51,7 @@ from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.plain_mpi import PlainMPI
+from mpitrain.comm.process.topology import this_machine
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.registry import Algorithms
 from mpitrain.comm.selection.setting import Setting
@@ -245,7 +246,7 @@ def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
         times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in measured.items()}
         rules[tuning.key(algorithms.operation, place, world.size)] = tuning.rules_from(times)
     origin = f"measured {time.strftime('%Y-%m-%d')}"
-    path = world.on_root(lambda: str(tuning.keep(tuning.this_machine(), rules, origin)))
+    path = world.on_root(lambda: str(tuning.keep(this_machine(), rules, origin)))
     return {"path": path, "rules": rules}
 
 

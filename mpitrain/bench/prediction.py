@@ -28,11 +28,12 @@ from mpitrain.bench.timing import Contender, Times
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
 from mpitrain.comm.algorithms.ring import ring_all_reduce
-from mpitrain.comm.collectives.all_reduce import ALGORITHMS, program_of
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
+from mpitrain.comm.selection.serving import all_reduce_program
 from mpitrain.comm.selection.setting import RING_SEGMENT, Setting
+from mpitrain.comm.selection.tables import ALL_REDUCE
 
 _FASTEST = 1e11  # bytes per second: what a difference too small to be measured is taken for
 _LEAST = 1e-8  # seconds
@@ -115,8 +116,8 @@ class Probes:
 def predicted(world: Communicator, size: int, machine: Machine) -> dict[str, float]:
     """Seconds of each algorithm for a vector of `size` bytes in an arena."""
     setting = Setting(size, size // 4, world.nodes, "arena")
-    names = [name for name in ALGORITHMS.names if name != ("two_level" if setting.one_node else "shared")]
-    found = {name: _seconds(program_of(name, setting), size, machine) for name in names if name != "mpi"}
+    names = [name for name in ALL_REDUCE.names if name != ("two_level" if setting.one_node else "shared")]
+    found = {name: _seconds(all_reduce_program(name, setting), size, machine) for name in names if name != "mpi"}
     instant = replace(machine, step=0.0)
     ranks, nodes = world.size, world.nodes
     textbook = [doubling_all_reduce(ranks, nodes)]

@@ -1,16 +1,32 @@
 """Communication: groups of ranks, every operation between them, and the memory they share.
 
 The only room that imports mpi4py. From outside: `init`, `Communicator`, `Arena`, `Mailbox`, `Work`, `compression`.
+Names are loaded on first use, which starts MPI: the programs that operations run (`algorithms`, `programs`,
+`selection`) can be worked with where there is none.
 """
 
-import mpitrain.comm.process.start  # noqa: F401
-from mpitrain.comm import compression
-from mpitrain.comm.communicator import ANY_SOURCE, Communicator
-from mpitrain.comm.mailbox import Letter, Mailbox
-from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.world import carry_device_memory, init, set_timeout
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from mpitrain.comm import compression
+    from mpitrain.comm.communicator import ANY_SOURCE, Communicator
+    from mpitrain.comm.mailbox import Letter, Mailbox
+    from mpitrain.comm.memory.arena import Arena
+    from mpitrain.comm.runtime.work import Work
+    from mpitrain.comm.world import carry_device_memory, init, set_timeout
+
+_HOMES = {
+    "ANY_SOURCE": "communicator",
+    "Arena": "memory.arena",
+    "Communicator": "communicator",
+    "Letter": "mailbox",
+    "Mailbox": "mailbox",
+    "Work": "runtime.work",
+    "carry_device_memory": "world",
+    "init": "world",
+    "set_timeout": "world",
+}
 __all__ = [
     "ANY_SOURCE",
     "Arena",
@@ -23,3 +39,17 @@ __all__ = [
     "init",
     "set_timeout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "compression":
+        return import_module("mpitrain.comm.compression")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("mpitrain.comm.process.mpi")  # before the rest, which takes time: the other ranks wait
+    return getattr(import_module(f"mpitrain.comm.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return list(__all__)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm import objects
 from mpitrain.comm.collectives.all_gather import all_gather
@@ -37,6 +36,7 @@ from mpitrain.comm.mailbox import Mailbox
 from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology, ranks_in
 from mpitrain.comm.runtime.split_phase import SplitPhase
 from mpitrain.errors import InputError

@@ -7,11 +7,10 @@ import socket
 import time
 from dataclasses import dataclass
 
-import mpi4py
 import numpy as np
-from mpi4py import MPI
 
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.process.mpi import MPI, MPI4PY
 from mpitrain.comm.process.topology import library_name
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
@@ -38,7 +37,7 @@ class MpiFacts:
 
 def mpi_facts(world: Communicator) -> MpiFacts:
     """What is known of the MPI library of this process."""
-    level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), mpi4py.__version__
+    level, version = _LEVELS.get(MPI.Query_thread(), "unknown"), MPI4PY
     return MpiFacts(library_name(), _library_path(), version, level, _launcher())
 
 

@@ -24,7 +24,6 @@ from itertools import count
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.owned import OwnedCommunicators
@@ -32,6 +31,7 @@ from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages, Work, poll, seen
 from mpitrain.errors import CommunicationError, InputError

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.memory.buffers import MPI_TYPES
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.ordering import Call
 
 

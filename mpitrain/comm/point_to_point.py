@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.dispatch import Dispatcher
@@ -20,6 +19,7 @@ from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.transports.direct import takes_addresses
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError, InputError

@@ -7,15 +7,15 @@ import os
 from functools import partial
 
 import numpy as np
-from mpi4py import MPI
 
 from mpitrain.comm.collectives.process import DeviceMemory, Process
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import find_share, spare_cores
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
-from mpitrain.comm.process.topology import discover, machine_key
+from mpitrain.comm.process.topology import discover, this_machine
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.comm.selection import tuning
@@ -69,7 +69,7 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
     arenas = ArenaIndex()
     faults.before_leaving = partial(_end_together, watchdog, arenas)
-    table = Tuning.from_json(_same_text(comm, tuning.load(machine_key(MPI.Get_library_version())).to_json()))
+    table = Tuning.from_json(_same_text(comm, tuning.load(this_machine()).to_json()))
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None

@@ -6,13 +6,14 @@ section 3); each is one all-reduce. Every rank must take part in every forward a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpitrain.comm import Communicator
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 
 class SyncBatchNorm(_BatchNorm):

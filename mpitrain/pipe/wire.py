@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpitrain.comm import Communicator, Work
-from mpitrain.comm.memory.buffers import DTYPES
+from mpitrain.comm.memory.elements import DTYPES
 from mpitrain.errors import InputError
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator, Work
 
 _DTYPES = tuple(sorted(DTYPES, key=str))  # a header says which by its number
 

@@ -17,15 +17,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
-from mpitrain.comm import Communicator
-from mpitrain.comm.collectives.alternating import Alternating
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
 from mpitrain.tensor.rng_tracker import RngTracker
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+    from mpitrain.comm.collectives.alternating import Alternating
 
 _HEADER = struct.Struct("6q")  # operation, dtype, tag, elements per index of the dimension, indices, bytes
 _HEADER_BYTES = 64

@@ -26,11 +26,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
 from mpitrain.layout import logical_of
 from mpitrain.tensor.axis import Axis
@@ -38,6 +37,9 @@ from mpitrain.tensor.heads import localize_heads
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_gradient
 from mpitrain.tensor.styles import STYLES, ParallelStyle, PlannedModule
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 
 def plan_for(model: nn.Module) -> dict[str, str | ParallelStyle]:

@@ -50,7 +50,7 @@ LATE = {
         os.kill(os.getpid(), signal.SIGSTOP)
         """,
     "hangs in its imports": "time.sleep(60)",
-    "stopped before init": "import mpitrain.comm; os.kill(os.getpid(), signal.SIGSTOP)",
+    "stopped before init": "import mpitrain.comm.process.mpi; os.kill(os.getpid(), signal.SIGSTOP)",
 }
 
 

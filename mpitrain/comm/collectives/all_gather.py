@@ -12,35 +12,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.comm.algorithms.halving import doubling_all_gather
-from mpitrain.comm.algorithms.ring import ring_all_gather
-from mpitrain.comm.algorithms.shared import shared_all_gather
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at, tensor_at
+from mpitrain.comm.memory.buffers import as_tensor, bytes_at, tensor_at
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms
-from mpitrain.comm.selection.setting import RING_SEGMENT, segments_of
+from mpitrain.comm.selection.serving import all_gather_name
+from mpitrain.comm.selection.tables import ALL_GATHER
 
-ALGORITHMS = Algorithms(
-    "all_gather",
-    {
-        "mpi": LIBRARY,
-        "ring": Algorithm(lambda s: ring_all_gather(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
-        "halving": Algorithm(lambda s: doubling_all_gather(s.size, s.nodes)),
-        "shared": Algorithm(lambda s: shared_all_gather(s.size), one_node=True, reach=True),
-    },
-)
+ALGORITHMS = ALL_GATHER  # others may add theirs, see `registry`
 
 
 def all_gather(
@@ -99,9 +88,7 @@ def _bind(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequen
     setting = replace(binder.setting(read, block=max(blocks) * item), nbytes=bounds[-1] * item, numel=bounds[-1])
     if algorithm == "auto" and min(blocks) != max(blocks):
         algorithm = "mpi"  # a rank with nothing would not find its x in the arena
-    name = binder.choose(ALGORITHMS, algorithm, setting)
-    if name == "mpi" and setting.nbytes > LARGEST_COUNT:
-        name = "ring"
+    name = all_gather_name(binder.choose(ALGORITHMS, algorithm, setting), setting)
     chosen = ALGORITHMS[name]
     if chosen.program is None:
         if place and not overlap(out, x):  # the library's own way, with less copying than in place

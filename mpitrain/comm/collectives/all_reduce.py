@@ -11,15 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_reduce
-from mpitrain.comm.algorithms.pairwise import pairwise_all_reduce
-from mpitrain.comm.algorithms.ring import ring_all_reduce
-from mpitrain.comm.algorithms.shared import shared_all_reduce, staged_all_reduce
-from mpitrain.comm.algorithms.tree import tree_all_reduce
-from mpitrain.comm.algorithms.two_level import two_level_all_reduce
 from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
@@ -27,53 +20,19 @@ from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, 
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import HALVES, as_tensor
-from mpitrain.comm.programs.program import Program
+from mpitrain.comm.memory.buffers import as_tensor
+from mpitrain.comm.memory.elements import HALVES
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, always
-from mpitrain.comm.selection.setting import RING_SEGMENT, STAGED_PIECE, Setting, cache_chunks, segments_of
+from mpitrain.comm.selection.registry import always
+from mpitrain.comm.selection.serving import all_reduce_algorithm
+from mpitrain.comm.selection.tables import ALL_REDUCE
 from mpitrain.errors import InputError
 
-_DIRECT_NODES = 8  # up to which every node sends to every other in two_level; more go round a ring, in long messages
-
-
-def _halving(s: Setting) -> Program:
-    if s.numel < s.size:
-        return doubling_all_reduce(s.size, s.nodes)
-    return halving_all_reduce(s.size, segments_of(s.nbytes // s.size, RING_SEGMENT), s.nodes)
-
-
-def _shared(s: Setting) -> Program:
-    if s.memory != "private":
-        return shared_all_reduce(s.size, cache_chunks(s.nbytes // s.size), tree=s.reproducible)
-    return staged_all_reduce(s.size, segments_of(s.nbytes, STAGED_PIECE, most=1 << 30), tree=s.reproducible)
-
-
-def _two_level(s: Setting) -> Program:
-    nodes = set(s.nodes)
-    share = s.nbytes // max(1, len(nodes) * min(s.nodes.count(n) for n in nodes))
-    return two_level_all_reduce(s.nodes, segments_of(share, RING_SEGMENT), direct=len(nodes) <= _DIRECT_NODES)
-
-
-ALGORITHMS = Algorithms(
-    "all_reduce",
-    {
-        "mpi": LIBRARY,
-        "ring": Algorithm(lambda s: ring_all_reduce(s.size, segments_of(s.nbytes // s.size, RING_SEGMENT), s.nodes)),
-        "tree": Algorithm(
-            lambda s: tree_all_reduce(s.size, segments_of(s.nbytes, RING_SEGMENT), s.nodes), reproduces=always
-        ),
-        "halving": Algorithm(_halving, reproduces=lambda s: s.power_of_two),
-        "shared": Algorithm(
-            _shared, one_node=True, reach=True, stages=True, reproduces=always, instead="two_level or auto"
-        ),
-        "two_level": Algorithm(_two_level, reach=True, stages=True),
-    },
-)
-_PAIRWISE = Algorithm(lambda s: pairwise_all_reduce(s.size, s.nodes), reproduces=always)
+ALGORITHMS = ALL_REDUCE  # others may add theirs, see `registry`
 
 
 def all_reduce(
@@ -139,24 +98,6 @@ def _compressed(
     return comm.dispatch(Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True), async_op)
 
 
-def program_of(name: str, setting: Setting) -> Program:
-    """The program of an algorithm in this setting; where it is to reproduce sums and cannot, that of pairwise exchange.
-
-    Raises InputError where the ranks are at the wrong places.
-    """
-    program = _serving(name, setting).program
-    assert program is not None
-    return program(setting)
-
-
-def _serving(name: str, setting: Setting) -> Algorithm:
-    """What serves for the named algorithm."""
-    algorithm = ALGORITHMS[name]
-    if algorithm.one_node and not setting.one_node:
-        raise InputError(f"algorithm {name} needs all ranks on one node; use {algorithm.instead}", agreed=True)
-    return _PAIRWISE if setting.reproducible and not algorithm.reproduces(setting) else algorithm
-
-
 def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None) -> Compiled:
     """said: the caller's arguments, where x is not the caller's."""
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
@@ -166,7 +107,7 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     if said is None:
         said = _said(binder, x, op, algorithm, reproducible, binder.place(x))
     name = binder.choose(ALGORITHMS, algorithm, setting)
-    chosen, neighbours = _serving(name, setting), None
+    chosen, neighbours = all_reduce_algorithm(name, setting), None
     if chosen.program is None:
         if x.dtype in HALVES:
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.collectives.cache import BoundCache, kept
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
@@ -21,6 +20,7 @@ from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.proofs import Proofs
@@ -31,6 +31,7 @@ from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.signatures import Register, Signature
 from mpitrain.comm.selection.registry import Algorithm, Algorithms
+from mpitrain.comm.selection.serving import fastest
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.errors import InputError
@@ -107,13 +108,7 @@ class Binder:
         """The name of an algorithm; of "auto", the fastest by the tuning table that these ranks and data allow."""
         if name != "auto":
             return name
-        name = self.tuning.algorithm(algorithms, setting)
-        needs = algorithms[name]
-        if needs.one_node and not setting.one_node:
-            return otherwise
-        if needs.reach and not needs.stages and setting.memory != "arena" and self.neighbours() is None:
-            return otherwise
-        return name
+        return fastest(algorithms, setting, self.tuning, lambda: self.neighbours() is not None, otherwise)
 
     def program(self, algorithm: Algorithm, setting: Setting) -> Program:
         """The algorithm's program; the same object for the same setting."""

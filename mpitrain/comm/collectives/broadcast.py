@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mpitrain.comm.algorithms.shared import shared_broadcast
-from mpitrain.comm.algorithms.tree import tree_broadcast
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
@@ -23,17 +21,10 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, never
-from mpitrain.comm.selection.setting import RING_SEGMENT, segments_of
+from mpitrain.comm.selection.registry import never
+from mpitrain.comm.selection.tables import BROADCAST
 
-ALGORITHMS = Algorithms(
-    "broadcast",
-    {
-        "mpi": LIBRARY,
-        "shared": Algorithm(lambda s: shared_broadcast(s.size, s.root), one_node=True, reach=True),
-        "tree": Algorithm(lambda s: tree_broadcast(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)),
-    },
-)
+ALGORITHMS = BROADCAST  # others may add theirs, see `registry`
 
 
 def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", async_op: bool = False) -> Work | None:

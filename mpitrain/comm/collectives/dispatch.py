@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
@@ -25,6 +24,7 @@ from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.device import is_accelerator, new_stream
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
-from mpitrain.comm.memory.buffers import LARGEST_COUNT, MPI_TYPES, memory_at
+from mpitrain.comm.memory.buffers import MPI_TYPES, memory_at
+from mpitrain.comm.memory.elements import LARGEST_COUNT
+from mpitrain.comm.process.mpi import MPI
 
 
 def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:

@@ -7,9 +7,8 @@ What only this process has, the watchdog's records and the communication thread,
 
 from __future__ import annotations
 
-from mpi4py import MPI
-
 from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.process.mpi import MPI
 
 
 class OwnedCommunicators:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import Share
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.selection.tuning import Tuning

@@ -12,39 +12,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.comm.algorithms.shared import shared_reduce
-from mpitrain.comm.algorithms.tree import tree_reduce
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import HALVES, as_tensor
-from mpitrain.comm.programs.program import Program
+from mpitrain.comm.memory.buffers import as_tensor
+from mpitrain.comm.memory.elements import HALVES
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, never
-from mpitrain.comm.selection.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
+from mpitrain.comm.selection.registry import never
+from mpitrain.comm.selection.tables import REDUCE
 
-
-def _shared(s: Setting) -> Program:
-    return shared_reduce(s.size, s.root, cache_chunks(s.nbytes // s.size))
-
-
-ALGORITHMS = Algorithms(
-    "reduce",
-    {
-        "mpi": LIBRARY,
-        "shared": Algorithm(_shared, one_node=True, reach=True),
-        "tree": Algorithm(lambda s: tree_reduce(s.size, s.root, segments_of(s.nbytes, RING_SEGMENT), s.nodes)),
-    },
-)
+ALGORITHMS = REDUCE  # others may add theirs, see `registry`
 
 
 def reduce(

@@ -15,44 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpitrain.comm.algorithms.halving import halving_reduce_scatter
-from mpitrain.comm.algorithms.pairwise import pairwise_reduce_scatter
-from mpitrain.comm.algorithms.ring import ring_reduce_scatter
-from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter, shared_reduce_scatter
+from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter
 from mpitrain.comm.collectives import library
 from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import HALVES, LARGEST_COUNT, as_tensor
+from mpitrain.comm.memory.buffers import as_tensor
+from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import LIBRARY, Algorithm, Algorithms, always
-from mpitrain.comm.selection.setting import RING_SEGMENT, Setting, cache_chunks, segments_of
+from mpitrain.comm.selection.registry import Algorithm
+from mpitrain.comm.selection.serving import reduce_scatter_name
+from mpitrain.comm.selection.setting import cache_chunks
+from mpitrain.comm.selection.tables import REDUCE_SCATTER
 
 DEFERRED_EVENTS = COMPLETE, READ
 
 
-def _shared(s: Setting) -> Program:
-    return shared_reduce_scatter(s.size, cache_chunks(s.block), tree=s.reproducible)
-
-
+ALGORITHMS = REDUCE_SCATTER  # others may add theirs, see `registry`
 _DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
-ALGORITHMS = Algorithms(
-    "reduce_scatter",
-    {
-        "mpi": LIBRARY,
-        "ring": Algorithm(lambda s: ring_reduce_scatter(s.size, segments_of(s.block, RING_SEGMENT), s.nodes)),
-        "halving": Algorithm(lambda s: halving_reduce_scatter(s.size, s.nodes)),
-        "pairwise": Algorithm(lambda s: pairwise_reduce_scatter(s.size, s.nodes), reproduces=always),
-        "shared": Algorithm(_shared, one_node=True, reach=True, reproduces=always),
-    },
-)
 
 
 def reduce_scatter(
@@ -148,10 +135,9 @@ def _bind(
         return Compiled([copying(out, x)])
     blocks = counts or [out.numel()] * binder.topology.size
     setting = binder.setting(x, reproducible=reproducible, block=max(blocks) * x.element_size())
-    name = _chosen(binder, x, algorithm, setting)
+    name = binder.choose(ALGORITHMS, algorithm, setting)
+    name = reduce_scatter_name(name, setting, by_itself=algorithm == "auto", halves=x.dtype in HALVES)
     chosen = ALGORITHMS[name]
-    if reproducible and not chosen.reproduces(setting):
-        chosen = ALGORITHMS["pairwise"]
     program = binder.program(chosen, setting) if chosen.program is not None else None
     if x.dtype in HALVES and (program is None or program.sends_partial_sums):
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
@@ -178,16 +164,6 @@ OPERATION = CollectiveOperation(
     parameters=("op", "counts", "algorithm", "reproducible"),
     by_rank=(True, False),
 )
-
-
-def _chosen(binder: Binder, x: Tensor, algorithm: str, setting: Setting) -> str:
-    """The name of the algorithm, for `auto` the one that is fastest and possible."""
-    name = binder.choose(ALGORITHMS, algorithm, setting)
-    if name == "mpi" and algorithm == "auto" and x.dtype in HALVES:
-        return "pairwise"  # summed in fp32 where they arrive, from 16-bit messages
-    if name == "mpi" and x.numel() > LARGEST_COUNT:
-        return "ring"
-    return name
 
 
 def _by_library(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction) -> Compiled:

@@ -19,7 +19,8 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import LARGEST_COUNT, as_tensor, bytes_at
+from mpitrain.comm.memory.buffers import as_tensor, bytes_at
+from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection.registry import Algorithm, never

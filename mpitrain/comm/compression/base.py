@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from mpitrain.comm.memory.buffers import HALVES, as_tensor
+from mpitrain.comm.memory.buffers import as_tensor
+from mpitrain.comm.memory.elements import HALVES
 from mpitrain.errors import InputError
 
 Shapes = Sequence[tuple[int, Sequence[int]]]  # (offset in elements, shape) of the parameters in a flat bucket

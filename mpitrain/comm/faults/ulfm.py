@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from mpi4py import MPI
 
 from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
@@ -34,6 +33,7 @@ from mpitrain.comm.faults.witness import Witness
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.process import connections, fault_tolerance, launcher
 from mpitrain.comm.process.abort import Faults, say
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError

@@ -1,7 +1,7 @@
 """Arrays of torch, NumPy and CuPy as what MPI needs: an address, a number of elements and a type.
 
 Nothing here copies. MPI sees bytes wherever data only move; where the library itself is to compute, the table
-below says which MPI type is safe, because mpi4py's own guess silently gives garbage for 16-bit types.
+`elements.NAMES` says which MPI type is safe, because mpi4py's own guess silently gives garbage for 16-bit types.
 """
 
 from __future__ import annotations
@@ -10,27 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.memory.device import current_stream, foreign_stream, recorded
+from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import InputError
 
-# The library computes with these types only; fp16 and bf16 are converted or reduced by us.
-MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint8: MPI.UINT8_T,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
-    torch.bool: MPI.UINT8_T,  # with the logical operations
-}
-HALVES = (torch.float16, torch.bfloat16)
-DTYPES = frozenset(MPI_TYPES) | frozenset(HALVES)
-LARGEST_COUNT = 2**30  # bytes or elements in one MPI call: some libraries fail above 2^31 - 1
+MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {dtype: getattr(MPI, name) for dtype, name in NAMES.items()}
 
 
 def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:

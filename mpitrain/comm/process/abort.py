@@ -16,9 +16,9 @@ from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
-from mpi4py import MPI
 
 from mpitrain.comm.process.leaving import note_exit_status
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError
 
 _FAILED = 7  # message tag

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mpi4py import MPI
 
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 
 _OVERRIDE = "MPITRAIN_SPARE_CORES"

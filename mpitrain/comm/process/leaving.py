@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import EXIT_FAILED
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Starts MPI, with the settings it needs. Imported before whatever else imports mpi4py."""
+"""Starts MPI, with the settings it needs. Imported by `mpi`, before mpi4py."""
 
 # ruff: noqa: E402  MPI reads its settings once, as it starts: they come first
 

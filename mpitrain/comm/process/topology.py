@@ -8,7 +8,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mpi4py import MPI
+
+from mpitrain.comm.process.mpi import MPI
 
 SHARED_MEMORY = "/dev/shm"  # of a node
 
@@ -93,7 +94,8 @@ def processor_name() -> str:
         return ""
 
 
-def machine_key(library: str) -> str:
+def this_machine() -> str:
     """A short name of this kind of machine and MPI, for tuning tables kept in a shared home."""
+    library = MPI.Get_library_version()
     text = f"{processor_name()}|{os.cpu_count()}|{library.splitlines()[0]}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

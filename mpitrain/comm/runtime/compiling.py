@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
-from mpitrain.comm.memory.buffers import LARGEST_COUNT
+from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Transfers
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,

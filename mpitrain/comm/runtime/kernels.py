@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
-from mpitrain.comm.memory.buffers import HALVES
+from mpitrain.comm.memory.elements import HALVES
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import tree_order
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.errors import InputError

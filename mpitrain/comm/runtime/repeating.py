@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence, Sized
 
 import torch
-from mpi4py import MPI
 
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.signatures import STEP, Signature

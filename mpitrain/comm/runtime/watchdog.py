@@ -31,10 +31,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from mpitrain.comm.process.abort import say
 from mpitrain.comm.process.leaving import Departures, arrived
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.errors import EXIT_FAILED
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.errors import CommunicationError
 

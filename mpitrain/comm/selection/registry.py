@@ -1,4 +1,6 @@
-"""The algorithms of an operation by name: a table in the operation's file, to which others may add from outside.
+"""The algorithms of an operation by name: a table (`tables`), to which others may add from outside.
+
+The operation's file has the table of the operation as ALGORITHMS.
 
     from mpitrain.comm.collectives import all_reduce
     from mpitrain.comm.selection.registry import Algorithm

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpi4py import MPI
-
-from mpitrain.comm.process.topology import machine_key
 from mpitrain.comm.selection.registry import Algorithms
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.storage.disk import read_plain
@@ -144,13 +141,8 @@ def describe(rules: Sequence[Rule]) -> str:
     return ", then ".join([*parts, last])
 
 
-def this_machine() -> str:
-    """The name under which this machine's table is kept."""
-    return machine_key(MPI.Get_library_version())
-
-
 def table_path(machine: str) -> Path:
-    """Where the table of a machine (see `topology.machine_key`) is kept."""
+    """Where the table of a machine (see `topology.this_machine`) is kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "mpitrain" / f"tuning-{machine}.json"
 

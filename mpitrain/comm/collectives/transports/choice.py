@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
@@ -22,6 +21,7 @@ from mpitrain.comm.collectives.transports.staged import Staged
 from mpitrain.comm.collectives.transports.transport import Transport
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.sharing import all_agree
+from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import refusal
 

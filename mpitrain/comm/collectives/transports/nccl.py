@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
@@ -21,6 +20,7 @@ from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
 from mpitrain.comm.memory.sharing import all_agree
+from mpitrain.comm.process.mpi import MPI
 
 _MODULE = "nccl.core"
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
