@@ -1,0 +1,70 @@
+"""What is asked of a setting alone, without ranks, is what the operations themselves then run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.programs.program import Program
+from mpitrain.comm.selection.serving import serving
+from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.errors import InputError
+
+KIB = 1 << 10
+
+
+def calls(comm, x):
+    """Every operation that has a table, on a vector of one block a rank."""
+    own = x[: x.numel() // comm.size]
+    return {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "reduce": lambda: comm.reduce(x, 1),
+        "broadcast": lambda: comm.broadcast(x, 1),
+        "reduce_scatter": lambda: comm.reduce_scatter(own, x),
+        "all_gather": lambda: comm.all_gather(x, x[comm.rank * own.numel() :][: own.numel()]),
+    }
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_program_foretold_is_the_one_that_runs(world, monkeypatch, dtype):
+    ran: list[Program] = []
+    bind = Binder._plan
+    monkeypatch.setattr(Binder, "_plan", lambda self, program, *more: ran.append(program) or bind(self, program, *more))
+    comm = world.split(0)
+    comm.binder.tuning = Tuning()
+    reachable = comm.binder.neighbours() is not None
+    for kib in (4, 40, 150, 700, 9000):
+        numel = kib * KIB // dtype.itemsize * comm.size
+        arena = comm.arena(numel, dtype)
+        for x, memory in ((arena.tensor, "arena"), (torch.zeros(numel, dtype=dtype), "private")):
+            nbytes = numel * dtype.itemsize
+            where = "reachable" if memory == "private" and reachable else memory
+            crowded, block = comm.binder.oversubscribed, nbytes // comm.size
+            for operation, call in calls(comm, x).items():
+                root = 1 if operation in ("reduce", "broadcast") else 0
+                setting = Setting(nbytes, numel, comm.nodes, where, crowded, root=root, block=block)
+                name, program = serving(operation, setting, halves=dtype == torch.bfloat16)
+                ran.clear()
+                call()
+                told = [(p.name, p.blocks, p.segments, p.slots) for p in ran]
+                wanted = [] if program is None else [(program.name, program.blocks, program.segments, program.slots)]
+                assert told == wanted, f"{operation} of {nbytes} bytes, {where}: {name}"
+        arena.free()
+    comm.free()
+
+
+def test_across_nodes_and_for_reproducible_sums_another_algorithm_stands_in():
+    nodes = (0, 0, 1, 1)
+    assert serving("all_reduce", Setting(1 << 20, 1 << 18, nodes, "arena"))[0] == "two_level"
+    assert serving("all_reduce", Setting(1 << 10, 1 << 8, nodes, "arena")) == ("mpi", None)
+    summed = Setting(1 << 20, 1 << 18, nodes, "private", reproducible=True, block=1 << 18)
+    for operation, given in (("all_reduce", ""), ("reduce_scatter", "pairwise")):
+        name, program = serving(operation, summed)
+        assert program is not None and program.name.startswith("pairwise") and given in name
+    with pytest.raises(InputError, match="needs all ranks on one node; use two_level or auto"):
+        serving("all_reduce", summed, algorithm="shared")
+    with pytest.raises(InputError, match="no table of algorithms; use all_reduce, "):
+        serving("scatter", summed)
