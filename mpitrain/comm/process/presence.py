@@ -1,7 +1,4 @@
-"""Whether there is an MPI: the first import of mpi4py, which starts it, and one line of what to install where it fails.
-
-To import this is to ask. Raises MissingMPI; a program that does not catch it ends with that line.
-"""
+"""Whether there is an MPI: the first import of mpi4py, which starts it, and one line of what to install if it fails."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ class MissingMPI(InputError, ImportError):
     """There is no mpi4py, or no MPI library that it can load."""
 
 
-def _load() -> None:
+def load() -> None:
+    """Start MPI. Raises MissingMPI; a program that does not catch it ends with that line."""
     try:
         connections.start_mpi()
     except ModuleNotFoundError as error:
@@ -46,6 +44,3 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if launched_first():
         print(f"mpitrain: {error}", file=sys.stderr)
     raise SystemExit(error.exit_code)
-
-
-_load()

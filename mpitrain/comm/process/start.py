@@ -15,4 +15,6 @@ os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 if fault_tolerance.switched_on():
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 
-import mpitrain.comm.process.presence  # noqa: F401
+from mpitrain.comm.process import presence
+
+presence.load()
