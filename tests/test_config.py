@@ -42,6 +42,23 @@ from mpitrain.errors import InputError
         (["--train.every", "3"], "did you mean 'checkpoint.every' or 'monitor.every'?"),
         (["--quux", "3"], "unknown key 'quux'; see --help for the list"),
         (["--model.options", "{a: 1"], 'valid dictionary; write {a = 1} or {"a": 1}'),
+        (
+            ["--parallel.cut", "tme"],
+            "parallel.cut 'tme' is unknown; set it to uniform, parameters or time, or to the bl",
+        ),
+        (
+            ["--parallel.cut", "[5, 0]"],
+            "parallel.cut [5, 0] is no list of the blocks of each stage; give each a number",
+        ),
+        (
+            ["--parallel.whole", '["a"]'],
+            "parallel.whole is for layers that tensor ranks would divide, and parallel.ten",
+        ),
+        (["--parallel.whole", "a"], 'parallel.whole = \'a\' is wrong: input should be a valid tuple; write ["a", "b"]'),
+        (
+            ["--parallel.auto", "true", "--parallel.mode", "local"],
+            "parallel.auto plans for ranks that train in step, a",
+        ),
         (["stray"], "config file stray does not exist"),
         (["one.toml", "--train.steps", "3", "two.toml"], "one.toml and two.toml are two configuration files"),
         (["--train.steps", "3", "stray"], "config file stray does not exist"),
@@ -129,7 +146,9 @@ def test_a_configuration_is_read_without_torch_and_mpi():
 
 
 def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
-    config = Config.from_args(["--model.options", "{depth = 3}", "--parallel.data", "4"])
+    cut = ["--parallel.cut", "[5, 7]", "--parallel.tensor", "2", "--parallel.whole", '["*.mlp.*"]']
+    config = Config.from_args(["--model.options", "{depth = 3}", "--parallel.data", "4", *cut])
+    assert config.parallel.cut == (5, 7) and config.parallel.whole == ("*.mlp.*",)
     file = tmp_path / "config.toml"
     file.write_text(config.to_toml())
     assert Config.from_args([str(file)]) == config

@@ -15,6 +15,7 @@ COMMAND_LINE = "command line"
 _NEAR = 0.6  # of a section's name
 _OWN_SECTION = 0.1  # how much likelier a key of the same section is meant than one spelled alike elsewhere
 _SHOWN = 3  # keys in one answer
+_SPELLED = {"dict_type": '; write {a = 1} or {"a": 1}', "tuple_type": '; write ["a", "b"]'}  # what is no text
 
 
 def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> None:
@@ -71,7 +72,7 @@ def wrong_value(error: ValidationError, origin: Mapping[str, str], otherwise: st
     where = origin.get(name, otherwise)
     if problem["type"] == "value_error":  # a check across keys, which names them itself
         return refusal(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-    mend = '; write {a = 1} or {"a": 1}' if problem["type"] == "dict_type" else ""
+    mend = _SPELLED.get(problem["type"], "")
     return refusal(f"{where}: {name} = {problem['input']!r:.200} is wrong: {problem['msg'].lower()}{mend}")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from mpitrain.choices import AllReduce, Compression, DeviceWay, Mode, Outer, PipelineSchedule
+from mpitrain.choices import AllReduce, Compression, DeviceWay, Mode, Outer, PipelineSchedule, one_of
 from mpitrain.config.section import Named, Section, setting
 
 _OF_MODE: dict[Mode, Sequence[str]] = {  # settings that mean something in one mode alone
@@ -24,6 +24,9 @@ _OF_MODE: dict[Mode, Sequence[str]] = {  # settings that mean something in one m
         "local_compression",
     ),
 }
+
+_Cut = Literal["uniform", "parameters", "time"]
+_CUTS: Sequence[str] = get_args(_Cut)
 
 
 class ParallelSection(Section):
@@ -48,16 +51,24 @@ class ParallelSection(Section):
     schedule: PipelineSchedule | Named = setting(
         "1f1b", "pipeline schedule, or package.module:function of your own", also=["pipeline_schedule"]
     )
-    cut: Literal["uniform", "parameters", "time"] = setting(
-        "uniform", "what stages have equally much of: blocks, parameters or measured time"
+    cut: _Cut | tuple[int, ...] = setting(
+        "uniform",
+        "what stages have equally much of (uniform: of blocks), or how many blocks each has, as [5, 7]",
     )
     slices: int = setting(1, "pieces of each sequence that go through the pipeline by themselves", ge=1)
     sequence: bool = setting(
         False, "with tensor: cut activations along the sequence between the layers", also=["sequence_parallel"]
     )
+    whole: tuple[str, ...] = setting(
+        (), 'with tensor: layers that each rank keeps whole, as ["blocks.0.attention.*"]; both layers of a pair'
+    )
     chunks: int = setting(1, "model chunks per pipeline rank (interleaved)", ge=1, also=["virtual_stages"])
     recording: str = setting("", "file for when each pipeline step ran, in the third training step")
     offload: str = setting("", "optimizer states in `host` memory or in a memory-mapped file under a PATH")
+    auto: bool = setting(False, "let the planner choose how the training is spread over these ranks")
+    machine: str = setting(
+        "", "with auto: a machine profile, a file or the name of a given one; empty: measured at the start"
+    )
     mode: Mode = setting(
         "sync", "sync: all ranks wait for each step; server: parameter server; local: each replica takes steps alone"
     )
@@ -86,6 +97,39 @@ class ParallelSection(Section):
     local_compression: Literal["none", Compression] = setting(
         "none", "mode local: compression of the differences that are averaged"
     )
+
+    @field_validator("cut", mode="before")
+    @classmethod
+    def _gives_each_stage_blocks(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            if not value or not all(type(each) is int and each > 0 for each in value):
+                raise ValueError(
+                    f"parallel.cut {list(value)} is no list of the blocks of each stage; give each a number of 1 or more"
+                )
+        elif value not in _CUTS:
+            raise ValueError(
+                f"parallel.cut {value!r} is unknown; set it to {one_of(_CUTS)}, or to the blocks of each stage, as [5, 7]"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _goes_with_what_is_divided(self) -> ParallelSection:
+        if self.whole and self.tensor == 1:
+            raise ValueError(
+                "parallel.whole is for layers that tensor ranks would divide, and parallel.tensor is 1; raise that, or "
+                "leave parallel.whole out"
+            )
+        if self.whole and self.sequence:
+            raise ValueError(
+                "parallel.whole does not go with parallel.sequence, whose ranks have parts of the sequence between the "
+                "layers; set parallel.sequence to false, or leave parallel.whole out"
+            )
+        if self.auto and self.mode != "sync":
+            raise ValueError(
+                f"parallel.auto plans for ranks that train in step, and parallel.mode is {self.mode}; set "
+                "parallel.mode to sync, or parallel.auto to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _belong_to_the_mode(self) -> ParallelSection:

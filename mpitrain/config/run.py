@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from mpitrain.config.section import Section, setting
 
@@ -39,8 +41,15 @@ class DataSection(Section):
 class CheckpointSection(Section):
     """[checkpoint]"""
 
-    every: int = setting(
-        100, "steps between checkpoints; 0: only at the end", ge=0, also=["save_every", "save_interval", "interval"]
+    every: Annotated[int, Ge(0)] | Literal["auto"] = setting(
+        100,
+        "steps between checkpoints; 0: only at the end; auto: as many as cost least time, saves and failures together",
+        also=["save_every", "save_interval", "interval"],
+    )
+    # Half a year. 2,048 nodes of eight GPUs stopped 419 times unforeseen in 54 days (Grattafiori et al. 2024, The Llama
+    # 3 herd of models, section 3.3.4): each once in 6,300 hours. Nodes without GPUs fail less; rather too often saved.
+    node_mtbf: float = setting(
+        4380.0, "with checkpoint.every auto: hours between two failures of one node, on average", gt=0.0, also=["mtbf"]
     )
     keep: int = setting(2, "newest checkpoints kept", ge=1, also=["save_total_limit"])
     resume: str = setting("auto", "auto: from the newest whole one in the run folder; never; or a PATH")

@@ -88,6 +88,26 @@ def partition_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs
     return split(len(blocks), stages) if costs is None else partition(costs, stages)
 
 
+def given_bounds(blocks: Sequence[tuple[str, nn.Module]], stages: int, numbers: Sequence[int]) -> list[int]:
+    """Bounds of the stages in the list of blocks, where each stage is to have a given number of blocks.
+
+    Raises:
+        InputError: There are not as many numbers as stages, one is less than 1, or they are not all blocks together.
+    """
+    told = f"parallel.cut {list(numbers)}"
+    if len(numbers) != stages:
+        raise refusal(
+            f"{told} is for {len(numbers)} stages, but there are {stages} (pipeline ranks x chunks); give {stages} "
+            "numbers of blocks"
+        )
+    if min(numbers) < 1 or sum(numbers) != len(blocks):
+        raise refusal(
+            f"{told} gives out {sum(numbers)} blocks, and the model has {len(blocks)}, of which each stage needs one; "
+            f"make the numbers add up to {len(blocks)}"
+        )
+    return [0, *accumulate(numbers)]
+
+
 def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:
     """The number of parameters of each block."""
     return [float(sum(p.numel() for p in block.parameters())) for _, block in blocks]

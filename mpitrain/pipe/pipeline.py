@@ -24,7 +24,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch
-from mpitrain.pipe.partition import listed_blocks, parameter_costs, partition_blocks, time_costs
+from mpitrain.pipe.partition import given_bounds, listed_blocks, parameter_costs, partition_blocks, time_costs
 from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.record import Recorder, to_json
 from mpitrain.pipe.schedule import BackwardInput, Schedule
@@ -52,6 +52,7 @@ class Pipeline:
         slices: Of the sequence, where every block that looks at earlier positions has a `forward_slice` (see `stage`).
         cut: What stages are made equal in: uniform (blocks), parameters, or time, which needs a `sample`; or what
             each block costs.
+        blocks: How many blocks each stage has, in order, whatever `cut` is; empty: as that says.
         sample: The input of a microbatch, to measure the blocks with.
         recompute: Stages keep their input alone, and run forward again before backward.
         device: What this rank computes on, where its blocks are moved; None: where they are when a batch comes.
@@ -76,6 +77,7 @@ class Pipeline:
         chunks: int = 1,
         slices: int = 1,
         cut: str | Sequence[float] = "uniform",
+        blocks: Sequence[int] = (),
         sample: Any = None,
         recompute: bool = False,
         device: torch.device | None = None,
@@ -86,10 +88,13 @@ class Pipeline:
         self._named = schedule, chunks, slices
         self._microbatches, self._static = microbatches, static_shapes
         plan = self._schedule(max(1, microbatches))
-        blocks = listed_blocks(model)
-        require_look_back(model, blocks, slices)
-        bounds = partition_blocks(blocks, plan.stages, _costs(blocks, cut, sample, mesh))
-        parts = [blocks[lo:hi] for lo, hi in pairwise(bounds)]
+        listed = listed_blocks(model)
+        require_look_back(model, listed, slices)
+        if blocks:
+            bounds = given_bounds(listed, plan.stages, blocks)
+        else:
+            bounds = partition_blocks(listed, plan.stages, _costs(listed, cut, sample, mesh))
+        parts = [listed[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
         self.bounds = tuple(bounds)
         self.module = _named_tree([named for number in mine for named in parts[number]])

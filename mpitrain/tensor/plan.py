@@ -19,6 +19,8 @@ With `sequence=True` what lies outside the pairs of column and row layers is div
 embedding on, or from the output of a module the plan calls "scatter", up to the layer that needs it whole again.
 Norms there have their gradients summed; any other module with parameters must be said to work on its part ("split")
 or on the whole ("whole").
+
+Of what a plan divides, `whole` keeps some layers as they are: see `tensor.whole`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from mpitrain.tensor.heads import localize_heads
 from mpitrain.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_gradient
 from mpitrain.tensor.styles import STYLES, ParallelStyle, PlannedModule
 from mpitrain.tensor.vocabulary import VocabularyCrossEntropy, VocabularyParallelEmbedding
+from mpitrain.tensor.whole import without_whole
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -59,7 +62,11 @@ def begins_sequence(plan: Mapping[str, str | ParallelStyle]) -> bool:
 
 
 def parallelize(
-    model: nn.Module, comm: Communicator | Axis, plan: Mapping[str, str | ParallelStyle], sequence: bool = False
+    model: nn.Module,
+    comm: Communicator | Axis,
+    plan: Mapping[str, str | ParallelStyle],
+    sequence: bool = False,
+    whole: Sequence[str] = (),
 ) -> nn.Module:
     """Divide the planned layers of a model over the ranks of the tensor axis, in place. Collective.
 
@@ -71,15 +78,17 @@ def parallelize(
         comm: The ranks of the tensor axis.
         plan: Patterns of module names, each with a parallel style.
         sequence: Divide what lies between the divided layers along the sequence (Korthikanti et al. 2022).
+        whole: Patterns of names of modules that the plan would divide, and that every rank keeps whole instead.
 
     Returns:
         The model.
 
     Raises:
         InputError: On all ranks alike, for a pattern that matches nothing, a module that cannot be divided as
-            planned, and parameters shared by layers that are divided differently.
+            planned, parameters shared by layers that are divided differently, and layers kept whole without those that
+            they go with.
     """
-    styles = _matched(model, plan)
+    styles = without_whole(model, _matched(model, plan), whole, sequence) if whole else _matched(model, plan)
     axis = comm if isinstance(comm, Axis) else Axis(comm)
     scattered = any(style.begins_sequence and not style.by_vocabulary for style in styles.values())
     planned = [

@@ -70,7 +70,8 @@ def assemble(
     parameters = sum(p.numel() for p in module.parameters())
     aliases = tied_names(module)
     if mesh.tensor.size > 1:
-        parallelize(module, mesh.tensor, plan_of(module, config), sequence=config.parallel.sequence)
+        parallel = config.parallel
+        parallelize(module, mesh.tensor, plan_of(module, config), sequence=parallel.sequence, whole=parallel.whole)
     pipeline, elsewhere = None, set()
     if mesh.pipeline.size > 1:
         pipeline = make_pipeline(config, mesh, module, task, cut, device)
@@ -141,6 +142,7 @@ def make_pipeline(
         chunks=config.parallel.chunks,
         slices=config.parallel.slices,
         cut=cut,
+        blocks=() if isinstance(config.parallel.cut, str) else config.parallel.cut,
         microbatches=2 * mesh.pipeline.size,
         recompute=config.train.recompute,
         device=device,
@@ -176,6 +178,11 @@ def refuse_what_does_not_go_together(config: Config, mesh: Mesh) -> None:
             "model.name resnet cannot be divided over tensor ranks: its layers are convolutions, whose activations "
             "are larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 "
             "and use parallel.data or parallel.pipeline"
+        )
+    if parallel.pipeline == 1 and not isinstance(parallel.cut, str):
+        raise refusal(
+            f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
+            "parallel.pipeline is 1; raise that, or leave parallel.cut out"
         )
     if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node and mesh.data.size > 1:
         raise refusal(

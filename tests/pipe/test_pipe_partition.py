@@ -11,7 +11,14 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT
-from mpitrain.pipe.partition import listed_blocks, parameter_costs, partition, partition_blocks, time_costs
+from mpitrain.pipe.partition import (
+    given_bounds,
+    listed_blocks,
+    parameter_costs,
+    partition,
+    partition_blocks,
+    time_costs,
+)
 
 
 def test_no_other_cut_has_a_smaller_largest_part():
@@ -35,6 +42,15 @@ def test_blocks_by_number_by_parameters_and_by_time():
     assert partition_blocks(blocks, 3, None) == [0, 2, 3, 4]
     assert parameter_costs(blocks) == [20, 2000, 1604, 20]
     assert partition_blocks(blocks, 2, parameter_costs(blocks)) == [0, 2, 4]
+
+
+def test_stages_may_be_given_their_numbers_of_blocks():
+    blocks = listed_blocks(nn.Sequential(*[nn.ReLU()] * 5))
+    assert given_bounds(blocks, 3, (1, 3, 1)) == [0, 1, 4, 5]
+    for stages, numbers, told in ((2, (1, 3, 1), "is for 3 stages, but there are 2"), (2, (1, 3), "gives out 4 blocks"),
+                                  (3, (0, 4, 1), "of which each stage needs one; make the numbers add up to 5")):  # fmt: skip
+        with pytest.raises(InputError, match=told):
+            given_bounds(blocks, stages, numbers)
 
 
 def test_measuring_blocks_changes_nothing_in_the_model():

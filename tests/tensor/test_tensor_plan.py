@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import InputError
+from mpitrain.layout import is_replicated
 from mpitrain.tensor import Column, Row, parallelize, plan_for
+from mpitrain.tensor.styles import STYLES
+from mpitrain.tensor.whole import _pairs
 
 
 class Attention(nn.Module):
@@ -84,16 +87,17 @@ ATTENTION_PLAN = {"attention.[qkv]": "column", "attention.o": "row"}
 VOCABULARY_PLAN = {"tokens": "vocabulary", "head": "vocabulary"}
 
 
-def compare(world, whole, plan, sequence=False):
-    model = copy.deepcopy(whole)
-    assert parallelize(model, world, plan, sequence) is model
+def compare(world, undivided, plan, sequence=False, whole=()):
+    model = copy.deepcopy(undivided)
+    assert parallelize(model, world, plan, sequence, whole) is model
     tokens = torch.randint(29, (3, 12), generator=torch.Generator().manual_seed(0))
     x, y = tokens[:, :-1], tokens[:, 1:]
-    losses = [m.loss(m(x), y) for m in (model, whole)]
+    losses = [m.loss(m(x), y) for m in (model, undivided)]
     torch.testing.assert_close(losses[0], losses[1], **CLOSE)
     for loss in losses:
         loss.backward()
-    check_gradients(world, model, whole)
+    check_gradients(world, model, undivided)
+    return model
 
 
 def build(**options):
@@ -202,3 +206,47 @@ def test_a_model_without_a_plan_is_refused_with_the_way_to_give_it_one():
         InputError, match=r"Sequential does not say how it is to be divided; give it a method tensor_plan\(\)"
     ):
         plan_for(nn.Sequential(nn.Linear(4, 2)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_some_layers_of_a_plan_are_kept_whole(world):
+    plan = ATTENTION_PLAN | MLP_PLAN | VOCABULARY_PLAN
+    for whole in (["attention.*", "head"], ["mlp.*", "tokens"], ["*"]):
+        model = compare(world, build(), plan, whole=whole)
+        replicated = {name.rpartition(".")[0] for name, p in model.named_parameters() if is_replicated(p)}
+        assert ({"attention.q", "attention.o"} <= replicated) == ("attention.*" in whole or "*" in whole)
+        assert ("tokens" in replicated, "mlp.gate_up" in replicated) == ((whole != ["attention.*", "head"],) * 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("plan", "whole", "message"),
+    [
+        (GOOD, ["inner.on"], "parallel.whole 'inner.on' matches no layer that the plan divides; did you mean 'inner.o"),
+        (GOOD | {"norm": "whole"}, ["norm"], "parallel.whole 'norm' matches no layer that the plan divides; did you"),
+        (GOOD, ["inner.one", "three"], "parallel.whole names inner.one and not inner.two, which are a pair; name both"),
+        (GOOD, ["inner.two"], "parallel.whole names inner.two and not inner.one, which are a pair; name both, or neit"),
+        (GOOD, ["inner.*"], "parallel.whole names inner.one and not three, which share a weight; name both, or neith"),
+    ],
+)
+def test_what_is_wrong_with_layers_kept_whole_is_told(world, plan, whole, message):
+    with pytest.raises(InputError) as caught:
+        parallelize(Tied(), world, plan, whole=whole)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and caught.value.agreed
+    with pytest.raises(InputError, match=r"parallel.whole does not go with parallel.sequence"):
+        parallelize(Tied(), world, plan, sequence=True, whole=whole)
+
+
+@pytest.mark.parametrize(
+    ("names", "pairs"),
+    [
+        ("a.q+ a.k+ a.v+ a.o- m.up+ m.down-", ["a.q a.k a.v a.o", "m.up m.down"]),
+        ("q+ k+ v+ o- gate+ up+ down-", ["q k v o", "gate up down"]),
+        ("m.w1+ m.w2- m.w3+", ["m.w1 m.w2 m.w3"]),  # Llama's order
+        ("s.q+ s.k+ o.dense- i.dense+ d.dense-", ["s.q s.k o.dense", "i.dense d.dense"]),  # BERT's parents
+        ("b.in+ b.out- b.down-", ["b.in b.out b.down"]),
+    ],
+)
+def test_pairs_are_found_by_parents_and_by_order(names, pairs):
+    styles = {name[:-1]: STYLES["column" if name[-1] == "+" else "row"] for name in names.split()}
+    assert sorted(map(" ".join, _pairs(list(styles), styles))) == sorted(pairs)

@@ -83,7 +83,7 @@ CASES = {
         {"data": 8, "zero": 3},
     ],
     3: [{"pipeline": 3}, {"pipeline": 3, "cut": "time", "slices": 2}],
-    2: [{"pipeline": 2}, {"tensor": 2}, {"pipeline": 2, "slices": 4}],
+    2: [{"pipeline": 2, "cut": [3, 5]}, {"tensor": 2}, {"pipeline": 2, "slices": 4}],
 }
 
 
@@ -116,6 +116,20 @@ def test_checkpoints_go_from_mesh_to_mesh(world, place, text, wanted):
             constant = run(alone, place / "constant", **sections) if alone is not None else None
             constant = world.broadcast_object(constant)
         check(lines, constant)
+
+
+@pytest.mark.ranks(2)
+def test_layers_kept_whole_train_and_are_saved_like_those_of_one_process(world, place, text, wanted):
+    whole = ["blocks.0.attention.*", "blocks.[13].mlp.*", "embedding", "head"]
+    lines = run(world, place / "whole", **settings(text, tensor=2, whole=whole))
+    assert len(lines) == STEPS
+    check(lines, wanted)
+    assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=1e-5)
+    sections = settings(text)
+    sections["checkpoint"]["resume"] = str(place / "whole/checkpoints/step-00000003")
+    lines = run(world, place / "whole-read", **sections)
+    assert [m["step"] for m in lines] == [4, 5, 6]
+    check(lines, wanted)
 
 
 @pytest.mark.ranks(4)
@@ -196,6 +210,14 @@ def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers
         (SLOW, {"pipeline": 2, "slices": 2}, "Sequential has none; set parallel.slices to 1"),
         ({"factory": "train.odd_models:looks_ahead", "sequence": 16}, {"pipeline": 2, "slices": 2}, "block 1 .Mixes.*"),
         (GPT, {"pipeline": 2, "zero": 3, "share_node": False}, "twice for every microbatch"),
+        (GPT, {"pipeline": 2, "cut": [4, 3, 1]}, r"parallel.cut \[4, 3, 1\] is for 3 stages, but there are 2 .*give 2"),
+        (GPT, {"pipeline": 2, "cut": [4, 3]}, r"parallel.cut \[4, 3\] gives out 7 blocks, and the model has 8, of"),
+        (
+            GPT,
+            {"cut": [8]},
+            r"parallel.cut \[8\] says how many blocks each stage .* parallel.pipeline is 1; raise that",
+        ),
+        (GPT, {"tensor": 2, "whole": ["head"]}, "parallel.whole names head and not embedding, which share a weight"),
         ({"name": "mlp", "width": 18}, {"pipeline": 2, "slices": 2}, "MLP has none; set parallel.slices to 1"),
         ({"name": "mlp", "width": 18}, {"tensor": 2, "sequence": True}, "the plan of MLP names none"),
         ({"name": "resnet", "layers": 18, "width": 4}, {"tensor": 2}, "convolutions"),
