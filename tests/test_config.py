@@ -44,11 +44,11 @@ from mpitrain.errors import InputError
         (["--model.options", "{a: 1"], 'valid dictionary; write {a = 1} or {"a": 1}'),
         (
             ["--parallel.cut", "tme"],
-            "parallel.cut 'tme' is unknown; set it to uniform, parameters or time, or to the bl",
+            "parallel.cut 'tme' is unknown; set it to uniform, parameters or time, or to each",
         ),
         (
             ["--parallel.cut", "[5, 0]"],
-            "parallel.cut [5, 0] is no list of the blocks of each stage; give each a number",
+            "parallel.cut [5, 0] is no list of the blocks of each stage; give each 1 or more",
         ),
         (
             ["--parallel.whole", '["a"]'],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -90,19 +91,23 @@ class BackgroundTask:
 
     Attributes:
         error: What it has raised, if anything.
+        seconds: That it took, once it has ended.
     """
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.error: BaseException | None = None
+        self.seconds = 0.0
         self._function = function
         self._thread = threading.Thread(target=self._run, name="mpitrain-checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        began = time.perf_counter()
         try:
             self._function()
         except BaseException as error:  # raised by wait()
             self.error = error
+        self.seconds = time.perf_counter() - began
 
     def wait(self) -> None:
         """Return when the function has ended. Raises what it raised."""

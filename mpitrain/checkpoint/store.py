@@ -8,6 +8,7 @@ for the other nodes are there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -48,6 +49,8 @@ class Store:
 
     Attributes:
         repairs: A sentence for each damaged file that was restored from other nodes.
+        waited_seconds: That the last save waited for the one before, which was being written still.
+        write_seconds: That the last one in the background which is known to have ended took to be written.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Store:
         self._removal: BackgroundTask | None = None
         self._since_flush = 0
         self.repairs: list[str] = []
+        self.waited_seconds = self.write_seconds = 0.0
         self._verified: set[int] = set()  # steps that this job has written or read whole
         self._unusable: set[int] = set()
         self._fruitful: dict[int, bool] = {}  # of steps in `root`, where it was looked up
@@ -213,7 +217,9 @@ class Store:
             InputError, CheckpointError: On every rank, and leaving no trace, where any cannot write its part. A save in
                 the background raises in the next `save`, `check` or `finish`.
         """
+        began = time.perf_counter()
         self.finish()
+        self.waited_seconds = time.perf_counter() - began
         if self._layout is None:
             saving = self.comm.split(0, self.comm.rank, label="checkpoint")
             assert saving is not None
@@ -251,6 +257,7 @@ class Store:
         task, self._task = self._task, None
         if task is not None:
             task.wait()
+            self.write_seconds = task.seconds
         removal, self._removal = self._removal, None
         if removal is not None:
             removal.wait()

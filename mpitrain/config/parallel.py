@@ -104,11 +104,11 @@ class ParallelSection(Section):
         if isinstance(value, (list, tuple)):
             if not value or not all(type(each) is int and each > 0 for each in value):
                 raise ValueError(
-                    f"parallel.cut {list(value)} is no list of the blocks of each stage; give each a number of 1 or more"
+                    f"parallel.cut {list(value)} is no list of the blocks of each stage; give each 1 or more"
                 )
         elif value not in _CUTS:
             raise ValueError(
-                f"parallel.cut {value!r} is unknown; set it to {one_of(_CUTS)}, or to the blocks of each stage, as [5, 7]"
+                f"parallel.cut {value!r} is unknown; set it to {one_of(_CUTS)}, or to each stage's blocks, as [5, 7]"
             )
         return value
 

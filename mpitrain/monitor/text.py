@@ -22,6 +22,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def lasting(seconds: float) -> str:
+    """A time as people say it: 0.045 s, 2.1 s, 12 minutes, 4.3 hours, 45 days."""
+    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "s")):
+        number = seconds / size
+        if number >= 2.0 or unit == "s":
+            break
+    return f"{number:,.0f} {unit}" if number >= 9.95 else f"{number:.2g} {unit}"
+
+
 def counted(number: int, noun: str) -> str:
     """1 rank, 8 ranks, 1,234,567 samples."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

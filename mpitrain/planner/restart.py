@@ -46,8 +46,8 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
         tau = sqrt(2 delta M) (1 + 1/3 sqrt(delta / (2 M)) + 1/9 delta / (2 M)) - delta    where delta < 2 M
         tau = M                                                                           otherwise
 
-    A perturbation solution of d/d tau `expected_time` = 0, whose exact solution is tau = M (1 + W(-exp(-1 - delta / M)))
-    with Lambert's W. R and T do not matter to it.
+    A perturbation solution of d/d tau `expected_time` = 0, of which the exact one is, with Lambert's W, tau =
+    M (1 + W(-exp(-1 - delta / M))). R and T do not matter to it.
 
     Args:
         save_seconds: delta.

@@ -1,8 +1,8 @@
 """Which layers of a plan every rank of the tensor axis keeps whole, all the same (`parallel.whole`).
 
-What lies outside of the pairs of column and row layers is the same on all ranks, and so is its gradient: a layer that is
-left whole there computes the same on each of them, as norms do, and is replicated like these. Layers that go with one
-another are kept whole together: those of a pair, since what is between them is divided or not, and tied ones.
+What lies outside of the pairs of column and row layers is the same on all ranks, and so is its gradient: a layer that
+is left whole there computes the same on each of them, as norms do, and is replicated like these. Layers that go with
+one another are kept whole together: those of a pair, since what is between them is divided or not, and tied ones.
 """
 
 from __future__ import annotations

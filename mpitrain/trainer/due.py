@@ -11,8 +11,10 @@ def due(since: int, step: int, every: int) -> bool:
 
 
 def saves_after(step: int, config: Config) -> int:
-    """Checkpoints that are still to be written after this step, if the run is not stopped: the last step gets one."""
+    """Checkpoints still to be written after this step, if the run is not stopped; with "auto" the most there may be."""
     steps, every = config.train.steps, config.checkpoint.every
     if step >= steps:
         return 0
+    if every == "auto":
+        return steps - step
     return steps // every - step // every + (steps % every > 0) if every else 1

@@ -142,7 +142,7 @@ def notices(config: Config, step: int, *, overlaps: bool) -> list[str]:
         found.append(f"the last period has {left} of parallel.local_steps {parallel.local_steps} steps")
     keys = {"checkpoint.every": config.checkpoint.every, "train.evaluate_every": config.train.evaluate_every}
     for key, every in keys.items():
-        if every and (every % parallel.local_steps or parallel.warm % parallel.local_steps):
+        if every and every != "auto" and (every % parallel.local_steps or parallel.warm % parallel.local_steps):
             found.append(
                 f"{key} {every}: what is due within a period of {parallel.local_steps} steps is done at its end"
             )

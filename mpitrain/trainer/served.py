@@ -132,9 +132,9 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
 
 def next_meeting(trainer: Trainer) -> int:
     """The step after which all ranks meet next: to evaluate, to save or to end."""
-    step, config = trainer.step, trainer.config
-    often = [every for every in (config.train.evaluate_every, config.checkpoint.every) if every]
-    return min([config.train.steps, *(every * (step // every + 1) for every in often)])
+    step, train = trainer.step, trainer.config.train
+    evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
+    return min(found for found in (train.steps, evaluated, trainer.saving.next_after(step)) if found is not None)
 
 
 class Session:

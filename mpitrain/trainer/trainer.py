@@ -42,6 +42,7 @@ from mpitrain.trainer.folder import RunFolder, settled
 from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
+from mpitrain.trainer.saving import SaveSchedule
 from mpitrain.trainer.stopping import StopInTime
 from mpitrain.trainer.strategies import strategy_of
 from mpitrain.trainer.strategy import GroupPlaces
@@ -63,7 +64,7 @@ class Trainer:
     step: steps done; while a step is taken, those before it. position: samples of the run's order that they took.
     samples: of a step's batch that this rank's group trains on. resumed_step: the step of this run that the state was
     loaded from; None where it is a run from the start. met: the last step after which all ranks came together. saved:
-    whether this job has written a checkpoint.
+    whether this job has written a checkpoint. saving: when it writes the next one.
     """
 
     data: Dataset
@@ -92,8 +93,8 @@ class Trainer:
         self.device, self.devices = place.device, place.text
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
-        learning, self.records = LearningCheck(), Records()
-        self.callbacks = [StopInTime(), learning, SampleIds(), *callbacks, Console(learning), self.records]
+        learning, self.records, self.saving = LearningCheck(), Records(), SaveSchedule(self.config)
+        self.callbacks = [StopInTime(), learning, SampleIds(), *callbacks, Console(learning), self.records, self.saving]
         self.step = self.position = self.met = 0
         self.samples = self.config.train.batch
         self.resumed_step: int | None = None
@@ -166,7 +167,7 @@ class Trainer:
             if loss is not None:
                 self.call(lambda callback: callback.on_evaluate(self, loss))
         self.call(lambda callback: callback.on_step_end(self, step))
-        if step.together and (self.last_step or due(self.met, self.step, self.config.checkpoint.every)):
+        if step.together and (self.last_step or self.saving.due(self.met, self.step)):
             folder = self.save()
             self.call(lambda callback: callback.on_save(self, folder))
         if step.together:

@@ -1,0 +1,98 @@
+"""When a run is saved next: after every so many steps, or when it costs least time (`checkpoint.every = "auto"`).
+
+With "auto" the first checkpoint comes after a few steps, and tells what a save costs here. From then on the interval is
+that of Daly (see `mpitrain.planner.restart`), reckoned anew after each save by rank 0, which all ranks take over:
+
+    a save     what it holds training up, as measured; the mean of the last ones
+    a step     the time between the last two saves, evaluation included, over the steps in it
+    failures   checkpoint.node_mtbf over the nodes of those ranks that train
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.config.settings import Config
+from mpitrain.monitor.text import counted, lasting
+from mpitrain.planner.restart import steps_between
+from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.due import due
+
+if TYPE_CHECKING:
+    from mpitrain.trainer.trainer import Trainer
+
+_FIRST = 20  # steps until the first save, as long as nothing is known: few to lose, and many beside a save
+_SAVES = 4  # whose mean is taken
+_NEWS = 1.5  # the factor by which an interval must change to be told again
+
+
+class SaveSchedule(Callback):
+    """Says after which steps to save. With "auto" collective where a run begins and where it is saved.
+
+    Args:
+        config: The settings.
+    """
+
+    def __init__(self, config: Config) -> None:
+        section = config.checkpoint
+        self._auto, self._every = section.every == "auto", 0 if section.every == "auto" else section.every
+        self._next = 0  # with auto: the step after which to save
+        self._held: deque[float] = deque(maxlen=section.flush_every if section.local else _SAVES)
+        self._marked = 0.0  # time.perf_counter() when the last step had ended at which all ranks met
+        self._since: tuple[float, int] | None = None  # such a time and its step, from which on steps are timed
+        self._told = 0  # steps
+
+    def due(self, since: int, step: int) -> bool:
+        """Whether a save is due after this step, which was not due after step `since`, where ranks met last."""
+        return step >= self._next if self._auto else due(since, step, self._every)
+
+    def next_after(self, step: int) -> int | None:
+        """The first step after this one after which a save is due; None where none is."""
+        if self._auto:
+            return max(step + 1, self._next)
+        return self._every * (step // self._every + 1) if self._every else None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if self._auto:  # ranks that were lost may have left the others with different intervals
+            self._every = trainer.world.on_root(lambda: self._every)
+            self._next, self._since = trainer.step + (self._every or _FIRST), None
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        if self._auto and step.together:
+            self._marked = time.perf_counter()
+            self._since = self._since or (self._marked, step.number)  # not from the first step, which takes longer
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        if not self._auto or trainer.last_step or self._since is None:
+            return
+        now = time.perf_counter()
+        self._held.append(max(0.0, now - self._marked - trainer.store.waited_seconds))
+        began, first = self._since
+        if trainer.step > first:
+            step_seconds = (self._marked - began) / (trainer.step - first)
+            self._every, text = trainer.world.on_root(lambda: self._choose(trainer, step_seconds))
+            if text:
+                trainer.say(text)
+        self._since = now, trainer.step
+        self._next = trainer.step + (self._every or _FIRST)
+
+    def _choose(self, trainer: Trainer, step_seconds: float) -> tuple[int, str]:
+        """Steps between saves, and a line that says why, if there is news."""
+        section, nodes = trainer.config.checkpoint, trainer.world.num_nodes
+        held, mtbf = sum(self._held) / len(self._held), section.node_mtbf * 3600.0 / nodes
+        least = trainer.store.write_seconds if section.background else 0.0
+        every = steps_between(held, step_seconds, mtbf, least)
+        if self._told / _NEWS < every < self._told * _NEWS:
+            return every, ""
+        self._told = every
+        cost = (
+            f"a save holds training up for {lasting(held)}" if section.background else f"a save takes {lasting(held)}"
+        )
+        if every > steps_between(held, step_seconds, mtbf):
+            cost += f" and is written in {lasting(least)}"
+        who = "this node" if nodes == 1 else f"of {nodes} nodes one"
+        why = f"{cost}, and {who} fails every {lasting(mtbf)} (Daly 2006)"
+        return every, f"checkpoints every {counted(every, 'step')}: {why}"
