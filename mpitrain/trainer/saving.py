@@ -3,7 +3,7 @@
 With "auto" the first checkpoint comes after a few steps, and tells what a save costs here. From then on the interval is
 that of Daly (see `mpitrain.planner.restart`), reckoned anew after each save by rank 0, which all ranks take over:
 
-    a save     what it holds training up, as measured; the mean of the last ones
+    a save     what it holds training up, as measured; the mean of the last ones, without the first
     a step     the time between the last two saves, evaluation included, over the steps in it
     failures   checkpoint.node_mtbf over the nodes of those ranks that train
 """
@@ -41,6 +41,7 @@ class SaveSchedule(Callback):
         self._auto, self._every = section.every == "auto", 0 if section.every == "auto" else section.every
         self._next = 0  # with auto: the step after which to save
         self._held: deque[float] = deque(maxlen=section.flush_every if section.local else _SAVES)
+        self._saves = 0  # that were measured
         self._marked = 0.0  # time.perf_counter() when the last step had ended at which all ranks met
         self._since: tuple[float, int] | None = None  # such a time and its step, from which on steps are timed
         self._told = 0  # steps
@@ -69,6 +70,9 @@ class SaveSchedule(Callback):
         if not self._auto or trainer.last_step or self._since is None:
             return
         now = time.perf_counter()
+        if self._saves == 1:  # the first has also paid for what is made once
+            self._held.clear()
+        self._saves += 1
         self._held.append(max(0.0, now - self._marked - trainer.store.waited_seconds))
         began, first = self._since
         if trainer.step > first:

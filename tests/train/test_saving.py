@@ -63,6 +63,12 @@ def test_the_interval_is_dalys_of_what_saves_and_steps_take_and_one_line_says_so
     assert trainer.until_saved(0.25, 2.1) == 7 + 2 * interval
 
 
+def test_the_first_save_counts_only_as_long_as_it_is_all_there_is(monkeypatch):
+    trainer = Pretend(monkeypatch, nodes=1, node_mtbf=1.0)
+    steps = [trainer.until_saved(1.0, seconds) for seconds in (2.0, 0.5, 0.5)]
+    assert steps == [20, 20 + round(daly(2.0, HOUR)), 20 + round(daly(2.0, HOUR)) + round(daly(0.5, HOUR))]
+
+
 def test_in_the_background_the_time_held_up_counts_and_the_writing_is_waited_for(monkeypatch):
     trainer = Pretend(monkeypatch, nodes=1, node_mtbf=1.0, background=True)
     trainer.until_saved(1.0, 0.02)
