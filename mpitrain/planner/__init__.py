@@ -1,7 +1,9 @@
 """Which layout of a training job is fastest on a machine, and what it takes, before the job is started. Loads no MPI.
 
 layouts                a layout: how a model is spread over ranks, in the settings that would run it
-machine                a machine profile: speeds, sizes, `machine.toml`; machines/: some that are given
+machine                a machine profile: speeds and sizes
+machine_file, machine_keys, units
+                       `machine.toml`: read, merged, written; its keys; "100 Gbit/s"; machines/: some that are given
 model, measured, counted
                        a model profile: what each block costs in time and memory
 collectives            seconds of the collective that would run, simulated

@@ -17,7 +17,7 @@ class Device:
         count: Of a node.
         memory: Bytes of one.
         matrix: By precision, (size, operations per second) of products of square matrices of that size.
-        memory_rate: Bytes per second of its own memory.
+        memory_rate: Bytes per second of its own memory, reads and writes together.
         host_rate: Bytes per second between it and the host, one way.
         link_rate: Bytes per second of a message between two devices of a node.
         link_latency: Seconds of such a message.
@@ -31,6 +31,29 @@ class Device:
     host_rate: float
     link_rate: float
     link_latency: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds that one algorithm of a collective operation took.
+
+    Attributes:
+        operation: all_reduce, reduce_scatter, all_gather or broadcast.
+        algorithm: By the name with which a caller chooses it.
+        ranks: How many took part.
+        nodes: On how many nodes.
+        memory: Where the vectors lay: arena or private.
+        nbytes: Bytes of a rank's whole vector.
+        seconds: From the first rank's start to the last rank's end.
+    """
+
+    operation: str
+    algorithm: str
+    ranks: int
+    nodes: int
+    memory: str
+    nbytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,9 +72,11 @@ class MachineProfile:
         update_rate: Elements per second that one core updates with AdamW, while all other cores do the same.
         overhead: Seconds of a training step of a rank that go into neither blocks nor messages nor the update.
         write_rate: Bytes per second that one node writes into the run folder.
+        rank_write_rate: Bytes per second that one rank alone writes there.
         write_limit: Bytes per second that all nodes together write there.
         process: Bytes of a rank before it has a model.
         device: The accelerators; None where there are none.
+        collectives: What collective operations took where they were measured; empty: nowhere.
     """
 
     name: str
@@ -64,6 +89,8 @@ class MachineProfile:
     update_rate: float = 5e8
     overhead: float = 1e-3
     write_rate: float = 1e9
+    rank_write_rate: float = 5e8
     write_limit: float = 1e11
     process: int = 300 << 20
     device: Device | None = None
+    collectives: tuple[Measured, ...] = ()
