@@ -40,12 +40,14 @@ class Benchmark:
         measure: Measures at one rank count, given the world and the options. Collective; what rank 0 returns, JSON can
             hold.
         report: Makes the report of the results by rank counts and the options.
+        keep: Writes further files of these results; gives their paths.
     """
 
     name: str
     parser: argparse.ArgumentParser
     measure: Callable[[Communicator, argparse.Namespace], Any]
     report: Callable[[dict[int, Any], argparse.Namespace], Report]
+    keep: Callable[[dict[int, Any], argparse.Namespace], list[Path]] = lambda results, options: []
 
 
 def parser(name: str, description: str, *, ranks: str = "2,4,8", limit: float = 1800) -> argparse.ArgumentParser:
@@ -144,6 +146,11 @@ def launched() -> bool:
     return any(name in os.environ for name in _RANK_NAMES) or int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
+def started_here() -> bool:
+    """Whether `run` has started this job, as one of several rank counts."""
+    return _PART in os.environ
+
+
 def is_first() -> bool:
     """Whether this process is rank 0 or alone; asked of the launcher, before MPI has started."""
     return next((os.environ[name] for name in (*_RANK_NAMES, "SLURM_PROCID") if name in os.environ), "0") == "0"
@@ -211,6 +218,7 @@ def _write(benchmark: Benchmark, parts: dict[int, Any], options: argparse.Namesp
     results = {ranks: part["result"] for ranks, part in parts.items()}
     header = {ranks: part["facts"] for ranks, part in parts.items()}
     written = write(benchmark.name, benchmark.report(results, options), header, results, options.out, options.quick)
+    written += benchmark.keep(results, options)
     print("written: " + ", ".join(map(str, written)))
 
 

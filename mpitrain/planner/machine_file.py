@@ -123,7 +123,9 @@ def profile_of(values: Values, where: str) -> MachineProfile:
         if name not in flat:
             section, _, key = name.partition(".")
             unit = SECTIONS[section][key].unit
-            raise refusal(f"{where}: {name} is missing; write it under [{section}], as {unit.example if unit else 'text'}")
+            raise refusal(
+                f"{where}: {name} is missing; write it under [{section}], as {unit.example if unit else 'text'}"
+            )
     numbers = derived({name: value for name, value in flat.items() if isinstance(value, int | float)})
     top, links, device = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for section, keys in SECTIONS.items():
@@ -217,7 +219,9 @@ def _tables(of: Key, said: object, where: str) -> Iterator[tuple[str, dict[int, 
             raise refusal(f"{where}.{precision} is no precision; there are {', '.join(PRECISIONS)}")
         table = value if isinstance(value, Mapping) else {0: value}
         if not table or not all(str(size).isdigit() for size in table):
-            raise refusal(f'{where}.{precision} needs sizes of matrices, as {{ 64 = "20 Gflop/s", 1024 = "60 Gflop/s" }}')
+            raise refusal(
+                f'{where}.{precision} needs sizes of matrices, as {{ 64 = "20 Gflop/s", 1024 = "60 Gflop/s" }}'
+            )
         yield precision, {int(n): of.unit.parsed(rate, f"{where}.{precision}") for n, rate in table.items()}
 
 
@@ -257,7 +261,12 @@ def _nested(first: Values, second: Values) -> Values:
 
 
 def _unknown(path: str, name: str) -> InputError:
-    known = [*HEAD, _COLLECTIVES, *SECTIONS, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)]
+    known = [
+        *HEAD,
+        _COLLECTIVES,
+        *SECTIONS,
+        *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys),
+    ]
     alone = {key: f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
     last = name.rpartition(".")[2]
     near = [alone[last]] if last in alone else difflib.get_close_matches(name, known, n=1, cutoff=0.5)

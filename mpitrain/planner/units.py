@@ -85,14 +85,16 @@ def _per_second(bases: Mapping[str, float]) -> dict[str, float]:
 
 _BYTES = {"bytes": 1.0, "byte": 1.0, "B": 1.0}
 _BITS = {"bits": 1 / 8, "bit": 1 / 8, "b": 1 / 8}
-_OPERATIONS = {name: 1.0 for name in ("flop/s", "flops", "FLOP/s", "FLOPS", "FLOPs", "flop", "Flop/s", "Flops", "/s")}
+_OPERATIONS = dict.fromkeys(("flop/s", "flops", "FLOP/s", "FLOPS", "FLOPs", "flop", "Flop/s", "Flops", "/s"), 1.0)
 _ELEMENTS = {"elements/s": 1.0, "element/s": 1.0, "/s": 1.0}
 _UP, _LARGE = {p: _DECIMAL[p] for p in ("", "k", "M", "G", "T")}, {p: _DECIMAL[p] for p in ("M", "G", "T")}
 
 BYTES = Unit(_BYTES, _DECIMAL | _BINARY, ("B", {"": 1.0} | _BINARY), '"256 GiB"')
 BYTE_RATE = Unit(_per_second(_BYTES | _BITS), _DECIMAL | _BINARY, ("B/s", _UP), '"200 GB/s" or "100 Gbit/s"')
 BIT_RATE = Unit(BYTE_RATE.bases, BYTE_RATE.prefixes, ("bit/s", _UP), BYTE_RATE.example)
-SECONDS = Unit({"seconds": 1.0, "second": 1.0, "s": 1.0}, _SMALL, ("s", {p: _SMALL[p] for p in ("", "m", "u", "n")}), '"2 us"')
+SECONDS = Unit(
+    {"seconds": 1.0, "second": 1.0, "s": 1.0}, _SMALL, ("s", {p: _SMALL[p] for p in ("", "m", "u", "n")}), '"2 us"'
+)
 OPERATIONS = Unit(_OPERATIONS, _DECIMAL, ("flop/s", _LARGE), '"60 Gflop/s"')
 ELEMENTS = Unit(_ELEMENTS, _DECIMAL, ("elements/s", {p: _DECIMAL[p] for p in ("", "M")}), '"300 Melements/s"')
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')

@@ -1,0 +1,127 @@
+"""The profile of a machine for the planner: speeds of its cores, memory, messages, collectives, devices and folder.
+
+What is measured goes into machine.toml in --out, from which `python -m mpitrain.plan --machine` predicts. The figures
+are those of one rank that has a core for itself while all other cores of its node are as busy, as in training.
+
+    cores        matrix products by size and precision, copies, AdamW, on all cores at once; see `machine_cores`
+    messages     latency and bandwidth inside a node and between nodes; see `prediction`
+    collectives  every algorithm of all_reduce, reduce_scatter, all_gather and broadcast at some sizes
+    folder       what ranks write into a folder, until it is on the disk; --folder names the run folder's file system
+    a rank       its memory before it has a model, and what a step takes beside its model; see `machine_rank`
+    devices      see `machine_device`
+
+Started under mpirun or srun it measures the nodes of that job. Started plainly it measures this node: cores, folder,
+rank and devices at the first rank count, messages and collectives at each; those with more ranks than cores tell what
+collectives take where ranks take turns. What one node cannot tell, the network, is left out of the file and reckoned
+with as usual; `--machine machine.toml,network.toml` adds it from another measurement or written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mpitrain.bench import machine_cores, machine_device
+from mpitrain.bench.collectives_contenders import CollectiveContenders
+from mpitrain.bench.jobs import Benchmark, parser, run, started_here, temporary_folder
+from mpitrain.bench.machine_rank import folder_speeds, overhead
+from mpitrain.bench.machine_report import report, shown_values, values_from
+from mpitrain.bench.timing import interleaved
+from mpitrain.comm import Communicator
+from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from mpitrain.comm.process.topology import processor_name
+from mpitrain.comm.selection.setting import RING_SEGMENT
+from mpitrain.monitor import peak_memory_bytes
+from mpitrain.monitor.text import counted
+from mpitrain.planner.machine_file import write_values
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES, QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), (64 * KIB,)
+_TABLES = [module.ALGORITHMS for module in (all_reduce, reduce_scatter, all_gather, broadcast)]
+_PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take blocks of
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    made = parser("machine", "The profile of this machine for the planner: machine.toml.")
+    made.add_argument(
+        "--folder", dest="dir", type=Path, metavar="DIR", help="measure writing into this folder [that of --out]"
+    )
+    made.add_argument(
+        "--device",
+        default="auto",
+        metavar="KIND",
+        help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
+    )
+    return run(Benchmark("machine", made, measure, report, keep), arguments)
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything at this rank count. Collective."""
+    result: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
+    whole = not started_here() or world.size == options.ranks[0]
+    if whole:
+        with _told(world, "cores"):
+            result["cores"] = machine_cores.measure(world, options.quick)
+        result["machine"] = processor_name()
+        result["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with _told(world, "devices"):
+            result["device"] = machine_device.measure(world, options.device, options.quick)
+        with _told(world, "folder"), temporary_folder(world, options, "machine") as folder:
+            result["folder"] = folder_speeds(world, folder, options.quick)
+    if world.size > 1:
+        bench = CollectiveContenders(world)
+        with _told(world, "messages"):
+            result["links"] = _links(world, bench, options.quick)
+        with _told(world, "collectives"):
+            result["collectives"] = _collectives(world, bench, options.quick)
+        bench.plain.free()
+    if whole:
+        with _told(world, "a step"):  # last: a trainer settles how many threads this process has
+            result["overhead"] = overhead(world, options.quick)
+    return result
+
+
+def keep(results: dict[int, Any], options: argparse.Namespace) -> list[Path]:
+    """Print what was found, and write machine.toml."""
+    values, path = values_from(results, options.quick), options.out / "machine.toml"
+    print(shown_values(values))
+    write_values(values, path)
+    return [path]
+
+
+@contextmanager
+def _told(world: Communicator, what: str) -> Iterator[None]:
+    """Say how long what is done inside has taken."""
+    began = time.perf_counter()
+    yield
+    if world.rank == 0:
+        print(f"  {counted(world.size, 'rank')}, {what}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def _links(world: Communicator, bench: CollectiveContenders, quick: bool) -> dict[str, Any]:
+    """The speeds of `comm.programs.simulate.Machine` that messages give. Collective."""
+    size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
+    repeats, seconds = (5, 0.3) if quick else (21, 3.0)
+    with bench.probes(size) as probes:
+        return asdict(probes.machine(interleaved(world, probes.contenders(), repeats, seconds)))
+
+
+def _collectives(world: Communicator, bench: CollectiveContenders, quick: bool) -> list[list[Any]]:
+    """Rows of operation, algorithm, ranks, nodes, memory, bytes, seconds. Collective."""
+    repeats, seconds = (3, 0.1) if quick else (15, 0.5)
+    rows = []
+    for table in _TABLES:
+        for memory in ("arena", "private"):
+            for size in QUICK_SIZES if quick else SIZES:
+                with bench.algorithms(memory, table)(size) as contenders:
+                    times = interleaved(world, contenders, repeats, seconds)
+                place = [world.size, world.num_nodes, memory, size]
+                rows += [[table.operation, name, *place, took.median] for name, took in times.items()]
+    return rows

@@ -1,0 +1,221 @@
+"""What one core does while all cores of the node do the same: matrix products, copies, AdamW.
+
+The first of the ranks that share a set of cores starts one process, which forks as many as there are cores, each bound
+to one of them; the ranks sleep meanwhile. All go by the clock: in the same interval all do the same. What is told of a
+task is the median of its repetitions in the interval, and over the cores the median again.
+
+    python -m mpitrain.bench.machine_cores 0,1,2,3 full      what a rank starts; a line of JSON comes back
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpitrain.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COPY, COPY_ALONE, UPDATE, THREADS = "copy", "copy alone", "update", "threads"
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+_LEAD = 0.3  # seconds from telling when to begin until then
+_REST = 0.05  # seconds between two intervals
+_LONGEST = 2.0  # intervals that one product may take, or it is left out
+
+Task = tuple[str, Callable[[], Callable[[], object]]]  # its name, and what prepares it
+
+
+class _Plan:
+    """How much is measured.
+
+    interval: seconds of a task. sizes: of matrices. copied: bytes. updated: elements. threaded: size of the matrices
+    that several threads multiply.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        self.interval = 0.06 if quick else 0.5
+        self.sizes = (64, 256) if quick else (64, 128, 256, 512, 1024, 2048)
+        self.copied, self.updated = (4 << 20, 1 << 19) if quick else (32 << 20, 4 << 20)
+        self.threaded = 256 if quick else 1024
+
+    @property
+    def seconds(self) -> float:
+        """Of all tasks together, from the start on."""
+        return (self.interval + _REST) * (4 + len(PRECISIONS) * len(self.sizes))
+
+
+# -- on a rank
+
+
+def measure(world: Communicator, quick: bool) -> dict[str, Any]:
+    """Speeds of a core of these nodes. Collective.
+
+    Returns:
+        cores: of a node. seconds: by task, the median over the cores. copied, updated, threaded: what a task did once.
+        threads: how many did "threads".
+
+    Raises:
+        CommunicationError: The processes that measure have failed.
+    """
+    allowed = _allowed()
+    everyone = world.all_gather_object([world.node, sorted(allowed)])
+    here = [(rank, set(cores)) for rank, (node, cores) in enumerate(everyone) if node == world.node]
+    mine = [(rank, cores) for rank, cores in here if cores & allowed]
+    shared = sorted(set().union(*(cores for _, cores in mine)))
+    plan, told = _Plan(quick), ""
+    job = _start(shared, quick) if mine[0][0] == world.rank else None
+    ready = job is None or job.stdout is None or job.stdout.readline() == "ready\n"
+    world.barrier()
+    if job is None:
+        time.sleep(_LEAD + plan.seconds)
+    elif ready:
+        told, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
+    if job is not None and (job.wait() or not told):
+        raise CommunicationError(f"the processes that measure this node's cores ended with exit code {job.returncode}")
+    found = [part for part in world.all_gather_object(json.loads(told) if told else {}) if part]
+    of_node = len(set().union(*(cores for _, cores in here)))
+    names = dict.fromkeys(name for part in found for name in part)
+    seconds = {name: float(np.median([s for part in found for s in part.get(name, [])])) for name in names}
+    sizes = {"copied": plan.copied, "updated": plan.updated, "threaded": plan.threaded}
+    return {"cores": of_node, "seconds": seconds, "threads": len(shared), **sizes}
+
+
+def _allowed() -> set[int]:
+    """The cores that the system lets this rank have, whatever its launcher has bound it to."""
+    bound = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        return os.sched_getaffinity(0)
+    except OSError:
+        return bound
+    finally:
+        os.sched_setaffinity(0, bound)
+
+
+def _start(cores: list[int], quick: bool) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "mpitrain.bench.machine_cores", ",".join(map(str, cores)), "quick" if quick else "full"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+
+
+# -- in the process that a rank starts, and in those that it forks
+
+
+def _lead(cores: list[int], plan: _Plan) -> int:
+    """Fork a process for each core, tell them when to begin, and print what they found. Returns the exit code."""
+    torch.set_num_threads(1)
+    _update(1)()  # what the first optimizer imports takes seconds
+    workers = []
+    for number, core in enumerate(cores):
+        (hear, say), (listen, tell) = os.pipe(), os.pipe()
+        if not os.fork():
+            code = 1
+            try:
+                os.sched_setaffinity(0, [core])
+                with os.fdopen(listen) as orders, os.fdopen(say, "w") as answers:
+                    _work(number == 0, core, cores, plan, orders, answers)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(say)
+        os.close(listen)
+        workers.append((os.fdopen(hear), os.fdopen(tell, "w")))
+    if any(answers.readline() != "ready\n" for answers, _ in workers):
+        return 1
+    print("ready", flush=True)
+    begin = sys.stdin.readline()
+    for _, orders in workers:
+        orders.write(begin)
+        orders.flush()
+    found: dict[str, list[float]] = {}
+    for answers, _ in workers:
+        for name, seconds in json.loads(answers.readline() or "{}").items():
+            found.setdefault(name, []).append(seconds)
+    print(json.dumps(found), flush=True)
+    return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in workers)
+
+
+def _work(first: bool, core: int, cores: list[int], plan: _Plan, orders: Any, answers: Any) -> None:
+    """What one core does. first: whether it also does what is done alone."""
+    copy = _copies(plan)  # its memory is touched before the clock runs
+    print("ready", file=answers, flush=True)
+    begin, found = float(orders.readline()), dict[str, float]()
+    for turn, (name, prepare) in enumerate(_tasks(plan, copy, core, cores)):
+        time.sleep(max(0.0, begin + turn * (plan.interval + _REST) - time.time()))
+        if name in (COPY_ALONE, THREADS) and not first:
+            continue
+        if _fits(name, found, plan):
+            found[name] = _median(prepare(), plan.interval)
+    print(json.dumps(found), file=answers, flush=True)
+
+
+def _fits(name: str, found: dict[str, float], plan: _Plan) -> bool:
+    """Whether a product of that size will be done in time, going by the one of the size before."""
+    precision, _, size = name.partition(" ")
+    smaller = [n for n in plan.sizes if size.isdigit() and n < int(size)]
+    if not smaller:
+        return True
+    before = found.get(f"{precision} {smaller[-1]}")
+    return before is not None and before * (int(size) / smaller[-1]) ** 3 <= _LONGEST * plan.interval
+
+
+def _tasks(plan: _Plan, copy: Callable[[], object], core: int, cores: list[int]) -> Iterator[Task]:
+    yield COPY_ALONE, lambda: copy
+    yield COPY, lambda: copy
+    yield UPDATE, lambda: _update(plan.updated)
+    for precision in PRECISIONS:
+        for size in plan.sizes:
+            yield f"{precision} {size}", lambda precision=precision, size=size: _product(precision, size)  # type: ignore[misc]
+
+    def threaded() -> Callable[[], object]:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        return _product("fp32", plan.threaded)
+
+    yield THREADS, threaded
+
+
+def _median(call: Callable[[], object], interval: float) -> float:
+    """Seconds of a call, repeated for about so many."""
+    clock, taken, end = time.perf_counter, list[float](), time.perf_counter() + interval
+    call()
+    while not taken or clock() < end:
+        began = clock()
+        call()
+        taken.append(clock() - began)
+    return float(np.median(taken))
+
+
+def _copies(plan: _Plan) -> Callable[[], object]:
+    source, dest = (np.ones(plan.copied // 8) for _ in range(2))
+    return lambda: np.copyto(dest, source)
+
+
+def _product(precision: str, size: int) -> Callable[[], object]:
+    a, b, c = (torch.full((size, size), 0.5).to(PRECISIONS[precision]) for _ in range(3))
+    return lambda: torch.mm(a, b, out=c)
+
+
+def _update(numel: int) -> Callable[[], object]:
+    parameter = torch.nn.Parameter(torch.full((numel,), 0.5))
+    parameter.grad = torch.full((numel,), 0.1)
+    return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step
+
+
+if __name__ == "__main__":
+    sys.exit(_lead([int(core) for core in sys.argv[1].split(",")], _Plan(sys.argv[2] == "quick")))

@@ -1,0 +1,136 @@
+"""What the benchmark of a machine has found: the values of its profile, tables, and lines for the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mpitrain.bench.machine_cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE
+from mpitrain.bench.report import Report, ReportTable
+from mpitrain.monitor.text import aligned, counted
+from mpitrain.planner.machine import Measured
+from mpitrain.planner.machine_file import Values, collective_values
+from mpitrain.planner.machine_keys import SECTIONS
+
+_LEAST_SHARE = 0.01  # of a core that a further thread is taken to add
+
+
+def values_from(results: dict[int, Any], quick: bool) -> Values:
+    """What was measured, as values of machine.toml; what was not is not there.
+
+    Args:
+        results: What each rank count has given.
+        quick: Whether it was a quick run.
+    """
+    first = next(of for of in results.values() if "cores" in of)
+    cores, nodes = first["cores"]["cores"], len(set(first["nodes"]))
+    how = "quickly, the figures mean little" if quick else f"at {' and '.join(map(str, results))} ranks"
+    values: Values = {
+        "name": f"{first['machine'] or 'machine'}, {counted(cores, 'core')}",
+        "origin": f"measured {time.strftime('%Y-%m-%d')} on {counted(nodes, 'node')}, {how}",
+        "node": {"cores": cores, "memory": first["memory"]},
+        "core": dict(_of_core(first["cores"])),
+        "rank": {"overhead": first["overhead"], "process": first["process"]},
+        "folder": first["folder"],
+    }
+    values["node"]["memory_bandwidth"] = 2 * cores * first["cores"]["copied"] / first["cores"]["seconds"][COPY]
+    _add_links(values, results, cores)
+    if device := first["device"]:
+        values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
+    rows = [Measured(*row) for of in results.values() for row in of.get("collectives", [])]
+    if rows:
+        values["collectives"] = collective_values(rows)
+    return values
+
+
+def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    seconds = found["seconds"]
+    if found["threads"] > 1:
+        alone, together = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
+        share = (alone / together - 1) / (found["threads"] - 1)
+        yield "threads", min(1.0, max(_LEAST_SHARE, share))
+    yield "update_rate", found["updated"] / seconds[UPDATE]
+    yield "copy_rate", found["copied"] / seconds[COPY_ALONE]
+    tables: dict[str, dict[int, float]] = {}
+    for precision in PRECISIONS:
+        sizes = (int(name.split()[1]) for name in seconds if name.startswith(precision))
+        tables[precision] = {n: 2.0 * n**3 / seconds[f"{precision} {n}"] for n in sizes}
+    yield "matrix", tables
+
+
+def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
+    """The speeds of messages, from the most ranks that had a core each; where none had, from the fewest."""
+    counts = {ranks: max(map(of["nodes"].count, of["nodes"])) for ranks, of in results.items() if "links" in of}
+    if not counts:
+        return
+    fitting = [ranks for ranks, local in counts.items() if local <= cores]
+    chosen = max(fitting) if fitting else min(counts)
+    links = results[chosen]["links"]
+    wanted = ["rank"]
+    if counts[chosen] > 1:
+        wanted += ["core", "inside"]
+    if len(set(results[chosen]["nodes"])) > 1:
+        wanted.append("network")
+    for section in wanted:
+        for key, of in SECTIONS[section].items():
+            holder, _, attribute = of.attribute.rpartition(".")
+            if holder == "links":
+                values.setdefault(section, {})[key] = links[attribute] / of.factor
+
+
+# -- for people
+
+
+def shown_values(values: Values) -> str:
+    """The figures, a line each, but for those of collectives."""
+    lines = [values["name"]]
+    for section, keys in SECTIONS.items():
+        rows = []
+        for key, of in keys.items():
+            value = values.get(section, {}).get(key)
+            if value is None or of.unit is None:
+                continue
+            if of.table:
+                for precision, table in value.items():
+                    told = ", ".join(f"{of.unit.text(rate)} ({n})" for n, rate in sorted(table.items()))
+                    rows.append((f"{section} matrix {precision}", told))
+            else:
+                rows.append((f"{section} {key.replace('_', ' ')}", f"{of.unit.text(value):20} {of.meaning}"))
+        lines += [aligned(rows)] if rows else []
+    return "\n".join(lines)
+
+
+def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
+    """Tables of the results by rank count."""
+    values = values_from(results, options.quick)
+    rows = []
+    for section, keys in SECTIONS.items():
+        for key, of in keys.items():
+            value = values.get(section, {}).get(key)
+            if value is not None and not of.table:
+                rows.append([f"{section}.{key}", value if of.unit is None else of.unit.text(value), of.meaning])
+    tables = [ReportTable("The machine", ("key", "value", "meaning"), rows)]
+    for section in ("core", "device"):
+        if matrix := values.get(section, {}).get("matrix"):
+            tables.append(_matrices(section, matrix))
+    tables += [_collectives(ranks, of["collectives"]) for ranks, of in results.items() if "collectives" in of]
+    return Report("The profile of a machine", tables)
+
+
+def _matrices(section: str, matrix: dict[str, dict[int, float]]) -> ReportTable:
+    sizes = sorted({n for table in matrix.values() for n in table})
+    rows = [[name, *(table[n] / 1e9 if n in table else None for n in sizes)] for name, table in matrix.items()]
+    return ReportTable(f"Matrix products of a {section}, Gflop/s", ("precision", *map(str, sizes)), rows)
+
+
+def _collectives(ranks: int, found: list[list[Any]]) -> ReportTable:
+    measured = [Measured(*row) for row in found]
+    sizes = sorted({row.nbytes for row in measured})
+    table: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in measured:
+        table.setdefault((row.operation, row.algorithm, row.memory), {})[row.nbytes] = row.seconds
+    rows = [[*name, *(times[n] * 1e6 if n in times else None for n in sizes)] for name, times in table.items()]
+    columns = ("operation", "algorithm", "memory", *(f"{n:,} bytes, us" for n in sizes))
+    return ReportTable(f"Collectives of {counted(ranks, 'rank')}", columns, rows)
