@@ -295,8 +295,10 @@ def _lines(values: Values) -> Iterator[str]:
             if key in said and of.table:
                 yield f"\n[{section}.{key}]  # {of.meaning}; by the size of square matrices"
                 yield from (f"{precision} = {_table(of, table)}" for precision, table in said[key].items())
+    if values.get(_COLLECTIVES):
+        yield "\n# seconds of a collective by bytes of a rank's whole vector"
     for name, places in values.get(_COLLECTIVES, {}).items():
-        yield f"\n[{_COLLECTIVES}.{_quoted(name)}]  # by bytes of a rank's whole vector"
+        yield f"\n[{_COLLECTIVES}.{_quoted(name)}]"
         for place, times in places.items():
             cells = (f"{_quoted(BYTES.text(n))} = {_quoted(SECONDS.text(times[n]))}" for n in sorted(times))
             yield f"{_quoted(place)} = {{ {', '.join(cells)} }}"

@@ -54,7 +54,10 @@ class Unit:
         if match is None:
             return None
         factor = self._factor(match[2].strip())
-        return None if factor is None else float(match[1].replace(",", "").replace("_", "")) * factor
+        if factor is None:
+            return None
+        number = float(match[1].replace(",", "").replace("_", ""))
+        return number * factor if factor >= 1 else number / round(1 / factor)  # 20 us are 2e-5 s to the last bit
 
     def _factor(self, unit: str) -> float | None:
         if not unit:

@@ -1,0 +1,154 @@
+"""A machine's profile: as a file, merged of several, from a data sheet."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpitrain.errors import InputError
+from mpitrain.planner.machine import Measured
+from mpitrain.planner.machine_file import (
+    collective_values,
+    given_machines,
+    merged,
+    profile_of,
+    read_machine,
+    read_values,
+    write_machine,
+    write_values,
+)
+from mpitrain.planner.units import BIT_RATE, BYTE_RATE, BYTES, COUNT, ELEMENTS, FRACTION, OPERATIONS, SECONDS
+
+SHEET = """
+[node]
+cores = 32
+memory = "128 GiB"
+memory_bandwidth = "200 GB/s"
+[core]
+matrix = "50 Gflop/s"
+[network]
+latency = "1.5 us"
+bandwidth = "100 Gbit/s"
+"""
+
+
+@pytest.fixture
+def sheet(tmp_path):
+    path = tmp_path / "sheet.toml"
+    path.write_text(SHEET)
+    return path
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("unit", "written", "value"),
+    [
+        (BYTES, "256 GiB", 256 << 30),
+        (BYTES, "40GB", 40e9),
+        (BYTE_RATE, "100 Gbit/s", 12.5e9),
+        (BYTE_RATE, "100 Gb/s", 12.5e9),
+        (BYTE_RATE, "100 Gbps", 12.5e9),
+        (BYTE_RATE, "1.5 TB/s", 1.5e12),
+        (BIT_RATE, 12.5e9, 12.5e9),
+        (SECONDS, "2 µs", 2e-6),
+        (SECONDS, "0.5 ms", 5e-4),
+        (OPERATIONS, "312 TFLOPS", 312e12),
+        (ELEMENTS, "300 M/s", 3e8),
+        (FRACTION, "90 %", 0.9),
+        (COUNT, 128, 128),
+    ],
+)
+def test_quantities_are_read_as_people_write_them_and_written_so_too(unit, written, value):
+    assert unit.parsed(written, "here") == pytest.approx(value)
+    assert unit.parsed(unit.text(value), "here") == pytest.approx(value, rel=1e-3)
+
+
+@pytest.mark.serial
+def test_a_data_sheet_is_enough_and_the_rest_follows_from_it(sheet):
+    machine = read_machine(sheet)
+    assert (machine.name, machine.cores, machine.links.cores, machine.memory) == ("sheet", 32, 32, 128 << 30)
+    assert machine.links.bandwidth == 12.5e9 and machine.links.memory_rate == 100e9  # a copy reads and writes
+    assert machine.update_rate == pytest.approx(200e9 / 32 / 28)
+    speeds = [rate for _, rate in machine.matrix["bf16"]]
+    assert speeds == sorted(speeds) and 0.99 * 50e9 < speeds[-1] <= 50e9
+    assert machine.device is None and machine.collectives == ()
+
+
+@pytest.mark.serial
+def test_what_is_written_is_read_again(tmp_path):
+    rows = [Measured("all_reduce", "ring", 4, 2, "private", 1 << 16, 2e-5)]
+    rows.append(Measured("broadcast", "mpi", 2, 1, "arena", 16, 1e-6))
+    values = merged(read_values("gpu-4"), {"name": 'a "b"\\', "collectives": collective_values(rows)})
+    machine = profile_of(values, "here")
+    first, second = tmp_path / "1.toml", tmp_path / "2.toml"
+    write_machine(machine, first)
+    again = read_machine(first)
+    assert again.collectives == tuple(rows) and again.name == 'a "b"\\'
+    assert again.links == machine.links and again.device.link_rate == machine.device.link_rate
+    assert again.device.memory == pytest.approx(machine.device.memory, rel=1e-3)  # four digits of GiB
+    write_machine(again, second)
+    assert read_machine(second) == again and second.read_text() == first.read_text()
+
+
+@pytest.mark.serial
+def test_the_later_file_wins_key_by_key_and_need_not_be_whole(sheet, tmp_path):
+    network = tmp_path / "network.toml"
+    network.write_text(
+        '[network]\nbandwidth = "200 Gbit/s"\n[collectives."all_reduce ring"]\n'
+        '"4 ranks on 2 nodes, arena" = { "64 KiB" = "20 us" }\n'
+    )
+    machine = read_machine(f"{sheet},{network}")
+    assert machine.links.bandwidth == 25e9 and machine.links.latency == 1.5e-6 and machine.cores == 32
+    assert machine.collectives == (Measured("all_reduce", "ring", 4, 2, "arena", 65536, 2e-5),)
+    more = {"collectives": {"all_reduce ring": {"4 ranks on 2 nodes, arena": {65536: 3e-5, 4096: 1e-6}}}}
+    both = merged(read_values(str(network)), more)["collectives"]["all_reduce ring"]
+    assert both == {"4 ranks on 2 nodes, arena": {65536: 3e-5, 4096: 1e-6}}
+    rows = profile_of(merged(read_values(str(sheet)), more), "here").collectives
+    assert [(row.nbytes, row.seconds) for row in rows] == [(65536, 3e-5), (4096, 1e-6)]
+    write_values(read_values(str(network)), tmp_path / "again.toml")  # nothing that is derived gets in
+    assert read_values(str(tmp_path / "again.toml")) == read_values(str(network)) | {"name": "network"}
+
+
+@pytest.mark.serial
+def test_the_given_machines_are_what_their_names_say():
+    assert given_machines() == ["cpu-128", "gpu-4", "gpu-8"]
+    for name in given_machines():
+        machine = read_machine(name)
+        assert "data sheet" in machine.origin
+        count = machine.cores if machine.device is None else machine.device.count
+        assert name.endswith(f"-{count}")
+        tables = [machine.matrix, *([machine.device.matrix] if machine.device else [])]
+        assert all(set(table) == {"fp32", "bf16", "fp16"} for table in tables)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SHEET.replace("latency", "latncy"), ["'network.latncy'", "did you mean 'network.latency'?"]),
+        ('[netwerk]\nlatency = "1 us"', ["'netwerk'", "did you mean 'network'?"]),
+        (SHEET + 'threads = "90 %"', ["'network.threads'", "did you mean 'core.threads'?"]),
+        (SHEET.replace("100 Gbit/s", "100 Gbit"), ["network.bandwidth = '100 Gbit'", "100 Gbit/s"]),
+        (SHEET.replace("cores = 32", "cores = 0"), ["node.cores = 0", "write 128"]),
+        (SHEET.replace("cores = 32", ""), ["node.cores is missing", "[node]"]),
+        (SHEET.replace('matrix = "50 Gflop/s"', ""), ["core.matrix is missing"]),
+        (SHEET.replace("matrix =", "matrix.fp8 ="), ["core.matrix.fp8 is no precision", "bf16"]),
+        (SHEET + '[device]\nkind = "some"\ncount = 4', ["device.memory is missing"]),
+        (SHEET + '[collectives."all_reduce ring"]\nhere = 3', ["'here' is wrong", "4 ranks on 2 nodes"]),
+        ("cores = 3", ["unknown key 'cores'", "node.cores"]),
+        ("[node", ["is not TOML"]),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_in_one_line(text, words, sheet):
+    sheet.write_text(text)
+    with pytest.raises(InputError) as raised:
+        read_machine(sheet)
+    told = str(raised.value)
+    assert raised.value.agreed and "\n" not in told and all(word in told for word in ["sheet.toml", *words]), told
+
+
+@pytest.mark.serial
+def test_a_profile_that_is_not_there_is_not_looked_for_further(tmp_path):
+    with pytest.raises(InputError, match=r"did you mean gpu-8\?|did you mean gpu-4\?"):
+        read_machine("gpu-6")
+    with pytest.raises(InputError, match="does not exist"):
+        read_machine(tmp_path / "none.toml")
