@@ -115,7 +115,7 @@ def _links(world: Communicator, bench: CollectiveContenders, quick: bool) -> dic
 
 def _collectives(world: Communicator, bench: CollectiveContenders, quick: bool) -> list[list[Any]]:
     """Rows of operation, algorithm, ranks, nodes, memory, bytes, seconds. Collective."""
-    repeats, seconds = (3, 0.1) if quick else (15, 0.5)
+    repeats, seconds = (3, 0.1) if quick else (15, 0.4)
     rows = []
     for table in _TABLES:
         for memory in ("arena", "private"):

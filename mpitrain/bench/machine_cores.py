@@ -2,7 +2,8 @@
 
 The first of the ranks that share a set of cores starts one process, which forks as many as there are cores, each bound
 to one of them; the ranks sleep meanwhile. All go by the clock: in the same interval all do the same. What is told of a
-task is the median of its repetitions in the interval, and over the cores the median again.
+task is the median of its repetitions in the interval, and over the cores the median again, in processor seconds: what
+else takes its turn on a core meanwhile does not count (but for several threads, of which wall-clock seconds are told).
 
     python -m mpitrain.bench.machine_cores 0,1,2,3 full      what a rank starts; a line of JSON comes back
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ COPY, COPY_ALONE, UPDATE, THREADS = "copy", "copy alone", "update", "threads"
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 _LEAD = 0.3  # seconds from telling when to begin until then
 _REST = 0.05  # seconds between two intervals
+_STRETCH = 1e-3  # seconds that calls are timed together for
 _LONGEST = 2.0  # intervals that one product may take, or it is left out
 
 Task = tuple[str, Callable[[], Callable[[], object]]]  # its name, and what prepares it
@@ -67,27 +69,26 @@ def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     Raises:
         CommunicationError: The processes that measure have failed.
     """
-    allowed = _allowed()
-    everyone = world.all_gather_object([world.node, sorted(allowed)])
-    here = [(rank, set(cores)) for rank, (node, cores) in enumerate(everyone) if node == world.node]
-    mine = [(rank, cores) for rank, cores in here if cores & allowed]
-    shared = sorted(set().union(*(cores for _, cores in mine)))
+    from mpitrain.comm.process.cores import sharing  # not in the processes that are started: it loads MPI
+
+    allowed = world.all_gather_object(sorted(_allowed()))
+    beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
+    groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
     plan, told = _Plan(quick), ""
-    job = _start(shared, quick) if mine[0][0] == world.rank else None
-    ready = job is None or job.stdout is None or job.stdout.readline() == "ready\n"
+    job = next((_start(cores, quick) for leader, cores in groups if leader == world.rank), None)
+    ready = job is not None and job.stdout is not None and job.stdout.readline() == "ready\n"
     world.barrier()
     if job is None:
         time.sleep(_LEAD + plan.seconds)
     elif ready:
-        told, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
-    if job is not None and (job.wait() or not told):
-        raise CommunicationError(f"the processes that measure this node's cores ended with exit code {job.returncode}")
+        told = _told(job, plan)
+    if job is not None and not told:
+        raise CommunicationError("the processes that measure this node's cores have failed; see what they said above")
     found = [part for part in world.all_gather_object(json.loads(told) if told else {}) if part]
-    of_node = len(set().union(*(cores for _, cores in here)))
     names = dict.fromkeys(name for part in found for name in part)
     seconds = {name: float(np.median([s for part in found for s in part.get(name, [])])) for name in names}
     sizes = {"copied": plan.copied, "updated": plan.updated, "threaded": plan.threaded}
-    return {"cores": of_node, "seconds": seconds, "threads": len(shared), **sizes}
+    return {"cores": sum(len(cores) for _, cores in groups), "seconds": seconds, "threads": len(groups[0][1]), **sizes}
 
 
 def _allowed() -> set[int]:
@@ -100,6 +101,16 @@ def _allowed() -> set[int]:
         return bound
     finally:
         os.sched_setaffinity(0, bound)
+
+
+def _told(job: subprocess.Popen[str], plan: _Plan) -> str:
+    """What the processes have found; empty where they have failed."""
+    try:
+        told, _ = job.communicate(f"{time.time() + _LEAD}\n", timeout=10 * (10 + plan.seconds))
+    except subprocess.TimeoutExpired:
+        job.kill()
+        return ""
+    return "" if job.returncode else told
 
 
 def _start(cores: list[int], quick: bool) -> subprocess.Popen[str]:
@@ -120,12 +131,14 @@ def _lead(cores: list[int], plan: _Plan) -> int:
     """Fork a process for each core, tell them when to begin, and print what they found. Returns the exit code."""
     torch.set_num_threads(1)
     _update(1)()  # what the first optimizer imports takes seconds
-    workers = []
+    workers: list[tuple[TextIO, TextIO]] = []
     for number, core in enumerate(cores):
         (hear, say), (listen, tell) = os.pipe(), os.pipe()
         if not os.fork():
             code = 1
             try:
+                for file in (*(file for pair in workers for file in pair), os.fdopen(hear), os.fdopen(tell, "w")):
+                    file.close()  # so that each worker's pipe ends with the one that holds its other end
                 os.sched_setaffinity(0, [core])
                 with os.fdopen(listen) as orders, os.fdopen(say, "w") as answers:
                     _work(number == 0, core, cores, plan, orders, answers)
@@ -150,7 +163,7 @@ def _lead(cores: list[int], plan: _Plan) -> int:
     return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in workers)
 
 
-def _work(first: bool, core: int, cores: list[int], plan: _Plan, orders: Any, answers: Any) -> None:
+def _work(first: bool, core: int, cores: list[int], plan: _Plan, orders: TextIO, answers: TextIO) -> None:
     """What one core does. first: whether it also does what is done alone."""
     copy = _copies(plan)  # its memory is touched before the clock runs
     print("ready", file=answers, flush=True)
@@ -160,7 +173,8 @@ def _work(first: bool, core: int, cores: list[int], plan: _Plan, orders: Any, an
         if name in (COPY_ALONE, THREADS) and not first:
             continue
         if _fits(name, found, plan):
-            found[name] = _median(prepare(), plan.interval)
+            clock = time.perf_counter if name == THREADS else time.process_time
+            found[name] = _seconds(prepare(), plan.interval, clock)
     print(json.dumps(found), file=answers, flush=True)
 
 
@@ -190,14 +204,19 @@ def _tasks(plan: _Plan, copy: Callable[[], object], core: int, cores: list[int])
     yield THREADS, threaded
 
 
-def _median(call: Callable[[], object], interval: float) -> float:
-    """Seconds of a call, repeated for about so many."""
-    clock, taken, end = time.perf_counter, list[float](), time.perf_counter() + interval
+def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], float]) -> float:
+    """Seconds of a call, by the given clock, repeated for about so many: the median over stretches of calls."""
     call()
-    while not taken or clock() < end:
+    taken, count, end = list[float](), 1, time.perf_counter() + interval
+    while not taken or time.perf_counter() < end:
         began = clock()
-        call()
-        taken.append(clock() - began)
+        for _ in range(count):
+            call()
+        lasted = clock() - began
+        if lasted < _STRETCH and len(taken) < 2:  # at first: how many calls are long enough to be measured
+            count *= 2
+            continue
+        taken.append(lasted / count)
     return float(np.median(taken))
 
 

@@ -87,7 +87,7 @@ class MachineProfile:
     matrix: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     threads: float = 0.9
     update_rate: float = 5e8
-    overhead: float = 1e-3
+    overhead: float = 2e-3
     write_rate: float = 1e9
     rank_write_rate: float = 5e8
     write_limit: float = 1e11
