@@ -3,7 +3,7 @@
 The first of the ranks that share a set of cores starts one process, which forks as many as there are cores, each bound
 to one of them; the ranks sleep meanwhile. All go by the clock: in the same interval all do the same. What is told of a
 task is the median of its repetitions in the interval, and over the cores the median again, in processor seconds: what
-else takes its turn on a core meanwhile does not count (but for several threads, of which wall-clock seconds are told).
+else takes its turn on a core meanwhile does not count (but for several threads: the least wall-clock seconds).
 
     python -m mpitrain.bench.machine_cores 0,1,2,3 full      what a rank starts; a line of JSON comes back
 """
@@ -140,8 +140,8 @@ def _lead(cores: list[int], plan: _Plan) -> int:
                 for file in (*(file for pair in workers for file in pair), os.fdopen(hear), os.fdopen(tell, "w")):
                     file.close()  # so that each worker's pipe ends with the one that holds its other end
                 os.sched_setaffinity(0, [core])
-                with os.fdopen(listen) as orders, os.fdopen(say, "w") as answers:
-                    _work(number == 0, core, cores, plan, orders, answers)
+                with os.fdopen(listen) as told, os.fdopen(say, "w") as answer:
+                    _work(number == 0, core, cores, plan, told, answer)
                 code = 0
             finally:
                 os._exit(code)
@@ -173,8 +173,8 @@ def _work(first: bool, core: int, cores: list[int], plan: _Plan, orders: TextIO,
         if name in (COPY_ALONE, THREADS) and not first:
             continue
         if _fits(name, found, plan):
-            clock = time.perf_counter if name == THREADS else time.process_time
-            found[name] = _seconds(prepare(), plan.interval, clock)
+            taken = _seconds(prepare(), plan.interval, time.perf_counter if name == THREADS else time.process_time)
+            found[name] = min(taken) if name == THREADS else float(np.median(taken))
     print(json.dumps(found), file=answers, flush=True)
 
 
@@ -204,8 +204,8 @@ def _tasks(plan: _Plan, copy: Callable[[], object], core: int, cores: list[int])
     yield THREADS, threaded
 
 
-def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], float]) -> float:
-    """Seconds of a call, by the given clock, repeated for about so many: the median over stretches of calls."""
+def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], float]) -> list[float]:
+    """Seconds of a call, by the given clock, repeated for about so many, in each of some stretches of calls."""
     call()
     taken, count, end = list[float](), 1, time.perf_counter() + interval
     while not taken or time.perf_counter() < end:
@@ -217,7 +217,7 @@ def _seconds(call: Callable[[], object], interval: float, clock: Callable[[], fl
             count *= 2
             continue
         taken.append(lasted / count)
-    return float(np.median(taken))
+    return taken
 
 
 def _copies(plan: _Plan) -> Callable[[], object]:

@@ -39,6 +39,8 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
     _add_links(values, results, cores)
     if device := first["device"]:
         values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
+        matrix = device["matrix"].items()  # whose sizes have become text on the way here
+        values["device"]["matrix"] = {name: {int(n): rate for n, rate in table.items()} for name, table in matrix}
     rows = [Measured(*row) for of in results.values() for row in of.get("collectives", [])]
     if rows:
         values["collectives"] = collective_values(rows)
