@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from mpitrain.bench import machine_cores, machine_device
 from mpitrain.bench.collectives_contenders import CollectiveContenders
 from mpitrain.bench.jobs import Benchmark, parser, run, started_here, temporary_folder
 from mpitrain.bench.machine_rank import folder_speeds, overhead
 from mpitrain.bench.machine_report import report, shown_values, values_from
-from mpitrain.bench.timing import interleaved
+from mpitrain.bench.timing import Times, interleaved
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from mpitrain.comm.process.topology import processor_name
@@ -44,6 +48,7 @@ from mpitrain.planner.machine_file import write_values
 KIB, MIB = 1 << 10, 1 << 20
 SIZES, QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), (64 * KIB,)
 _TABLES = [module.ALGORITHMS for module in (all_reduce, reduce_scatter, all_gather, broadcast)]
+_QUIET = 0.25  # quantile of the times of messages: what other work of the machine delays is not theirs
 _PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take blocks of
 
 
@@ -110,7 +115,42 @@ def _links(world: Communicator, bench: CollectiveContenders, quick: bool) -> dic
     size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
     repeats, seconds = (5, 0.3) if quick else (21, 3.0)
     with bench.probes(size) as probes:
-        return asdict(probes.machine(interleaved(world, probes.contenders(), repeats, seconds)))
+        times = interleaved(world, probes.contenders(), repeats, seconds)
+        quiet = {name: Times([float(np.quantile(of.all, _QUIET))]) for name, of in times.items()}
+        found = asdict(probes.machine(quiet))
+    if world.num_nodes > 1:
+        tiny, segment = (_between_nodes(world, bench, nbytes, quick) for nbytes in (8, RING_SEGMENT))
+        found["latency"] = max(1e-8, tiny - found["step"])
+        found["bandwidth"] = RING_SEGMENT / max(1e-8, segment - tiny)
+    return found
+
+
+def _between_nodes(world: Communicator, bench: CollectiveContenders, nbytes: int, quick: bool) -> float:
+    """Seconds in which rank 0 and the first rank of another node send each other so many bytes at once. Collective.
+
+    By many exchanges one after the other: where a message takes milliseconds, ranks do not begin at the same time.
+    """
+    other = next(rank for rank in range(world.size) if world.nodes[rank] != world.nodes[0])
+    taken, repeats, enough = [0.0], (3 if quick else 9), (0.02 if quick else 0.1)
+    if world.rank in (0, other):
+        peer = other if world.rank == 0 else 0
+        call = bench.plain.exchange(torch.zeros(nbytes // 4), torch.zeros(nbytes // 4), peer, peer)
+        call()
+        began = time.perf_counter()
+        call()
+        count = torch.tensor([max(4.0, min(1000.0, enough / (time.perf_counter() - began)))])
+        told = torch.zeros(1)
+        bench.plain.exchange(told, count, peer, peer)()
+        calls = range(int(count if world.rank == 0 else told))
+        taken = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            for _ in calls:
+                call()
+            taken.append((time.perf_counter() - began) / len(calls))
+    seconds = torch.tensor([statistics.median(taken)], dtype=torch.float64)
+    world.broadcast(seconds, 0)
+    return float(seconds)
 
 
 def _collectives(world: Communicator, bench: CollectiveContenders, quick: bool) -> list[list[Any]]:

@@ -14,7 +14,7 @@ from mpitrain.planner.machine import Measured
 from mpitrain.planner.machine_file import Values, collective_values
 from mpitrain.planner.machine_keys import SECTIONS
 
-_LEAST_SHARE = 0.01  # of a core that a further thread is taken to add
+_LEAST_SHARE = 0.2  # of a core that a thread adds: where it seems to be less, other work had the cores meanwhile
 
 
 def values_from(results: dict[int, Any], quick: bool) -> Values:
@@ -52,7 +52,8 @@ def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if found["threads"] > 1:
         alone, together = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
         share = (alone / together - 1) / (found["threads"] - 1)
-        yield "threads", min(1.0, max(_LEAST_SHARE, share))
+        if share >= _LEAST_SHARE:
+            yield "threads", min(1.0, share)
     yield "update_rate", found["updated"] / seconds[UPDATE]
     yield "copy_rate", found["copied"] / seconds[COPY_ALONE]
     tables: dict[str, dict[int, float]] = {}
