@@ -176,10 +176,11 @@ class ColumnInput:
 
 def _only_the_part(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Keeping:
     """Hooks by which autograd keeps this rank's part in the place of the whole, and gathers it again in backward."""
-    address, numel, tag = whole.data_ptr(), whole.numel(), axis.new_tag()
+    storage, numel, tag = whole.untyped_storage()._cdata, whole.numel(), axis.new_tag()  # fake tensors have no address
 
     def keep(saved: torch.Tensor) -> Any:
-        return saved.shape if saved.data_ptr() == address and saved.numel() == numel else saved
+        same = saved.numel() == numel and saved.untyped_storage()._cdata == storage
+        return saved.shape if same else saved
 
     def bring(kept: Any) -> torch.Tensor:
         return axis.all_gather(part, SEQUENCE, tag)[0].view(kept) if isinstance(kept, torch.Size) else kept

@@ -1,0 +1,276 @@
+"""Seconds of every block, measured as in training: all cores of the node do the same at once.
+
+`Workers` are processes without MPI, as many as ranks would compute beside each other. Each runs the whole model
+forward through all blocks and then backward, so that a block finds its weights and activations as cold as in a step,
+and tells the medians over several rounds. They are asked, and answer, in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpitrain.comm.memory import device as devices
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.errors import MpitrainError
+from mpitrain.pipe.wire import as_tuple
+from mpitrain.planner.model import Divided
+from mpitrain.planner.passes import signature
+from mpitrain.planner.subject import Cut, Subject
+from mpitrain.shard.in_place import InPlace
+from mpitrain.shard.protocols import Gradients
+
+_SECONDS = 0.8  # of rounds, for one number of samples
+_LEAST, _MOST = 3, 9  # rounds
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one block."""
+
+    forward: float
+    backward: float
+
+
+class MeasuringFailed(MpitrainError):
+    """A process that measures came to an end, or could not do what it was asked."""
+
+
+class Workers:
+    """Processes that measure side by side.
+
+    Args:
+        config: Of the job.
+        description: Of its data.
+        count: Processes.
+        threads: Of each.
+    """
+
+    def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
+        subject = {"config": config.model_dump(), "description": _told(description), "threads": threads}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-m", "mpitrain.planner.measured"]
+        self._told = tempfile.TemporaryFile()  # what they say for people, of which the end is told if one fails
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, env=environment)
+            for _ in range(count)
+        ]
+        self._close = weakref.finalize(self, _ended, self._processes)
+        self._say(subject)
+
+    def measure(self, samples: int, divided: Divided) -> list[Timed]:
+        """Of each block.
+
+        Args:
+            samples: Of the microbatch.
+            divided: How the model is divided.
+
+        Raises:
+            MeasuringFailed: It cannot be measured, as for want of memory.
+        """
+        self._say({"samples": samples, **asdict(divided)})
+        answers = [self._answer(process) for process in self._processes]
+        each = np.median(np.array(answers), axis=0)  # [blocks, 2]
+        return [Timed(float(forward), float(backward)) for forward, backward in each]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._close()
+
+    def _say(self, what: Mapping[str, Any]) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(what).encode() + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise self._failed(process) from None
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> list[list[float]]:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise self._failed(process)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise MeasuringFailed(f"blocks cannot be measured: {answer['error']}")
+        seconds: list[list[float]] = answer["seconds"]
+        return seconds
+
+    def _failed(self, process: subprocess.Popen[bytes]) -> MeasuringFailed:
+        self.close()
+        self._told.seek(0)
+        last = self._told.read().decode(errors="replace").strip().splitlines()
+        return MeasuringFailed(f"a process that measures blocks ended: {last[-1] if last else process.returncode}")
+
+
+def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
+    """Seconds of each block in this process, medians over rounds; blocks that are alike get their mean.
+
+    Args:
+        cut: The model, with values.
+        samples: Of the microbatch.
+        device: Where the model is.
+    """
+    places = _Places(cut.module)
+    wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else _nothing
+    x, y = cut.samples(samples)
+    rounds: list[list[tuple[float, float]]] = []
+    _round(cut, x, y, places, wait)
+    end = time.perf_counter() + _SECONDS
+    while len(rounds) < _LEAST or (len(rounds) < _MOST and time.perf_counter() < end):
+        rounds.append(_round(cut, x, y, places, wait))
+    places.remove()
+    seconds = np.median(np.array(rounds), axis=0)  # [blocks, 2]
+    alike: dict[Any, list[int]] = {}
+    for number, (_, block) in enumerate(cut.blocks):
+        alike.setdefault((signature(block), number in (0, len(cut.blocks) - 1)), []).append(number)
+    for numbers in alike.values():
+        seconds[numbers] = seconds[numbers].mean(0)
+    return [Timed(float(forward), float(backward)) for forward, backward in seconds]
+
+
+def _round(cut: Cut, x: Any, y: Any, places: _Places, wait: Any) -> list[tuple[float, float]]:
+    """(forward, backward) of each block, in one pass of a microbatch through all."""
+    places.zero()
+    count = len(cut.blocks)
+    begins, ends = [0.0] * count, [0.0] * count  # of forward
+    reached: list[float | None] = [None] * count  # when the gradient of a block's output was there
+
+    def stamp(number: int, gradient: torch.Tensor) -> None:
+        wait()
+        reached[number] = time.perf_counter()
+
+    wait()
+    with cut.autocast(x.device.type):
+        for number in range(count):
+            past = cut.past(number, x)
+            begins[number] = time.perf_counter()
+            x = cut.call(number, x, past)
+            following = next((t for t in as_tuple(x) if t.requires_grad), None)
+            if following is not None and number < count - 1:
+                following.register_hook(partial(stamp, number))
+            if number == count - 1:
+                x = cut.loss(x, y)
+            wait()
+            ends[number] = time.perf_counter()
+    back = time.perf_counter()
+    x.backward()
+    wait()
+    over = time.perf_counter()
+    forward = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    backward = [0.0] * count
+    for number in range(count - 1, -1, -1):
+        arrived = reached[number - 1] if number else None
+        backward[number] = (over if arrived is None else arrived) - back
+        back = over if arrived is None else arrived
+    return list(zip(forward, backward, strict=True))
+
+
+class _Places:
+    """Where gradients go: memory that was there before, as the engine has it.
+
+    Those of large linear layers are computed in their places, others copied there as soon as they are complete (see
+    `shard.in_place` and `shard.whole_gradients`).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self._places = {p: torch.zeros_like(p) for p in trained}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
+        self._in_place = InPlace(module, trained, cast(Gradients, self))
+
+    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Memory to compute a gradient in."""
+        place = self._places[parameter]
+        return place.view_as(place) if parameter.grad is None else None
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._places:
+            parameter.grad = None
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        self.zero()
+        self._in_place.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        place, gradient = self._places[cast(nn.Parameter, parameter)], parameter.grad
+        if gradient is not None and gradient is not place:
+            if gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient)
+            parameter.grad = place
+
+
+def _nothing() -> None:
+    return
+
+
+def _told(description: Description) -> dict[str, Any]:
+    told = asdict(description)
+    return told | {key: told[key].str for key in ("x_dtype", "y_dtype")}
+
+
+def _understood(told: Mapping[str, Any]) -> Description:
+    lists = {key: tuple(told[key]) for key in ("x_shape", "y_shape")}
+    dtypes = {key: np.dtype(told[key]) for key in ("x_dtype", "y_dtype")}
+    classes = tuple(told["classes"]) if told["classes"] is not None else None
+    return Description(**{**told, **lists, **dtypes, "classes": classes})
+
+
+def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
+    """Measure what is asked, until nobody asks any more."""
+    subject = json.loads(asked.readline())
+    torch.set_num_threads(subject["threads"])
+    config = Config.from_dict(subject["config"])
+    whole = Subject(config, _understood(subject["description"]), real=True)
+    device = devices.of_rank(config.run.device, 0)
+    cuts: dict[Divided, Cut] = {}
+    for line in asked:
+        question = json.loads(line)
+        samples = question.pop("samples")
+        divided = Divided(**question | {"whole": tuple(question["whole"])})
+        try:
+            if divided not in cuts:
+                cuts.clear()
+                cuts[divided] = whole.cut(divided, fake=False, device=device)
+            timed = time_blocks(cuts[divided], samples, device)
+            answer: dict[str, Any] = {"seconds": [[each.forward, each.backward] for each in timed]}
+        except (Exception, MemoryError) as error:  # of whatever the model does
+            answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    private = os.dup(1)
+    os.dup2(2, 1)  # what a model prints is no answer
+    with os.fdopen(private, "wb") as out:
+        serve(sys.stdin.buffer, out)

@@ -1,0 +1,286 @@
+"""A model profile from a configuration: sizes from passes without values, seconds measured or counted."""
+
+from __future__ import annotations
+
+import os
+import time
+from bisect import bisect
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from mpitrain.comm.memory import device as devices
+from mpitrain.config.named import find
+from mpitrain.config.settings import Config
+from mpitrain.config.training import OptimSection
+from mpitrain.data import Description
+from mpitrain.errors import InputError
+from mpitrain.layout import is_replicated
+from mpitrain.planner import counted
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
+from mpitrain.planner.model import Block, Divided, ModelProfile, Weight
+from mpitrain.planner.passes import Observed, between, observe
+from mpitrain.planner.subject import Cut, Subject
+
+_EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
+_LONG = 0.35  # seconds of a microbatch beyond which a larger one is not measured, but follows in a straight line
+_BUDGET = 25.0  # seconds of measuring, after which what is asked is reckoned from what is known
+
+
+def profile_of(
+    config: Config,
+    description: Description,
+    machine: MachineProfile | None = None,
+    measure: bool = True,
+    budget: float = _BUDGET,
+) -> BlockProfile:
+    """What each block of the configuration's model costs one rank.
+
+    Args:
+        config: The configuration.
+        description: Of the data that it is trained on.
+        machine: Whose speeds are reckoned with where seconds are not measured.
+        measure: Measure seconds on this machine; else count operations and bytes.
+        budget: Seconds of measuring, after which divided models and further threads are reckoned from what was
+            measured.
+
+    Raises:
+        InputError: The model cannot be built, or not for these data.
+    """
+    return BlockProfile(Subject(config, description, real=measure), description, machine, measure, budget)
+
+
+class BlockProfile(ModelProfile):
+    """See `profile_of`. Measures when it is asked, and remembers the answers."""
+
+    def __init__(
+        self, subject: Subject, description: Description, machine: MachineProfile | None, measure: bool, budget: float
+    ) -> None:
+        config = subject.config
+        self.batch, self.precision = config.train.batch, config.train.precision
+        self.moments = moments(config.optim)
+        self.sample_bytes = subject.sample_bytes
+        self.listed, self.divisible = subject.listed, subject.divisible
+        self.order = [name for name, _ in subject.module.named_parameters()]
+        self._subject = subject
+        self._machine = machine or MachineProfile("nobody's", "assumed", _cores(), 0)
+        self._times = _Times(config, description, self._machine, budget) if measure else None
+        self._observed = lru_cache(None)(self._observe)
+        self._weights = lru_cache(None)(self._list_weights)
+        self._made = lru_cache(None)(self._make)
+
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+        """As `ModelProfile.blocks` says."""
+        return self._made(samples, divided, threads)
+
+    def close(self) -> None:
+        """End the processes that measure, if there are any; what has been asked before can be asked still."""
+        if self._times is not None:
+            self._times.close()
+
+    def _make(self, samples: int, divided: Divided, threads: int) -> tuple[Block, ...]:
+        names, weights = self._weights(divided)
+        observed = self._observed(samples, divided)
+        reckoned = [self._reckoned(each, threads) for each in observed]
+        timed = reckoned
+        if self._times is not None:
+            undivided = reckoned
+            if divided != Divided():
+                undivided = [self._reckoned(each, threads) for each in self._observed(samples, Divided())]
+            timed = self._times.of(samples, divided, threads, reckoned, undivided)
+        found = []
+        for name, weight, each, one, time_ in zip(names, weights, observed, reckoned, timed, strict=True):
+            inner = counted.seconds(each.input, self._machine, self.precision, threads)
+            part = min(1.0, inner / one.backward) if one.backward else 1.0
+            block = Block(
+                name=name,
+                forward=time_.forward,
+                input=time_.backward * part,
+                weight=time_.backward * (1 - part),
+                kept=round(each.kept),
+                taken=round(each.taken),
+                given=round(each.given),
+                working=round(each.working),
+                weights=weight,
+                forwards=each.forwards,
+                backwards=each.backwards,
+                operations=sum(operation.flops for operation in each.forward),
+            )
+            found.append(block)
+        return tuple(found)
+
+    def _reckoned(self, observed: Observed, threads: int) -> Timed:
+        machine, precision = self._machine, self.precision
+        forward = counted.seconds(observed.forward, machine, precision, threads)
+        return Timed(forward, counted.seconds(observed.backward, machine, precision, threads))
+
+    def _observe(self, samples: int, divided: Divided) -> list[Observed]:
+        if samples > _EXACT:
+            return self._in_line(samples, divided)
+        try:
+            return observe(self._cut(divided, True), samples)
+        except InputError:
+            raise
+        except Exception:  # of whatever the model does without values
+            pass
+        try:
+            return observe(self._cut(divided, False), samples)
+        except InputError:
+            raise
+        except Exception as error:  # a batch norm has no variance of one value
+            if samples == 1:
+                return self._in_line(samples, divided)
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise InputError(f"a pass through the model fails for {samples} samples: {text}") from error
+
+    def _in_line(self, samples: int, divided: Divided) -> list[Observed]:
+        few, more = self._observed(_EXACT // 2, divided), self._observed(_EXACT, divided)
+        along = (samples - _EXACT // 2) / (_EXACT - _EXACT // 2)
+        return [between(a, b, along) for a, b in zip(few, more, strict=True)]
+
+    @lru_cache(8)  # noqa: B019 a profile lives as long as the plan
+    def _cut(self, divided: Divided, fake: bool) -> Cut:
+        return self._subject.cut(divided, fake=fake)
+
+    def _list_weights(self, divided: Divided) -> tuple[list[str], list[tuple[Weight, ...]]]:
+        """Names of the blocks, and what each has."""
+        first: dict[int, str] = {}
+        names, found = [], []
+        for name, block in self._cut(divided, True).blocks:
+            own = []
+            for key, p in block.named_parameters(prefix=name):
+                before = first.setdefault(id(p), key)
+                tied = "" if before == key else before
+                own.append(Weight(key, p.numel(), is_replicated(p), p.requires_grad, tied))
+            names.append(name)
+            found.append(tuple(own))
+        return names, found
+
+
+class _Times:
+    """Measured seconds, and others reckoned from them."""
+
+    def __init__(self, config: Config, description: Description, machine: MachineProfile, budget: float) -> None:
+        self._config, self._description, self._machine = config, description, machine
+        self._left = budget
+        self._workers: dict[int, Workers] = {}
+        self._points: dict[tuple[Divided, int, int], list[Timed] | None] = {}
+
+    def close(self) -> None:
+        for workers in self._workers.values():
+            workers.close()
+        self._workers.clear()
+
+    def of(
+        self, samples: int, divided: Divided, threads: int, reckoned: Sequence[Timed], undivided: Sequence[Timed]
+    ) -> list[Timed]:
+        """Of each block.
+
+        Args:
+            samples: Of the microbatch.
+            divided: How the model is divided.
+            threads: Of a rank.
+            reckoned: What counting says.
+            undivided: What it says of the model that is not divided.
+        """
+        plain = Divided()
+        if threads > 1 and (self._left <= 0 or threads > _cores()):
+            gain = 1 + (threads - 1) * self._machine.threads
+            return [
+                Timed(t.forward / gain, t.backward / gain) for t in self.of(samples, divided, 1, reckoned, undivided)
+            ]
+        if divided == plain or (self._left > 0 and not divided.whole):
+            found = self._along(samples, divided, threads)
+            if found is not None:
+                return found
+        if divided == plain:
+            return list(reckoned)
+        base = self.of(samples, plain, threads, undivided, undivided)
+        return [
+            Timed(_scaled(t.forward, a.forward, b.forward), _scaled(t.backward, a.backward, b.backward))
+            for t, a, b in zip(base, reckoned, undivided, strict=True)
+        ]
+
+    def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
+        """In a straight line through the nearest two of the powers of two that are measured; None without any."""
+        known = self._powers(samples, divided, threads)
+        if samples in known or not known:
+            return known.get(samples)
+        sizes = sorted(known)
+        if len(sizes) == 1:
+            grow = samples / sizes[0]
+            return [Timed(t.forward * grow, t.backward * grow) for t in known[sizes[0]]]
+        at = min(max(1, bisect(sizes, samples)), len(sizes) - 1)
+        low, high = sizes[at - 1], sizes[at]
+        along = (samples - low) / (high - low)
+        return [_line(a, b, along) for a, b in zip(known[low], known[high], strict=True)]
+
+    def _powers(self, samples: int, divided: Divided, threads: int) -> dict[int, list[Timed]]:
+        """What is measured for 1, 2, 4 and so on samples, up to `samples` or to where it takes long."""
+        found: dict[int, list[Timed]] = {}
+        size = 1
+        while True:
+            point = self._point(size, divided, threads)
+            if point is not None:
+                found[size] = point
+            if size >= samples or (size > 1 and point is None):
+                return found
+            if point is not None and sum(t.forward + t.backward for t in point) > _LONG and len(found) > 1:
+                return found
+            size *= 2
+
+    def _point(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
+        """Measured, once; None where it cannot be."""
+        key = (divided, samples, threads)
+        if key not in self._points:
+            if threads not in self._workers:
+                count = 1 if devices.accelerator() and self._on_device() else max(1, _cores() // threads)
+                self._workers[threads] = Workers(self._config, self._description, count, threads)
+            begin = time.perf_counter()
+            try:
+                self._points[key] = self._workers[threads].measure(samples, divided)
+            except MeasuringFailed:
+                self._points[key] = None
+            self._left -= time.perf_counter() - begin
+        return self._points[key]
+
+    def _on_device(self) -> bool:
+        return devices.of_rank(self._config.run.device, 0).type != "cpu"
+
+
+def _line(a: Timed, b: Timed, along: float) -> Timed:
+    """From a (0) to b (1) and beyond; never less than a part of b, should noise have made a longer than b."""
+    forward = max(a.forward + (b.forward - a.forward) * along, b.forward * min(1.0, along) / 2)
+    return Timed(forward, max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2))
+
+
+def _scaled(seconds: float, part: float, whole: float) -> float:
+    return seconds * part / whole if whole else part
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def moments(section: OptimSection) -> int:
+    """fp32 numbers that the configured optimizer keeps for each element; 2 where it does not tell."""
+    if section.name.lower() in ("adam", "adamw"):
+        return 2
+    try:
+        kind = find("optim.name", section.name) if ":" in section.name else _torch_optimizer(section.name)
+        tensor = torch.zeros(32, 32, requires_grad=True)
+        tensor.grad = torch.ones(32, 32)
+        optimizer = kind([tensor], **{"lr": section.lr, **section.options})
+        optimizer.step()
+        kept = [value for value in optimizer.state[tensor].values() if torch.is_tensor(value)]
+        return round(sum(value.nbytes for value in kept) / tensor.nbytes)
+    except Exception:  # the job itself will tell what is wrong with it
+        return 2
+
+
+def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    return kinds[name.lower()]

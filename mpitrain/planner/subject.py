@@ -1,0 +1,230 @@
+"""What is profiled: a task as the configuration makes it, its blocks, and samples of the right shapes.
+
+A cut is a copy of the model as one rank of a layout has it. Its tensors are either real or fake: fake ones (PyTorch's
+FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpitrain.choices import Precision
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.errors import InputError, refusal
+from mpitrain.models import Task, build_model
+from mpitrain.pipe.partition import listed_blocks
+from mpitrain.planner.dividing import StandIn, divide
+from mpitrain.planner.model import Divided
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Cut:
+    """A copy of the model as one rank has it.
+
+    Attributes:
+        module: The model.
+        blocks: (name, module) in order; a model that lists none is one block without a name.
+        loss: Of the last block's output and the target.
+        axis: Of the tensor ranks; None for one rank.
+        fake: The mode in which its tensors are made and used; None where they are real.
+        slices: Pieces of each sequence.
+        samples: Makes (x, y) of so many samples, or of a slice of them.
+        precision: Of its parameters.
+    """
+
+    module: nn.Module
+    blocks: list[tuple[str, nn.Module]]
+    loss: Callable[[Any, Any], torch.Tensor]
+    axis: StandIn | None
+    fake: FakeTensorMode | None
+    slices: int
+    samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    precision: Precision
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """In which its passes run."""
+        return self.fake if self.fake is not None else nullcontext()
+
+    def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
+        """As the engine computes."""
+        return torch.autocast(device, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
+
+    def past(self, number: int, x: Any) -> list[Any]:
+        """The states of half of the other slices, where a block that looks back is to be called with a slice."""
+        block = self.blocks[number][1]
+        if self.slices == 1 or not hasattr(block, "forward_slice"):
+            return []
+        with torch.no_grad():
+            _, state = block.forward_slice(x, [])
+        return [state] * (self.slices // 2)
+
+    def call(self, number: int, x: Any, past: list[Any]) -> Any:
+        """The output of a block. past: what `past` has made of the same input."""
+        block = self.blocks[number][1]
+        return block.forward_slice(x, past)[0] if past else block(x)
+
+
+class Subject:
+    """A configuration's model, on the data that a description describes.
+
+    Args:
+        config: The configuration.
+        description: Of the data.
+        real: Whether the model is needed with values; else it is built without them where that can be done.
+
+    Attributes:
+        config: The configuration.
+        listed: Whether the model lists its blocks.
+        divisible: Whether it says how its layers are divided.
+        shapes: Of a sample's x and y, with dtypes.
+    """
+
+    def __init__(self, config: Config, description: Description, *, real: bool) -> None:
+        self.config, self._description = config, description
+        self._fake: FakeTensorMode | None = None
+        self._task = self._build(real)
+        module = self._task.module
+        self.listed = callable(getattr(module, "pipeline_blocks", None)) or isinstance(module, nn.Sequential)
+        self.divisible = callable(getattr(module, "tensor_plan", None))
+        x_shape, y_shape = description.x_shape, description.y_shape
+        if description.kind == "tokens":
+            x_shape = y_shape = (config.model.sequence,)
+        self.shapes = [
+            (tuple(x_shape), getattr(torch, description.x_dtype.name)),
+            (tuple(y_shape), getattr(torch, description.y_dtype.name)),
+        ]
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole model."""
+        return self._task.module
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of a sample's x and y."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.shapes)
+
+    def cut(self, divided: Divided, *, fake: bool, device: torch.device | None = None) -> Cut:
+        """A copy of the model, divided.
+
+        Args:
+            divided: How.
+            fake: Without values.
+            device: Where it is to be timed; None where it is not.
+
+        Raises:
+            InputError: The model cannot be divided so.
+        """
+        mode = (self._fake or FakeTensorMode()) if fake else None
+        with mode if mode is not None else nullcontext():
+            task = self._copied(mode)
+            module = task.module
+            axis = divide(module, divided, times=device is not None)
+            precision = self.config.train.precision
+            _narrow(module, precision)
+            if device is not None and device.type != "cpu":
+                module.to(device)
+            blocks = listed_blocks(module) if self.listed else [("", module)]
+            self._check_slices(blocks, divided.slices)
+            on = device or torch.device("cpu")
+            samples = _Samples(self.shapes, divided.slices, precision, self._values(), on)
+        module.train()
+        return Cut(module, blocks, task.loss, axis, mode, divided.slices, samples, precision)
+
+    def _build(self, real: bool) -> Task:
+        """The task; `self._fake` is the mode of its tensors where they have no values."""
+        if not real:
+            mode = FakeTensorMode()
+            try:
+                with mode:
+                    task = self._built()
+                self._fake = mode
+                return task
+            except InputError as error:
+                if error.__cause__ is None:
+                    raise
+            except Exception:  # code that is not ours may look at values, which there are none of
+                pass
+        return self._built()
+
+    def _built(self) -> Task:
+        return build_model(self.config.model, self._description)
+
+    def _copied(self, mode: FakeTensorMode | None) -> Task:
+        memo: dict[int, Any] = {}
+        if mode is None and self._fake is not None:
+            return self._built()
+        if mode is not None:
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                fake: torch.Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = fake
+        return Task(*copy.deepcopy((self._task.module, self._task.loss), memo))
+
+    def _values(self) -> tuple[int, int]:
+        tokens = self._description.vocabulary or 1
+        return tokens, len(self._description.classes or ()) or tokens
+
+    def _check_slices(self, blocks: list[tuple[str, nn.Module]], slices: int) -> None:
+        shape = self.shapes[0][0]
+        if slices > 1 and (not shape or shape[0] < slices or self.shapes[1][0][:1] != shape[:1]):
+            raise refusal(f"a sample of shape {list(shape)} does not give {slices} slices; set parallel.slices to 1")
+        if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
+            raise refusal(f"no block of the model has forward_slice, so its {slices} slices cannot look back")
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Makes samples: floats are normally distributed, integers spread over what there is."""
+
+    shapes: list[tuple[tuple[int, ...], torch.dtype]]
+    slices: int
+    precision: Precision
+    values: tuple[int, int]  # how many there are of x and y, where they are integers
+    device: torch.device
+
+    def __call__(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = (self._made(samples, *each, values) for each, values in zip(self.shapes, self.values, strict=True))
+        return x.to(DTYPES[self.precision]) if x.is_floating_point() else x, y
+
+    def _made(self, samples: int, shape: tuple[int, ...], dtype: torch.dtype, values: int) -> torch.Tensor:
+        if self.slices > 1:
+            shape = (-(-shape[0] // self.slices), *shape[1:])
+        if dtype.is_floating_point:
+            return torch.randn(samples, *shape, device=self.device)
+        return torch.randint(values, (samples, *shape), dtype=dtype, device=self.device)
+
+
+def _narrow(module: nn.Module, precision: Precision) -> None:
+    """As the engine does: 16-bit parameters, but for batch norms."""
+    if precision == "fp32":
+        return
+    with torch.no_grad():
+        for layer in module.modules():
+            for parameter in layer.parameters(recurse=False) if not isinstance(layer, _BatchNorm) else ():
+                if parameter.dtype == torch.float32:
+                    parameter.data = parameter.data.to(DTYPES[precision])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the CPU's default generator back to where it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
