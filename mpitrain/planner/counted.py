@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import log
 
 from mpitrain.planner.machine import MachineProfile
@@ -63,7 +64,7 @@ def _speed(table: Sequence[tuple[int, float]], size: float) -> float:
         return _FALLBACK
     if size <= table[0][0]:
         return table[0][1]
-    for (low, slow), (high, fast) in zip(table, table[1:], strict=False):
+    for (low, slow), (high, fast) in pairwise(table):
         if size <= high:
             return slow + (fast - slow) * (log(size) - log(low)) / (log(high) - log(low))
     return table[-1][1]

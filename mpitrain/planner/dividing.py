@@ -68,7 +68,7 @@ class StandIn(Axis):
         if kept is None:
             kept = self._pool[key] = x.new_full(tuple(shape), 0.01)
         # no view for autograd, so that it may be written to in place
-        return kept.new_empty(0).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())  # type: ignore[call-overload,no-any-return]
+        return kept.new_empty(0).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
 
 
 class _NoStreams(RngTracker):
@@ -116,8 +116,9 @@ def _without(
         return plan
     left: dict[str, str | ParallelStyle] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
-        if not any(fnmatchcase(name, pattern) for pattern in whole):
-            left.update({name: style for pattern, style in plan.items() if name and fnmatchcase(name, pattern)})
+        styles = [style for pattern, style in plan.items() if name and fnmatchcase(name, pattern)]
+        if styles and not any(fnmatchcase(name, pattern) for pattern in whole):
+            left[name] = styles[0]
     return left
 
 

@@ -3,6 +3,8 @@
 `Workers` are processes without MPI, as many as ranks would compute beside each other. Each runs the whole model
 forward through all blocks and then backward, so that a block finds its weights and activations as cold as in a step,
 and tells the medians over several rounds. They are asked, and answer, in lines of JSON.
+
+A rank of one thread is timed by the processor time it takes: what else runs on the machine then does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import IO, Any, cast
@@ -64,7 +66,8 @@ class Workers:
         subject = {"config": config.model_dump(), "description": _told(description), "threads": threads}
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
-        self._told = tempfile.TemporaryFile()  # what they say for people, of which the end is told if one fails
+        # what they say for people, of which the end is told if one fails
+        self._told = tempfile.TemporaryFile()  # noqa: SIM115 as long as they run
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, env=environment)
             for _ in range(count)
@@ -127,13 +130,15 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
         device: Where the model is.
     """
     places = _Places(cut.module)
+    alone = not devices.is_accelerator(device) and torch.get_num_threads() == 1
+    now = time.thread_time if alone else time.perf_counter
     wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else _nothing
     x, y = cut.samples(samples)
     rounds: list[list[tuple[float, float]]] = []
-    _round(cut, x, y, places, wait)
+    _round(cut, x, y, places, wait, now)
     end = time.perf_counter() + _SECONDS
     while len(rounds) < _LEAST or (len(rounds) < _MOST and time.perf_counter() < end):
-        rounds.append(_round(cut, x, y, places, wait))
+        rounds.append(_round(cut, x, y, places, wait, now))
     places.remove()
     seconds = np.median(np.array(rounds), axis=0)  # [blocks, 2]
     alike: dict[Any, list[int]] = {}
@@ -144,7 +149,9 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     return [Timed(float(forward), float(backward)) for forward, backward in seconds]
 
 
-def _round(cut: Cut, x: Any, y: Any, places: _Places, wait: Any) -> list[tuple[float, float]]:
+def _round(
+    cut: Cut, x: Any, y: Any, places: _Places, wait: Callable[[], object], now: Callable[[], float]
+) -> list[tuple[float, float]]:
     """(forward, backward) of each block, in one pass of a microbatch through all."""
     places.zero()
     count = len(cut.blocks)
@@ -153,13 +160,13 @@ def _round(cut: Cut, x: Any, y: Any, places: _Places, wait: Any) -> list[tuple[f
 
     def stamp(number: int, gradient: torch.Tensor) -> None:
         wait()
-        reached[number] = time.perf_counter()
+        reached[number] = now()
 
     wait()
     with cut.autocast(x.device.type):
         for number in range(count):
             past = cut.past(number, x)
-            begins[number] = time.perf_counter()
+            begins[number] = now()
             x = cut.call(number, x, past)
             following = next((t for t in as_tuple(x) if t.requires_grad), None)
             if following is not None and number < count - 1:
@@ -167,17 +174,17 @@ def _round(cut: Cut, x: Any, y: Any, places: _Places, wait: Any) -> list[tuple[f
             if number == count - 1:
                 x = cut.loss(x, y)
             wait()
-            ends[number] = time.perf_counter()
-    back = time.perf_counter()
+            ends[number] = now()
+    back = now()
     x.backward()
     wait()
-    over = time.perf_counter()
+    over = now()
     forward = [end - begin for begin, end in zip(begins, ends, strict=True)]
     backward = [0.0] * count
     for number in range(count - 1, -1, -1):
         arrived = reached[number - 1] if number else None
-        backward[number] = (over if arrived is None else arrived) - back
-        back = over if arrived is None else arrived
+        until = over if arrived is None else max(arrived, back)  # what two blocks share arrives at both in any order
+        backward[number], back = until - back, until
     return list(zip(forward, backward, strict=True))
 
 
@@ -191,7 +198,10 @@ class _Places:
     def __init__(self, module: nn.Module) -> None:
         trained = [p for p in module.parameters() if p.requires_grad]
         self._places = {p: torch.zeros_like(p) for p in trained}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for p in trained
+        ]
         self._in_place = InPlace(module, trained, cast(Gradients, self))
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:

@@ -49,13 +49,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A tensor between two blocks. source: the number of the input that it is one memory with."""
+    """A tensor between two blocks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     gradient: bool
     counted: bool  # autograd keeps its memory already
-    source: int | None = None
 
 
 def observe(cut: Cut, samples: int) -> list[Observed]:
@@ -69,7 +68,8 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
     known: dict[Any, tuple[Observed, tuple[_Passed, ...], bool]] = {}
     with cut.mode():
         x, y = cut.samples(samples)
-        inputs, single = (_Passed(tuple(x.shape), x.dtype, False, False),), True
+        inputs: tuple[_Passed, ...] = (_Passed(tuple(x.shape), x.dtype, False, False),)
+        single = True
         values: tuple[Any, ...] = (x,)
         last = len(cut.blocks) - 1
         for number, (_, block) in enumerate(cut.blocks):
@@ -100,7 +100,7 @@ class _Once:
             values = [torch.empty(each.shape, dtype=each.dtype) for each in inputs]
         self.leaves = [v.detach().requires_grad_(e.gradient) for v, e in zip(values, inputs, strict=True)]
         in_place = _begins_in_place(block) and any(e.gradient for e in inputs)
-        self.given = [_Sink.apply(v) if v.requires_grad else v for v in self.leaves]
+        self.given = [_ended(v) if v.requires_grad else v for v in self.leaves]
         if in_place:
             self.given = [v.clone() for v in self.given]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
@@ -187,6 +187,12 @@ class _Once:
         return operations, exchanges
 
 
+def _ended(x: torch.Tensor) -> torch.Tensor:
+    """x, whose gradient ends here."""
+    sunk: torch.Tensor = _Sink.apply(x)  # type: ignore[no-untyped-call]
+    return sunk
+
+
 class _Sink(torch.autograd.Function):
     """Where the gradient of a block's input ends: the block before would use it up, nobody collects it."""
 
@@ -227,7 +233,6 @@ def signature(block: nn.Module) -> Any:
         told.append((name, type(module), own, hooks))
     shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
     return tuple(told), shapes
-
 
 
 def between(a: Observed, b: Observed, along: float) -> Observed:

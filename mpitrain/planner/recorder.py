@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _ATEN = torch.ops.aten
-_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "_local_scalar_dense", "_unsafe_view")
+_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense", "_unsafe_view")
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Operation:
     @property
     def size(self) -> float:
         """The geometric mean of a product's three dimensions."""
-        return max(1.0, (self.flops / 2 / max(1.0, self.products)) ** (1 / 3))
+        return max(1.0, math.pow(self.flops / 2 / max(1.0, self.products), 1 / 3))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, notes every operation, and the beginning and end of the memory of each result.
 
     Args:
@@ -50,7 +51,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, *, guess: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._guess = guess
         self._changes: list[tuple[int, int]] = []  # number of the memory, bytes more or less
@@ -62,14 +63,14 @@ class Recorder(TorchDispatchMode):
         if self._guess and func is _ATEN._local_scalar_dense.default and not args[0].is_floating_point():
             return 0
         out = func(*args, **kwargs)
-        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        for result in results:
-            self._see(result)
+        for result in tree_leaves(out):
+            if isinstance(result, torch.Tensor):
+                self._see(result)
         name = func._overloadpacket.__name__
         if not func.is_view and name not in _NOTHING:
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            touched = {id(t): t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
             flops, products = _flops(func._overloadpacket, args, kwargs, out)
-            self.operations.append(Operation(name, flops, sum(t.nbytes for t in {id(t): t for t in (*given, *results)}.values()), products))
+            self.operations.append(Operation(name, flops, sum(touched.values()), products))
         return out
 
     def mark(self) -> int:
@@ -110,12 +111,14 @@ class Recorder(TorchDispatchMode):
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
     """Floating-point operations, and how many products of one size they are."""
-    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:
+    if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu:  # the registry has those of devices alone
         q, k, v = args[:3]
-        return float(sdpa_flop_count(q.shape, k.shape, v.shape)), 2.0 * q.shape[0] * q.shape[1]
+        flops = sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
+        return float(flops), 2.0 * q.shape[0] * q.shape[1]
     if operation is _ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
         gradient, q, k, v = args[:4]
-        return float(sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)), 5.0 * q.shape[0] * q.shape[1]
+        flops = sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
+        return float(flops), 5.0 * q.shape[0] * q.shape[1]
     count = flop_registry.get(operation)
     if count is None:
         return 0.0, 1.0

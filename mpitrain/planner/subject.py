@@ -7,8 +7,8 @@ FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -64,16 +64,16 @@ class Cut:
 
     def past(self, number: int, x: Any) -> list[Any]:
         """The states of half of the other slices, where a block that looks back is to be called with a slice."""
-        block = self.blocks[number][1]
-        if self.slices == 1 or not hasattr(block, "forward_slice"):
+        look_back: Any = getattr(self.blocks[number][1], "forward_slice", None)
+        if self.slices == 1 or look_back is None:
             return []
         with torch.no_grad():
-            _, state = block.forward_slice(x, [])
+            _, state = look_back(x, [])
         return [state] * (self.slices // 2)
 
     def call(self, number: int, x: Any, past: list[Any]) -> Any:
         """The output of a block. past: what `past` has made of the same input."""
-        block = self.blocks[number][1]
+        block: Any = self.blocks[number][1]
         return block.forward_slice(x, past)[0] if past else block(x)
 
 
@@ -218,13 +218,3 @@ def _narrow(module: nn.Module, precision: Precision) -> None:
             for parameter in layer.parameters(recurse=False) if not isinstance(layer, _BatchNorm) else ():
                 if parameter.dtype == torch.float32:
                     parameter.data = parameter.data.to(DTYPES[precision])
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the CPU's default generator back to where it was."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
