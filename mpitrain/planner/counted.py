@@ -13,7 +13,8 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.recorder import Operation
 
 _FALLBACK = 4e10  # operations per second of a core or device whose profile says nothing
-_START = 4e-6  # seconds until an operation begins, from Python or autograd, on one core
+_START = 1e-5  # seconds until an operation begins, from Python or autograd, on one core
+_PREPARED = {"convolution": 5e-5, "convolution_backward": 1e-4}  # further seconds of those that reorder their tensors
 _LAUNCH = 6e-6  # the same of a device
 _HEAVY = {  # operations that compute more on each byte than a copy does, in times of moving it on one core
     "gelu": 6.0,
@@ -54,7 +55,8 @@ def seconds(operations: Sequence[Operation], machine: MachineProfile, precision:
     for each in operations:
         heavy = _HEAVY.get(each.name, 1.0) if device is None else 1.0
         moving = each.nbytes * heavy / rate
-        total += start + max(each.flops / _speed(table, each.size) if each.flops else 0.0, moving) / gain
+        begun = start + (_PREPARED.get(each.name, 0.0) if device is None else 0.0)
+        total += begun + max(each.flops / _speed(table, each.size) if each.flops else 0.0, moving) / gain
     return total
 
 

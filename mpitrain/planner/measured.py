@@ -87,7 +87,10 @@ class Workers:
         """
         self._say({"samples": samples, **asdict(divided)})
         answers = [self._answer(process) for process in self._processes]
-        each = np.median(np.array(answers), axis=0)  # [blocks, 2]
+        for answer in answers:  # all of them have been read
+            if "error" in answer:
+                raise MeasuringFailed(f"blocks cannot be measured: {answer['error']}")
+        each = np.median(np.array([answer["seconds"] for answer in answers]), axis=0)  # [blocks, 2]
         return [Timed(float(forward), float(backward)) for forward, backward in each]
 
     def close(self) -> None:
@@ -103,16 +106,13 @@ class Workers:
             except BrokenPipeError:
                 raise self._failed(process) from None
 
-    def _answer(self, process: subprocess.Popen[bytes]) -> list[list[float]]:
+    def _answer(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             raise self._failed(process)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise MeasuringFailed(f"blocks cannot be measured: {answer['error']}")
-        seconds: list[list[float]] = answer["seconds"]
-        return seconds
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _failed(self, process: subprocess.Popen[bytes]) -> MeasuringFailed:
         self.close()
@@ -135,11 +135,13 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
     wait = partial(devices.synchronize, device) if devices.is_accelerator(device) else _nothing
     x, y = cut.samples(samples)
     rounds: list[list[tuple[float, float]]] = []
-    _round(cut, x, y, places, wait, now)
-    end = time.perf_counter() + _SECONDS
-    while len(rounds) < _LEAST or (len(rounds) < _MOST and time.perf_counter() < end):
-        rounds.append(_round(cut, x, y, places, wait, now))
-    places.remove()
+    try:
+        _round(cut, x, y, places, wait, now)
+        end = time.perf_counter() + _SECONDS
+        while len(rounds) < _LEAST or (len(rounds) < _MOST and time.perf_counter() < end):
+            rounds.append(_round(cut, x, y, places, wait, now))
+    finally:
+        places.remove()
     seconds = np.median(np.array(rounds), axis=0)  # [blocks, 2]
     alike: dict[Any, list[int]] = {}
     for number, (_, block) in enumerate(cut.blocks):

@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(result, torch.Tensor):
                 self._see(result)
         name = func._overloadpacket.__name__
-        if not func.is_view and name not in _NOTHING:
+        if func.namespace == "aten" and not func.is_view and name not in _NOTHING:
             touched = {id(t): t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
             flops, products = _flops(func._overloadpacket, args, kwargs, out)
             self.operations.append(Operation(name, flops, sum(touched.values()), products))
