@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from mpitrain.planner.model import Divided
 from mpitrain.planner.passes import signature
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.in_place import InPlace
-from mpitrain.shard.protocols import Gradients
+
+if TYPE_CHECKING:
+    from mpitrain.shard.protocols import Gradients
 
 _SECONDS = 0.8  # of rounds, for one number of samples
 _LEAST, _MOST = 3, 9  # rounds
@@ -204,7 +206,7 @@ class _Places:
             p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             for p in trained
         ]
-        self._in_place = InPlace(module, trained, cast(Gradients, self))
+        self._in_place = InPlace(module, trained, cast("Gradients", self))
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Memory to compute a gradient in."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from mpitrain.shard.protocols import Gradients
+if TYPE_CHECKING:
+    from mpitrain.shard.protocols import Gradients
 
 LEAST = 1 << 19  # elements of a weight: copying fewer costs less than the Python in each pass (2 MiB: 0.2 ms, as much)
 
