@@ -4,8 +4,10 @@ layouts                a layout: how a model is spread over ranks, in the settin
 machine                a machine profile: speeds and sizes
 machine_file, machine_keys, units
                        `machine.toml`: read, merged, written; its keys; "100 Gbit/s"; machines/: some that are given
-model, measured, counted
-                       a model profile: what each block costs in time and memory
+model, profile         a model profile: what each block costs in time and memory
+subject, dividing      the model as one rank has it, divided without the other ranks
+recorder, passes       sizes and operations of blocks, from passes without values
+measured, counted      seconds of blocks, measured in processes side by side or reckoned from operations
 collectives            seconds of the collective that would run, simulated
 memory                 bytes of a rank, by category
 step                   seconds of a step, simulated: blocks, messages, buckets, update
