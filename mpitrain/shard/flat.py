@@ -20,6 +20,7 @@ from mpitrain.errors import InputError
 from mpitrain.layout import Flat, in_buckets, lay_out
 
 FIRST_BUCKET = 1 << 20  # bytes
+CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 MIB = 1 << 20
 
 

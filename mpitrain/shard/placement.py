@@ -15,6 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
+
+
 @dataclass(frozen=True)
 class ZeroStage:
     """Whether parameters, gradients and optimizer states are sharded (True) or replicated."""

@@ -24,7 +24,7 @@ from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.flat import CACHED_MB, FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
@@ -44,7 +44,6 @@ from mpitrain.shard.sharded_parameters import ShardedParameters
 from mpitrain.shard.units import members, unit_groups, units_of
 from mpitrain.shard.whole_gradients import WholeGradients
 
-CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
 
 

@@ -16,9 +16,9 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.offload import MappedFiles
+from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
 
-SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
 
 
 class Updater:

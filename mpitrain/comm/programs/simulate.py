@@ -34,7 +34,7 @@ class Machine:
     memory_rate: float = 100e9  # of all cores of a node copying at once
     step: float = 2e-6  # of starting any one step in Python
     fence: float = 1e-6  # of a barrier in a node, per doubling of its ranks
-    cores: int = 64  # per node
+    cores: float = 64  # per node; a fraction of them where others use the rest
 
 
 def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = Machine()) -> float:

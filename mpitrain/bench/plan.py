@@ -1,0 +1,174 @@
+"""The planner's predictions beside measured steps: layouts of three models at several rank counts.
+
+The models are the built-in GPT, a ResNet and one of a factory (`plan_model`). For each and each number of ranks a spread
+of layouts is predicted before anything is measured: data parallel and ZeRO 0 to 3, pipelines by several schedules,
+tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there are. Then
+they are trained in the same processes, in turns (`plan_measured`).
+
+The machine profile is that of `--machine`, or what `python -m mpitrain.bench machine` has left in the results folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.bench.jobs import Benchmark, launched, parser, run
+from mpitrain.bench.plan_measured import measured
+from mpitrain.bench.plan_report import report
+from mpitrain.comm import Communicator
+from mpitrain.errors import InputError, MpitrainError
+
+_ASKED = "MPITRAIN_BENCH_PLAN"  # the file with what is to be measured
+ROUNDS, STEPS, SECONDS = 2, 8, 3.0
+FIRST = 3  # of the plan's choices that are measured
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "model": {"layers": 4, "width": 256, "heads": 8, "sequence": 64},
+        "train": {"batch": 16},
+    },
+    "resnet": {
+        "data": {"path": "digits"},
+        "model": {"name": "resnet", "layers": 18, "width": 32},
+        "train": {"batch": 64},
+    },
+    "factory": {
+        "model": {"factory": "mpitrain.bench.plan_model:make", "sequence": 64},
+        "train": {"batch": 16},
+    },
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "gpt": {"model": {"layers": 2, "width": 64, "heads": 4, "sequence": 32}, "train": {"batch": 8}},
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    benchmark = Benchmark("plan", _parser(), measure, report)
+    if launched():
+        return run(benchmark, arguments)
+    options = benchmark.parser.parse_args(list(arguments))
+    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-plan-") as folder:
+        asked = Path(folder) / "asked.json"
+        asked.write_text(json.dumps(_predictions(options)), encoding="utf-8")
+        os.environ[_ASKED] = str(asked)
+        return run(benchmark, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser("plan", "The planner's predictions beside measured steps.")
+    made.add_argument("--machine", metavar="FILE", help="machine profile [machine.toml in --out]")
+    made.add_argument("--models", default="gpt,resnet,factory", metavar="A,B", help="of gpt, resnet and factory")
+    made.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"measurements of each [{ROUNDS}]")
+    made.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a measurement [{STEPS}]")
+    made.add_argument("--nodes", type=int, default=1, metavar="N", help="on so many nodes [1]")
+    made.add_argument("--choices", type=int, default=FIRST, metavar="N", help=f"first choices measured [{FIRST}]")
+    return made
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure what was asked for at this rank count. Collective."""
+    asked = world.on_root(lambda: json.loads(Path(os.environ[_ASKED]).read_text(encoding="utf-8")))
+    found = {}
+    for model, predictions in asked[str(world.size)].items():
+        if world.rank == 0:
+            print(f" {model}:", flush=True)
+        configs = [each["config"] for each in predictions]
+        rounds, steps = (1, 3) if options.quick else (options.rounds, options.steps)
+        results = measured(world, configs, rounds, steps, SECONDS)
+        found[model] = [each | {"measured": result} for each, result in zip(predictions, results, strict=True)]
+    return found
+
+
+def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """By rank count and model: what is to be measured, with what the planner says of it."""
+    from mpitrain.planner.machine import read_machine
+
+    machine = read_machine(options.machine or str(options.out / "machine.toml"))
+    models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
+    for name, values in models.items():
+        print(f"planning {name} …", flush=True)
+        for ranks, predicted in _planned(values, machine, options).items():
+            found[str(ranks)][name] = predicted
+    return found
+
+
+def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
+    """By rank count, the layouts of one model."""
+    from mpitrain.config.settings import Config
+    from mpitrain.planner.layouts import Layout
+    from mpitrain.planner.notation import settings, text
+    from mpitrain.planner.profile import profile_of
+    from mpitrain.planner.search import best
+    from mpitrain.planner.step import Predictor
+    from mpitrain.trainer.data import description_of
+
+    base = _merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
+    config = Config.from_dict(base)
+    model = profile_of(config, description_of(config), machine, measure=True)
+    found = {}
+    for ranks in options.ranks:
+        predictor = Predictor(model, machine, options.nodes, ranks // options.nodes)
+        plan = best(predictor, count=options.choices)
+        layouts: dict[Layout, int] = {each.layout: number for number, each in enumerate(plan.found)}
+        for layout in spread(ranks, model.batch, len(model.blocks(1))):
+            layouts.setdefault(layout, -1)
+        rows = []
+        for layout, number in layouts.items():
+            try:
+                told = predictor.predict(layout)
+            except MpitrainError:
+                continue  # this model cannot be laid out so
+            rows.append(
+                {
+                    "layout": text(layout),
+                    "choice": number,
+                    "config": _merged(base, settings(layout)),
+                    "seconds": told.seconds,
+                    "parts": dict(told.parts),
+                    "memory": dict(told.memory),
+                }
+            )
+        if not rows:
+            raise InputError(f"no layout of {ranks} ranks is possible")
+        found[ranks] = rows
+    return found
+
+
+def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
+    """Layouts of every kind for so many ranks."""
+    from mpitrain.planner.layouts import Layout
+
+    share = max(1, batch // ranks)
+    found = [Layout(ranks, zero=zero, microbatch=share) for zero in (0, 1, 2, 3)]
+    found.append(Layout(ranks, zero=3, share_node=False, microbatch=share))
+    found.append(Layout(ranks, zero=0, microbatch=max(1, share // 2)))
+    found.append(Layout(ranks, zero=2, microbatch=max(1, share // 2)))
+    found.append(Layout(ranks, zero=1, microbatch=share, recompute=True))
+    for pipeline in {2, ranks} if ranks > 2 else {2}:
+        data = ranks // pipeline
+        if pipeline > blocks:
+            continue
+        some = max(1, batch // data // (2 * pipeline))
+        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
+            if pipeline * chunks <= blocks:
+                found.append(Layout(data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks))
+    for tensor in {2, min(4, ranks)}:
+        data = ranks // tensor
+        found.append(Layout(data, 1, tensor, microbatch=batch // data))
+    found.append(Layout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
+    if ranks >= 4:
+        data = ranks // 4
+        found.append(Layout(data, 2, 2, microbatch=max(1, batch // data // 4)))
+    return list(dict.fromkeys(found))
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values, of which the second win."""
+    return {section: {**first.get(section, {}), **second.get(section, {})} for section in {**first, **second}}

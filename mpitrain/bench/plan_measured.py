@@ -1,0 +1,132 @@
+"""Measures what training steps of given layouts take, for the benchmark `plan`: seconds, and bytes of each rank.
+
+Each layout trains by the trainer itself, one after the other in the same processes, several times over in turns; what
+is timed is a step with its batch. Memory is the most that a rank's own pages took, and its part of the pages that the
+ranks of its node share, above what it had before there was a model, beside what the trainer's own account says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.data.on_device import on_device
+from mpitrain.trainer.data import batches
+from mpitrain.trainer.trainer import Trainer
+
+WARM = 2  # steps before those that count
+_EVERY = 0.005  # seconds between two looks at memory
+
+
+def measured(
+    world: Communicator, configs: Sequence[Mapping[str, Any]], rounds: int, steps: int, seconds: float
+) -> list[dict[str, Any]]:
+    """What each configuration's steps take. Collective.
+
+    Args:
+        world: The ranks.
+        configs: Nested values of configurations.
+        rounds: How often each is measured, in turns.
+        steps: Of one measurement.
+        seconds: That one measurement may take; fewer steps are taken where they are slow.
+
+    Returns:
+        For each configuration {"seconds": every step's, "memory": bytes of the rank with most, "account": by category
+        on rank 0}.
+    """
+    found: list[dict[str, Any]] = [{"seconds": [], "memory": 0.0, "account": {}} for _ in configs]
+    for turn in range(rounds):
+        for number in range(len(configs))[:: -1 if turn % 2 else 1]:
+            with contextlib.redirect_stdout(io.StringIO()):
+                times, nbytes, account = _one(world, configs[number], steps, seconds)
+            of = found[number]
+            of["seconds"] += times
+            of["memory"], of["account"] = max(of["memory"], nbytes), account
+            if world.rank == 0:
+                print(f"  {number + 1} of {len(configs)}: {statistics.median(times):.4f} s", flush=True)
+    return found
+
+
+def _one(
+    world: Communicator, config: Mapping[str, Any], steps: int, seconds: float
+) -> tuple[list[float], float, dict[str, float]]:
+    """The seconds of steps, the bytes of the rank that has most, and rank 0's account."""
+    gc.collect()
+    world.barrier()
+    before = _own_bytes()
+    trainer = Trainer(config, world=world)
+    with _watched() as most:
+        trainer.prepare()
+        times: list[float] = []
+        workers = trainer.places.workers
+        with batches(trainer.config, workers.share, trainer.data, 0, trainer.device) as loader:
+            coming = on_device(loader, trainer.device)
+            count = WARM + steps
+            while len(times) < count:
+                world.barrier()
+                began = time.perf_counter()
+                trainer.step = trainer.train_step(next(coming)).number
+                times.append(_slowest(world, time.perf_counter() - began))
+                if len(times) == WARM:
+                    count = WARM + max(3, min(steps, int(seconds / times[-1])))
+        shared = _shared_bytes()
+    account = trainer.engine.memory()
+    kinds = ("parameters", "gradients", "states", "activations", "buffers")
+    told = {kind: float(getattr(account, kind)) for kind in kinds}
+    own = torch.tensor([most[0] - before + shared], dtype=torch.float64)
+    world.all_reduce(own, "max")
+    trainer.engine.close()
+    trainer.places.mesh.free()
+    trainer.let_go()
+    return times[WARM:], float(own), told
+
+
+def _slowest(world: Communicator, seconds: float) -> float:
+    found = torch.tensor([seconds], dtype=torch.float64)
+    world.all_reduce(found, "max")
+    return float(found)
+
+
+@contextmanager
+def _watched() -> Iterator[list[int]]:
+    """The most bytes of this process' own pages, in a list of one."""
+    most, done = [_own_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_EVERY):
+            most[0] = max(most[0], _own_bytes())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        thread.join()
+
+
+def _own_bytes() -> int:
+    """Bytes of pages that no other process has: what was allocated, not what is shared with the node's ranks."""
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _shared_bytes() -> int:
+    """This process' part of the memory that processes share, each page divided by those that have touched it."""
+    with open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss_Shmem:"):
+                return int(line.split()[1]) << 10
+    return 0

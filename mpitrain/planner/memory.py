@@ -1,0 +1,123 @@
+"""Bytes of a rank under a layout, by category: as `trainer.memory` counts them, and what a step needs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpitrain.pipe.schedule import Schedule
+from mpitrain.pipe.simulate import Costs
+from mpitrain.pipe.simulate import held as in_flight
+from mpitrain.planner.held import Held, is_unit
+from mpitrain.planner.layouts import Layout
+from mpitrain.planner.places import Places
+from mpitrain.shard.placement import SCRATCH, STAGES
+
+CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "process")
+_DEFERRING = 3  # slots of sharded gradients that are reduced in split phases
+
+
+@dataclass(frozen=True)
+class Means:
+    """What decides where memory is.
+
+    Attributes:
+        places: Of the ranks.
+        device: Whether they compute on an accelerator.
+        moments: fp32 numbers that the optimizer keeps per parameter.
+        process: Bytes of a rank before it has a model.
+    """
+
+    places: Places
+    device: bool
+    moments: int
+    process: int
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the ranks."""
+        return self.places.layout
+
+    @property
+    def shared(self) -> bool:
+        """Whether the ranks of a node have one copy of the parameters between them."""
+        layout = self.layout
+        return bool(layout.zero) and layout.share_node and not self.device and self.places.even
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered unit by unit while they are needed."""
+        return self.layout.zero == 3 and not self.shared and self.places.shards()[0].size > 1
+
+
+def account(means: Means, held: Held, schedule: Schedule | None, rank: int) -> dict[str, float]:
+    """Bytes of a rank at one pipeline position, by category.
+
+    Args:
+        means: Where memory is.
+        held: What the rank holds.
+        schedule: Of the pipeline; None without one.
+        rank: The pipeline position.
+    """
+    layout, places = means.layout, means.places
+    stage = STAGES[layout.zero]
+    shards = places.shards()[0].size if stage.states else 1
+    local = places.data.nodes.count(places.data.nodes[0])
+    parameters = held.nbytes if stage.states else held.numel * held.itemsize
+    if means.shared:
+        parameters /= local
+    elif means.gathers:
+        parameters /= shards
+    gradients, slots = float(held.nbytes), 0.0
+    if stage.gradients:
+        gradients /= shards
+        count = 2 if places.overlaps else _DEFERRING if means.shared and places.nodes == 1 else 1
+        slots = count * max(held.buckets, default=0)
+    wide = 4.0 if held.itemsize < 4 or (layout.offload and means.device) else 0.0
+    elements = held.flat.numel if stage.states else held.numel
+    states = elements * (4.0 * means.moments + wide) / shards
+    gathered = _gathered(held) if means.gathers else 0.0
+    activations, peak = _activations(layout, held, schedule, rank)
+    scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
+    return {
+        "parameters": parameters + held.frozen * held.itemsize,
+        "gradients": gradients,
+        "states": states if not (layout.offload and means.device) else 0.0,
+        "activations": activations,
+        "buffers": slots + gathered,
+        "working": max(peak, scratch - activations),
+        "process": float(means.process),
+    }
+
+
+def _gathered(held: Held) -> float:
+    """Bytes that units are gathered into: the root, the one that computes and the one that comes next."""
+    *units, root = held.buckets
+    return root + 2.0 * max(units, default=0)
+
+
+def _activations(layout: Layout, held: Held, schedule: Schedule | None, rank: int) -> tuple[float, float]:
+    """Bytes kept at most between forward and backward, and those needed beside them while a block computes."""
+    every = [block for stage in held.stages for block in stage]
+    working = float(max((block.working for block in every), default=0))
+    if schedule is None:
+        again = [layout.recompute and is_unit(block) for block in every]
+        kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
+        once = max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
+        return float(kept), working + once
+    keeps: dict[int, float] = {}
+    once = 0.0
+    for number, stage in zip(schedule.stages_of(rank), held.stages, strict=True):
+        whole = float(sum(block.kept for block in stage))
+        keeps[number] = float(stage[0].taken) if layout.recompute and stage else whole
+        once = max(once, whole if layout.recompute else 0.0)
+    costs = [keeps.get(number, 0.0) for number in range(schedule.stages)]
+    _, most = in_flight(schedule.steps[rank], Costs(activation=costs))
+    ends = max((stage[-1].given for stage in held.stages if stage), default=0)
+    return most + 2.0 * ends, working + once
+
+
+def total(memory: Mapping[str, float]) -> float:
+    """Bytes of all categories."""
+    return sum(memory.values())
+

@@ -1,0 +1,87 @@
+"""Where the ranks of a layout are: which of them communicate with each other, on how many nodes, and what is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpitrain.planner.collectives import Group
+from mpitrain.planner.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Places:
+    """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.mesh`).
+
+    Attributes:
+        nodes: How many.
+        each: Ranks of a node.
+        cores: Of a node.
+        layout: The layout.
+    """
+
+    nodes: int
+    each: int
+    cores: int
+    layout: Layout
+
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether a node has more ranks than cores."""
+        return self.each > self.cores
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a core is left on each node for communication in the background."""
+        return self.cores > self.each
+
+    @property
+    def turns(self) -> float:
+        """How much longer than alone a rank computes while all of its node do."""
+        return max(1.0, self.each / self.cores)
+
+    @property
+    def threads(self) -> int:
+        """That a rank computes with."""
+        return max(1, self.cores // self.each)
+
+    @property
+    def data(self) -> Group:
+        """The data-parallel ranks of the first pipeline and tensor position."""
+        apart = self.layout.pipeline * self.layout.tensor
+        return self._group(range(0, self.layout.ranks, apart))
+
+    @property
+    def tensor(self) -> Group:
+        """The first tensor-parallel group."""
+        return self._group(range(self.layout.tensor))
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """The node of each rank of the first pipeline."""
+        step = self.layout.tensor
+        return tuple(rank // self.each for rank in range(0, self.layout.pipeline * step, step))
+
+    @property
+    def even(self) -> bool:
+        """Whether each node has as many data-parallel ranks of a group as any other."""
+        counts = {node: self.data.nodes.count(node) for node in set(self.data.nodes)}
+        return len(set(counts.values())) == 1
+
+    def shards(self) -> tuple[Group, Group | None]:
+        """The ranks that shares are divided over, and those that have the same share; None where there are none."""
+        data = self.data
+        if not self.layout.zero or self.layout.shard_within == "all":
+            return data, None
+        local = data.nodes.count(data.nodes[0])
+        inside = Group((data.nodes[0],) * local, data.beside, data.oversubscribed)
+        across = Group(tuple(sorted(set(data.nodes))), self.each, data.oversubscribed)
+        return inside, across if across.size > 1 else None
+
+    def carriers(self) -> Group:
+        """The ranks, one a node, that carry updated parameters to each other, while all ranks of a node do so."""
+        return Group(tuple(sorted(set(self.data.nodes))), self.each, self.oversubscribed)
+
+    def _group(self, ranks: range) -> Group:
+        nodes = tuple(rank // self.each for rank in ranks)
+        here = max(1, nodes.count(nodes[0]))
+        return Group(nodes, max(1, min(self.each, self.layout.ranks) // here), self.oversubscribed)

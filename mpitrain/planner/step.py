@@ -1,0 +1,400 @@
+"""Seconds of a training step under a layout: what its ranks would do, simulated with measured or counted costs.
+
+    forward | backward, a bucket of gradients reduced whenever one is complete | norm, update | parameters shown
+
+Blocks cost what the model profile says; a schedule runs step by step (`pipe.simulate`, or `turns` where ranks share
+cores); every collective is the program that would run (`collectives`), of the buckets that would be reduced (`held`).
+Where no core is free for communication it comes after what it would otherwise lie under, as in the job. Ranks beyond a
+node's cores compute in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from mpitrain.errors import refusal
+from mpitrain.pipe import simulate as at_full_speed
+from mpitrain.pipe.schedule import Schedule
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import Costs
+from mpitrain.planner import turns
+from mpitrain.planner.collectives import Collectives, Group
+from mpitrain.planner.held import Held, bounds_of, held, is_unit
+from mpitrain.planner.layouts import Layout
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.memory import Means, account, total
+from mpitrain.planner.model import Block, Divided, Exchange, ModelProfile
+from mpitrain.planner.places import Places
+from mpitrain.planner.prediction import Prediction
+from mpitrain.shard.flat import CACHED_MB
+
+PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
+
+
+class Predictor:
+    """Predicts layouts of one model on so many nodes of a machine.
+
+    Args:
+        model: What its blocks cost.
+        machine: The machine.
+        nodes: How many nodes.
+        ranks_per_node: Ranks of each.
+        memory: Bytes that a rank may take; None: its part of the node's (or the device's) memory.
+        bucket_mb: MiB of a bucket of gradients.
+    """
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        machine: MachineProfile,
+        nodes: int,
+        ranks_per_node: int,
+        memory: float | None = None,
+        bucket_mb: float = 25.0,
+    ) -> None:
+        self.model, self.machine = model, machine
+        self.nodes, self.ranks_per_node, self._room, self._bucket_mb = nodes, ranks_per_node, memory, bucket_mb
+        self._collectives = Collectives(machine.links)
+        self._held = lru_cache(maxsize=4096)(self._find_held)
+        self._schedule = lru_cache(maxsize=256)(make_schedule)
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    def room(self) -> float:
+        """Bytes that a rank may take."""
+        if self._room is not None:
+            return self._room
+        if self.machine.device is not None:
+            return self.machine.device.memory / self._sharing()
+        return self.machine.memory / self.ranks_per_node
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Simulate a step.
+
+        Raises:
+            InputError: The layout is impossible for this model, or on so many ranks.
+        """
+        places = self._places(layout)
+        step = _Step(self, places)
+        parts = step.run()
+        return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
+
+    def at_least(self, layout: Layout) -> float:
+        """Seconds that the computation alone takes, on average over the ranks: no step is faster. Cheap."""
+        places = self._places(layout)
+        blocks = self.blocks(layout, places)
+        once = sum(block.forward + block.input + block.weight for block in blocks)
+        samples = self.model.batch / layout.data
+        return once * samples / layout.microbatch * layout.slices / layout.pipeline * self.turns(places)
+
+    def memory(self, layout: Layout) -> Mapping[str, float]:
+        """Bytes by category of the rank that takes most."""
+        places = self._places(layout)
+        means = Means(places, self.machine.device is not None, self.model.moments, self.machine.process)
+        schedule = self.schedule(layout)
+        accounts = [
+            account(means, self.held(layout, places, rank), schedule, rank) for rank in range(layout.pipeline)
+        ]
+        return max(accounts, key=total)
+
+    # -- for the simulation
+
+    def turns(self, places: Places) -> float:
+        """How much longer than alone a rank computes while all others of its node, or of its device, do."""
+        return float(self._sharing()) if self.machine.device is not None else places.turns
+
+    def _sharing(self) -> int:
+        """Ranks that share a device."""
+        assert self.machine.device is not None
+        return -(-self.ranks_per_node // self.machine.device.count)
+
+    def _places(self, layout: Layout) -> Places:
+        if layout.ranks != self.ranks:
+            raise refusal(
+                f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} are not the {self.ranks} "
+                f"ranks of {self.nodes} x {self.ranks_per_node}"
+            )
+        return Places(self.nodes, self.ranks_per_node, self.machine.cores, layout)
+
+    def blocks(self, layout: Layout, places: Places) -> tuple[Block, ...]:
+        """What each block costs for a microbatch (or a slice of one)."""
+        divided = Divided(layout.tensor, layout.sequence, layout.whole, layout.slices)
+        return self.model.blocks(layout.microbatch, divided, places.threads)
+
+    def microbatches(self, samples: int, layout: Layout) -> int:
+        """Of so many samples."""
+        return max(1, -(-samples // layout.microbatch))
+
+    def schedule(self, layout: Layout) -> Schedule | None:
+        """Of the pipeline; None without one."""
+        if layout.pipeline == 1:
+            return None
+        share = -(-self.model.batch // layout.data)
+        count = self.microbatches(share, layout)
+        return self._schedule(layout.schedule, layout.pipeline, count, layout.chunks, layout.slices)
+
+    def held(self, layout: Layout, places: Places, rank: int) -> Held:
+        """What the ranks at a pipeline position hold."""
+        return self._held(layout, places, rank)
+
+    def _find_held(self, layout: Layout, places: Places, rank: int) -> Held:
+        blocks = self.blocks(layout, places)
+        bounds = bounds_of(layout, len(blocks))
+        if layout.pipeline == 1:
+            stages: list[Sequence[Block]] = [blocks]
+        else:
+            schedule = self.schedule(layout)
+            assert schedule is not None
+            if len(bounds) != schedule.stages + 1 or bounds[-1] != len(blocks):
+                raise refusal(f"{schedule.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
+            cuts = list(pairwise(bounds))
+            stages = [blocks[cuts[number][0] : cuts[number][1]] for number in schedule.stages_of(rank)]
+        means = Means(places, self.machine.device is not None, 0, 0)
+        parts = places.shards()[0].size if layout.zero else 1
+        cached = layout.zero >= 2 and not places.overlaps and places.nodes == 1 and self.machine.device is None
+        bucket_mb = min(self._bucket_mb, CACHED_MB) if cached else self._bucket_mb
+        return held(stages, self.model.order, parts, bucket_mb, self.model.precision, by_unit=means.gathers)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Seconds of operations."""
+        return self._collectives
+
+
+class _Step:
+    """One step of one layout."""
+
+    def __init__(self, predictor: Predictor, places: Places) -> None:
+        self.predictor, self.places, self.layout = predictor, places, places.layout
+        self.model, self.machine = predictor.model, predictor.machine
+        self.means = Means(places, self.machine.device is not None, self.model.moments, 0)
+        self.blocks = predictor.blocks(self.layout, places)
+        self.turns = predictor.turns(places)
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.shard, self.replicas = places.shards()
+        self.seconds = predictor.collectives.seconds
+
+    def run(self) -> dict[str, float]:
+        """Seconds by part."""
+        schedule = self.predictor.schedule(self.layout)
+        if schedule is None:
+            self._passes()
+            position = 0
+        else:
+            position = self._through_pipeline(schedule)
+        holds = self.predictor.held(self.layout, self.places, position)
+        self._update(holds)
+        self.parts["other"] += self.machine.overhead * self.turns
+        return self.parts
+
+    # -- without a pipeline
+
+    def _passes(self) -> None:
+        """Forward and backward of all microbatches of the rank that has most, and the reduction of gradients."""
+        layout = self.layout
+        share = -(-self.model.batch // layout.data)
+        full, rest = divmod(share, layout.microbatch)
+        sizes = [layout.microbatch] * full + [rest] * (rest > 0)
+        holds = self.predictor.held(layout, self.places, 0)
+        pace = self._pace(share)
+        for number, samples in enumerate(sizes):
+            blocks = self.blocks if samples == layout.microbatch else self._of(samples)
+            self._one_pass(blocks, holds, pace, last=number == len(sizes) - 1)
+        if not self.layout.zero >= 2:
+            self._reduce_after(holds)
+        self._among_replicas(holds)
+
+    def _of(self, samples: int) -> tuple[Block, ...]:
+        divided = Divided(self.layout.tensor, self.layout.sequence, self.layout.whole, self.layout.slices)
+        return self.model.blocks(samples, divided, self.places.threads)
+
+    def _pace(self, share: int) -> float:
+        """How much longer than alone the rank with most samples computes: the others of its node may have fewer."""
+        if self.turns == 1.0:
+            return 1.0
+        even = self.model.batch / self.layout.data / share
+        return max(1.0, self.turns * even)
+
+    def _one_pass(self, blocks: Sequence[Block], holds: Held, pace: float, *, last: bool) -> None:
+        """One microbatch. Communication lies under computation where a core is free for it."""
+        overlaps = self.places.overlaps
+        each_pass = self.layout.zero >= 2
+        reduces = each_pass or (last and overlaps)
+        clock = free = 0.0  # when the computation, and when the communication in the background, is done so far
+        compute = tensor = waits = gathers = 0.0
+        units = self._gathers(holds) if self.means.gathers else {}
+        for block in blocks:
+            compute += block.forward * pace
+            tensor += self._exchanges(block.forwards)
+            gathers += self._gather(units.get(block.name, 0.0), block.forward * pace)
+        clock = compute + tensor + gathers
+        costs = self._reductions(holds) if reduces else []
+        at = 0
+        for number in range(len(blocks) - 1, -1, -1):
+            block = blocks[number]
+            again = block.forward if self.layout.recompute and is_unit(block) else 0.0
+            here = (block.input + block.weight + again) * pace
+            talk = self._exchanges(block.backwards) + (self._exchanges(block.forwards) if again else 0.0)
+            wait = self._gather(units.get(block.name, 0.0), here)
+            compute, tensor, gathers, clock = compute + here, tensor + talk, gathers + wait, clock + here + talk + wait
+            while at < len(costs) and holds.ready[at] >= number:
+                if overlaps:
+                    free = max(free, clock) + costs[at]
+                else:
+                    clock, waits = clock + costs[at], waits + costs[at]
+                at += 1
+        waits += max(0.0, free - clock)
+        self.parts["compute"] += compute
+        self.parts["tensor"] += tensor
+        self.parts["gradients"] += waits
+        self.parts["parameters"] += gathers
+
+    def _reductions(self, holds: Held) -> list[float]:
+        """Seconds of each bucket's reduction."""
+        if self.layout.data == 1:
+            return []
+        operation = "reduce_scatter" if self.layout.zero else "all_reduce"
+        return [self.seconds(operation, nbytes, self.shard) for nbytes in holds.buckets]
+
+    def _reduce_after(self, holds: Held) -> None:
+        """The reduction of whole gradients after backward, where nothing was reduced under it."""
+        if self.places.overlaps or self.layout.data == 1:
+            return
+        if self.layout.zero:
+            self.parts["gradients"] += sum(self._reductions(holds))
+        else:
+            self.parts["gradients"] += self.seconds("all_reduce", holds.nbytes, self.shard)
+
+    def _among_replicas(self, holds: Held) -> None:
+        if self.replicas is not None:
+            share = [nbytes / self.shard.size for nbytes in holds.buckets]
+            self.parts["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
+
+    def _gathers(self, holds: Held) -> dict[str, float]:
+        """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
+        *units, root = [self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets]
+        names = [block.name for block in reversed(holds.stages[0]) if is_unit(block)]
+        found = dict(zip(names, units, strict=True))
+        first = holds.stages[0][0].name
+        found[first] = found.get(first, 0.0) + root / 2  # gathered once, for forward and backward
+        return found
+
+    def _gather(self, seconds: float, meanwhile: float) -> float:
+        """What is not hidden of gathering a unit; where a core is free, the one before computes meanwhile."""
+        return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
+
+    def _exchanges(self, exchanges: Sequence[Exchange]) -> float:
+        group = self.places.tensor
+        return sum(self.seconds(each.operation, each.nbytes, group) for each in exchanges)
+
+    # -- with a pipeline
+
+    def _through_pipeline(self, schedule: Schedule) -> int:
+        """All microbatches through all stages, then the gradients; the position whose ranks come last."""
+        layout, places = self.layout, self.places
+        cuts = list(pairwise(bounds_of(layout, len(self.blocks))))
+        stages = [self.blocks[lo:hi] for lo, hi in cuts]
+        tensor = [
+            (sum(self._exchanges(b.forwards) for b in stage), sum(self._exchanges(b.backwards) for b in stage))
+            for stage in stages
+        ]
+        again = [(sum(b.forward for b in stage) + t[0]) * layout.recompute for stage, t in zip(stages, tensor, strict=True)]
+        costs = Costs(
+            forward=[sum(b.forward for b in stage) + t[0] for stage, t in zip(stages, tensor, strict=True)],
+            input=[
+                sum(b.input for b in stage) + t[1] + a for stage, t, a in zip(stages, tensor, again, strict=True)
+            ],
+            weight=[sum(b.weight for b in stage) for stage in stages],
+        )
+        alone = [sum(costs.of(step) for step in steps) for steps in schedule.steps]
+        ends = self._ends(schedule, costs, stages)
+        here = max(range(len(ends)), key=lambda rank: ends[rank])
+        talk = sum(
+            (t[0] + t[1]) * schedule.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here
+        )
+        self.parts["compute"] += (alone[here] - talk) * min(self.turns, ends[here] / alone[here])
+        self.parts["tensor"] += talk
+        self.parts["pipeline"] += ends[here] - (alone[here] - talk) * min(self.turns, ends[here] / alone[here]) - talk
+        return self._reduce_stages(schedule, ends)
+
+    def _ends(self, schedule: Schedule, costs: Costs, stages: Sequence[Sequence[Block]]) -> Sequence[float]:
+        """When each rank of a pipeline has done its last step."""
+        nodes = self.places.pipeline
+        local = nodes.count(nodes[0])
+        beside = self.places.each // max(1, local)  # pipelines (and tensor ranks) whose messages leave a node at once
+
+        def message(stage: int, to: int) -> float:
+            nbytes = stages[min(stage, to)][-1].given
+            inside = nodes[schedule.rank_of[stage]] == nodes[schedule.rank_of[to]]
+            return self.predictor.collectives.message(nbytes, inside, beside)
+
+        if self.turns > 1.0:
+            cores = local / self.turns
+            return turns.run(schedule, costs, nodes, cores, message).ends
+        longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
+        timed = at_full_speed.simulate(schedule, Costs(costs.forward, costs.input, costs.weight, longest))
+        return [runs[-1].end if runs else 0.0 for runs in timed.runs]
+
+    def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> int:
+        """The gradients of each position's ranks, from when those are done; the position that is done last."""
+        reduced = []
+        for rank, end in enumerate(ends):
+            holds = self.predictor.held(self.layout, self.places, rank)
+            copied = holds.nbytes / self.machine.links.copy_rate * self.turns  # into flat memory
+            whole = self.layout.zero == 0 and not self.places.overlaps
+            each = sum(self._reductions(holds)) if not whole else self.seconds("all_reduce", holds.nbytes, self.shard)
+            reduced.append(end + copied + (each if self.layout.data > 1 else 0.0) + self._tied(schedule, rank))
+        last = max(range(len(reduced)), key=lambda rank: reduced[rank])
+        self.parts["gradients"] += max(reduced) - max(ends)
+        self._among_replicas(self.predictor.held(self.layout, self.places, last))
+        return last
+
+    def _tied(self, schedule: Schedule, rank: int) -> float:
+        """Seconds of adding up the gradients of parameters that the first and the last stage share."""
+        ties = sum(
+            weight.numel for block in self.blocks for weight in block.weights if weight.same_as and weight.trained
+        )
+        ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
+        if not ties or rank not in ranks or len(ranks) == 1:
+            return 0.0
+        nodes = tuple(sorted(self.places.pipeline[r] for r in ranks))
+        group = Group(nodes, max(1, self.places.each // 2), self.places.oversubscribed)
+        return self.seconds("all_reduce", ties * 4, group, "private")
+
+    # -- after the gradients
+
+    def _update(self, holds: Held) -> None:
+        """Norm and update of this rank's elements, and what shows the others their result."""
+        layout, machine, places = self.layout, self.machine, self.places
+        shards = self.shard.size if layout.zero else 1
+        elements = (holds.flat.numel if layout.zero else holds.numel) / shards
+        self.parts["update"] += elements / self._update_rate() * self.turns
+        summed = holds.numel / max(shards, layout.data) * 4 / machine.links.copy_rate
+        self.parts["update"] += summed * self.turns
+        axes = [places.data, places.tensor, Group(places.pipeline, 1, places.oversubscribed)]
+        self.parts["other"] += sum(self.seconds("all_reduce", 8, axis, "private") for axis in [places.data, *axes])
+        if not layout.zero or layout.data == 1:
+            return
+        gather = 0.0
+        if self.means.shared:
+            gather += self.predictor.collectives.barrier(places.data)
+            carriers = places.carriers()
+            if carriers.size > 1 and self.replicas is None:
+                local = places.data.nodes.count(places.data.nodes[0])
+                gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
+        elif not self.means.gathers:
+            gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
+        self.parts["parameters"] += gather
+
+    def _update_rate(self) -> float:
+        """Elements per second of one rank."""
+        machine = self.machine
+        if machine.device is not None and not self.layout.offload:
+            return machine.device.memory_rate / 28  # AdamW reads value, gradient and two moments, and writes three
+        more = 1 + (self.places.threads - 1) * machine.threads
+        return machine.update_rate * more
