@@ -1,9 +1,9 @@
 """The planner's predictions beside measured steps: layouts of three models at several rank counts.
 
-The models are the built-in GPT, a ResNet and one of a factory (`plan_model`). For each and each number of ranks a spread
-of layouts is predicted before anything is measured: data parallel and ZeRO 0 to 3, pipelines by several schedules,
-tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there are. Then
-they are trained in the same processes, in turns (`plan_measured`).
+The models are the built-in GPT, a ResNet and one of a factory (`plan_model`). For each and each number of ranks a
+spread of layouts is predicted before anything is measured: data parallel and ZeRO 0 to 3, pipelines by several
+schedules, tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there
+are. Then they are trained in the same processes, in turns (`plan_measured`).
 
 The machine profile is that of `--machine`, or what `python -m mpitrain.bench machine` has left in the results folder.
 """
@@ -158,7 +158,9 @@ def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
         some = max(1, batch // data // (2 * pipeline))
         for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
             if pipeline * chunks <= blocks:
-                found.append(Layout(data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks))
+                found.append(
+                    Layout(data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks)
+                )
     for tensor in {2, min(4, ranks)}:
         data = ranks // tensor
         found.append(Layout(data, 1, tensor, microbatch=batch // data))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from mpitrain.comm.algorithms import halving, pairwise, ring
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection import serving
+from mpitrain.comm.selection.serving import serving
 from mpitrain.comm.selection.setting import Setting
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
@@ -139,8 +139,9 @@ class Collectives:
         return times[1] + (times[1] - times[0]) * (nodes / _LONG - 2)
 
     def _setting(self, nbytes: int, group: Group, memory: str) -> Setting:
-        block = max(1, nbytes // group.size)
-        return Setting(nbytes, max(1, nbytes // 4), group.nodes, memory, group.oversubscribed, block=block)
+        block = max(4, nbytes // group.size // 4 * 4)
+        nbytes = block * group.size
+        return Setting(nbytes, nbytes // 4, group.nodes, memory, group.oversubscribed, block=block)
 
     def _shared_with(self, groups: int) -> Machine:
         """What one of several groups has of a node's cores, memory and link."""

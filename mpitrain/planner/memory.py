@@ -63,7 +63,7 @@ def account(means: Means, held: Held, schedule: Schedule | None, rank: int) -> d
     stage = STAGES[layout.zero]
     shards = places.shards()[0].size if stage.states else 1
     local = places.data.nodes.count(places.data.nodes[0])
-    parameters = held.nbytes if stage.states else held.numel * held.itemsize
+    parameters = float(held.nbytes if stage.states else held.numel * held.itemsize)
     if means.shared:
         parameters /= local
     elif means.gathers:
@@ -100,13 +100,14 @@ def _activations(layout: Layout, held: Held, schedule: Schedule | None, rank: in
     """Bytes kept at most between forward and backward, and those needed beside them while a block computes."""
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))
+    once: float
     if schedule is None:
         again = [layout.recompute and is_unit(block) for block in every]
         kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
         once = max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
         return float(kept), working + once
     keeps: dict[int, float] = {}
-    once = 0.0
+    once = 0
     for number, stage in zip(schedule.stages_of(rank), held.stages, strict=True):
         whole = float(sum(block.kept for block in stage))
         keeps[number] = float(stage[0].taken) if layout.recompute and stage else whole
@@ -120,4 +121,3 @@ def _activations(layout: Layout, held: Held, schedule: Schedule | None, rank: in
 def total(memory: Mapping[str, float]) -> float:
     """Bytes of all categories."""
     return sum(memory.values())
-

@@ -97,9 +97,7 @@ class Predictor:
         places = self._places(layout)
         means = Means(places, self.machine.device is not None, self.model.moments, self.machine.process)
         schedule = self.schedule(layout)
-        accounts = [
-            account(means, self.held(layout, places, rank), schedule, rank) for rank in range(layout.pipeline)
-        ]
+        accounts = [account(means, self.held(layout, places, rank), schedule, rank) for rank in range(layout.pipeline)]
         return max(accounts, key=total)
 
     # -- for the simulation
@@ -296,27 +294,25 @@ class _Step:
 
     def _through_pipeline(self, schedule: Schedule) -> int:
         """All microbatches through all stages, then the gradients; the position whose ranks come last."""
-        layout, places = self.layout, self.places
+        layout = self.layout
         cuts = list(pairwise(bounds_of(layout, len(self.blocks))))
         stages = [self.blocks[lo:hi] for lo, hi in cuts]
         tensor = [
             (sum(self._exchanges(b.forwards) for b in stage), sum(self._exchanges(b.backwards) for b in stage))
             for stage in stages
         ]
-        again = [(sum(b.forward for b in stage) + t[0]) * layout.recompute for stage, t in zip(stages, tensor, strict=True)]
+        again = [
+            (sum(b.forward for b in stage) + t[0]) * layout.recompute for stage, t in zip(stages, tensor, strict=True)
+        ]
         costs = Costs(
             forward=[sum(b.forward for b in stage) + t[0] for stage, t in zip(stages, tensor, strict=True)],
-            input=[
-                sum(b.input for b in stage) + t[1] + a for stage, t, a in zip(stages, tensor, again, strict=True)
-            ],
+            input=[sum(b.input for b in stage) + t[1] + a for stage, t, a in zip(stages, tensor, again, strict=True)],
             weight=[sum(b.weight for b in stage) for stage in stages],
         )
         alone = [sum(costs.of(step) for step in steps) for steps in schedule.steps]
         ends = self._ends(schedule, costs, stages)
         here = max(range(len(ends)), key=lambda rank: ends[rank])
-        talk = sum(
-            (t[0] + t[1]) * schedule.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here
-        )
+        talk = sum((t[0] + t[1]) * schedule.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
         self.parts["compute"] += (alone[here] - talk) * min(self.turns, ends[here] / alone[here])
         self.parts["tensor"] += talk
         self.parts["pipeline"] += ends[here] - (alone[here] - talk) * min(self.turns, ends[here] / alone[here]) - talk

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
 
 

@@ -20,7 +20,6 @@ from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
 
 
-
 class Updater:
     """The last part of a step, on what a sharding gives this rank to update.
 

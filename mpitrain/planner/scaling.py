@@ -1,0 +1,116 @@
+"""How step time, efficiency and memory go with the number of ranks: the best layout at each, predicted.
+
+Strong scaling keeps the global batch; weak scaling keeps the samples of a rank. Efficiency is the throughput of a rank
+against that at the smallest number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.model import Block, Divided, ModelProfile
+from mpitrain.planner.prediction import Prediction
+from mpitrain.planner.search import best
+from mpitrain.planner.step import Predictor
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best layout at one number of ranks.
+
+    Attributes:
+        nodes: How many.
+        ranks: Of all nodes.
+        prediction: Of the best layout that fits; None where none does.
+    """
+
+    nodes: int
+    ranks: int
+    prediction: Prediction | None
+
+    @property
+    def rate(self) -> float:
+        """Samples per second of one rank."""
+        found = self.prediction
+        return found.samples / found.seconds / self.ranks if found is not None else 0.0
+
+
+class WithBatch(ModelProfile):
+    """A model profile with another global batch."""
+
+    def __init__(self, model: ModelProfile, batch: int) -> None:
+        self._model, self.batch = model, batch
+        self.precision, self.moments, self.sample_bytes = model.precision, model.moments, model.sample_bytes
+        self.listed, self.divisible, self.order = model.listed, model.divisible, model.order
+
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+        return self._model.blocks(samples, divided, threads)
+
+
+def scaling(
+    model: ModelProfile,
+    machine: MachineProfile,
+    ranks_per_node: int,
+    nodes: Sequence[int],
+    *,
+    weak: bool,
+    memory: float | None = None,
+    told: Callable[[Point], None] = lambda point: None,
+) -> list[Point]:
+    """The best layout at each number of nodes.
+
+    Args:
+        model: What is trained; its batch is that of the first number of nodes.
+        machine: Where.
+        ranks_per_node: Ranks of each node.
+        nodes: From least to most.
+        weak: Whether the batch grows with the nodes.
+        memory: Bytes that a rank may take.
+        told: Called with each point once it is known.
+    """
+    points = []
+    for count in nodes:
+        batch = model.batch * count // nodes[0] if weak else model.batch
+        predictor = Predictor(WithBatch(model, batch), machine, count, ranks_per_node, memory)
+        found = best(predictor, count=1).found
+        points.append(Point(count, predictor.ranks, found[0] if found else None))
+        told(points[-1])
+    return points
+
+
+def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point]) -> None:
+    """Step time, efficiency and memory over ranks, on a matplotlib figure."""
+    figure.set_size_inches(13, 4.2)
+    time, efficiency, memory = figure.subplots(1, 3)
+    for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
+        fits = [point for point in points if point.prediction is not None]
+        if not fits:
+            continue
+        ranks = [point.ranks for point in fits]
+        predictions = [point.prediction for point in fits if point.prediction is not None]
+        time.plot(ranks, [each.seconds for each in predictions], style, label=name)
+        efficiency.plot(ranks, [point.rate / fits[0].rate for point in fits], style, label=name)
+        memory.plot(ranks, [each.total_memory / GIB for each in predictions], style, label=name)
+    time.set(ylabel="seconds a step", yscale="log")
+    efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
+    memory.set(ylabel="GiB a rank", yscale="log")
+    for axis in (time, efficiency, memory):
+        axis.set(xscale="log", xlabel="ranks")
+        axis.set_xticks([point.ranks for point in strong], [str(point.ranks) for point in strong], rotation=45)
+        axis.grid(alpha=0.3)
+        axis.legend()
+
+
+def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point]) -> None:
+    """Draw into a file, whose name says the format. Raises ImportError without matplotlib (extra `monitor`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    draw(figure, strong, weak)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,40 @@
+"""A model profile with made-up costs, for tests of what reckons with them."""
+
+from __future__ import annotations
+
+from mpitrain.planner.model import Block, Divided, Exchange, ModelProfile, Weight
+
+
+class FakeModel(ModelProfile):
+    """An embedding, equal blocks and a head that is tied to the embedding; seconds are proportional to samples."""
+
+    def __init__(self, layers: int = 4, batch: int = 16, numel: int = 1 << 16, seconds: float = 0.01) -> None:
+        self.batch, self.precision, self.moments, self.sample_bytes = batch, "fp32", 2, 1024
+        self.listed = self.divisible = True
+        self.layers, self.numel, self.seconds = layers, numel, seconds
+        self.order = ["embedding.weight", *(f"blocks.{n}.weight" for n in range(layers))]
+
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+        once = self.seconds * samples / divided.slices / threads
+        act = 4096 * samples // divided.slices
+        exchanges = (Exchange("all_reduce", act),) if divided.tensor > 1 else ()
+        table = Weight("embedding.weight", self.numel // divided.tensor, replicated=False)
+        first = Block("embedding", once / 10, 0.0, once / 10, 0, 64, act, act, (table,))
+        middle = [
+            Block(
+                f"blocks.{n}",
+                once / divided.tensor,
+                once / divided.tensor,
+                once / divided.tensor,
+                8 * act // divided.tensor,
+                act,
+                act,
+                2 * act,
+                (Weight(f"blocks.{n}.weight", self.numel // divided.tensor, replicated=False),),
+                exchanges,
+                exchanges,
+            )
+            for n in range(self.layers)
+        ]
+        tied = Weight("head.weight", self.numel // divided.tensor, replicated=False, same_as="embedding.weight")
+        return (first, *middle, Block("head", once / 5, once / 5, once / 5, act, act, 4, act, (tied,)))
