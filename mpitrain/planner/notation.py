@@ -1,0 +1,180 @@
+"""A layout as one line of text, as settings, and the layout that a configuration asks for.
+
+    4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then what is not as it is by default, in any order
+
+    zeroZ            parallel.zero                 slicesS         parallel.slices
+    mbM              train.microbatch [1]          cut:3,2x4,3     parallel.cut [3, 4, 4, 3]
+    gpipe | 1f1b | interleaved | zero-bubble | package.module:function       parallel.schedule
+    chunksV          parallel.chunks               recompute       train.recompute
+    sequence         parallel.sequence             offload:host    parallel.offload
+    per-node         parallel.shard_within node    private         parallel.share_node false
+    kept             parallel.reshard false        whole:P,Q       parallel.whole ["P", "Q"]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any, get_args
+
+from mpitrain.choices import PipelineSchedule
+from mpitrain.config.settings import Config
+from mpitrain.errors import refusal
+from mpitrain.layout import split
+from mpitrain.mesh import mesh_shape
+from mpitrain.pipe.partition import partition
+from mpitrain.planner.layouts import Layout
+from mpitrain.planner.model import Block
+
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+_NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": True},
+    "sequence": {"sequence": True},
+    "per-node": {"shard_within": "node"},
+    "private": {"share_node": False},
+    "kept": {"reshard": False},
+}
+_EXAMPLE = "4x2x1 zero1 mb2 1f1b"
+
+
+def told(layout: Layout) -> str:
+    """The layout as one line of text that `read` reads back."""
+    words = [f"{layout.data}x{layout.pipeline}x{layout.tensor}"]
+    words += [f"zero{layout.zero}"] if layout.zero else []
+    words += [f"mb{layout.microbatch}"]
+    words += [layout.schedule] if layout.pipeline > 1 or layout.schedule != "1f1b" else []
+    words += [f"chunks{layout.chunks}"] if layout.chunks > 1 else []
+    words += [f"slices{layout.slices}"] if layout.slices > 1 else []
+    for word, meant in _FLAGS.items():
+        if all(getattr(layout, name) == value for name, value in meant.items()):
+            words.append(word)
+    words += [f"offload:{layout.offload}"] if layout.offload else []
+    if layout.cut:
+        runs = [(blocks, len(list(run))) for blocks, run in groupby(layout.cut)]
+        words.append("cut:" + ",".join(f"{times}x{blocks}" if times > 1 else str(blocks) for blocks, times in runs))
+    words += [f"whole:{','.join(layout.whole)}"] if layout.whole else []
+    return " ".join(words)
+
+
+def read(text: str) -> Layout:
+    """The layout that a text in this file's notation means.
+
+    Raises:
+        InputError: A word of it is unknown, or it has no shape.
+    """
+    shape: list[int] = []
+    found: dict[str, Any] = {}
+    for word in text.split():
+        if match := _SHAPE.fullmatch(word):
+            shape = [int(number) for number in match.groups()]
+        else:
+            found.update(_meant(word))
+    if not shape:
+        raise refusal(f"layout {text!r} does not begin with data x pipeline x tensor ranks; write {_EXAMPLE!r}")
+    if min(shape) < 1 or min((found.get(name, 1) for name in ("microbatch", "chunks", "slices"))) < 1:
+        raise refusal(f"layout {text!r}: each number must be at least 1; write {_EXAMPLE!r}")
+    return Layout(*shape, **found)
+
+
+def _meant(word: str) -> dict[str, Any]:
+    """The fields that one word sets. Raises InputError for a word that is unknown."""
+    if word in _FLAGS:
+        return _FLAGS[word]
+    name, colon, value = word.partition(":")
+    if colon and value:
+        if name == "offload":
+            return {"offload": value}
+        if name == "whole":
+            return {"whole": tuple(value.split(","))}
+        if name == "cut" and re.fullmatch(r"(\d+x)?[1-9]\d*(,(\d+x)?[1-9]\d*)*", value):
+            runs = [part.rpartition("x") for part in value.split(",")]
+            return {"cut": tuple(int(blocks) for times, _, blocks in runs for _ in range(int(times or 1)))}
+    match = re.fullmatch(r"([a-z]+)(\d+)", word)
+    if match and match[1] in _NUMBERED and (match[1] != "zero" or int(match[2]) <= 3):
+        return {_NUMBERED[match[1]]: int(match[2])}
+    if word in get_args(PipelineSchedule) or re.fullmatch(r"[\w.]+:\w+", word):
+        return {"schedule": word}
+    raise refusal(
+        f"{word!r} is no part of a layout; write words such as {_EXAMPLE!r} (all are listed by "
+        "python -m mpitrain.plan --help)"
+    )
+
+
+def settings(layout: Layout) -> dict[str, dict[str, Any]]:
+    """The settings that run a layout, by section and key: all that it decides, also those that are at their defaults."""
+    return {
+        "parallel": {
+            "data": layout.data,
+            "pipeline": layout.pipeline,
+            "tensor": layout.tensor,
+            "zero": layout.zero,
+            "share_node": layout.share_node,
+            "shard_within": layout.shard_within,
+            "reshard": layout.reshard,
+            "schedule": layout.schedule,
+            "chunks": layout.chunks,
+            "slices": layout.slices,
+            "cut": list(layout.cut) or "uniform",
+            "whole": list(layout.whole),
+            "sequence": layout.sequence,
+            "offload": layout.offload,
+        },
+        "train": {"microbatch": layout.microbatch, "recompute": layout.recompute},
+    }
+
+
+def layout_of(config: Config, ranks: int, blocks: Sequence[Block] = ()) -> Layout:
+    """The layout that a configuration asks for.
+
+    Args:
+        config: The configuration; what it leaves open is filled in as training does.
+        ranks: That it runs on.
+        blocks: Of the model, for a cut by parameters or by time; without them such a cut is taken as uniform.
+
+    Raises:
+        InputError: The axes do not make so many ranks.
+    """
+    parallel, train = config.parallel, config.train
+    data, pipeline, tensor = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
+    pieces = data * 2 * pipeline if pipeline > 1 else data  # as trainer.data.microbatch_size
+    return Layout(
+        data,
+        pipeline,
+        tensor,
+        zero=parallel.zero,
+        share_node=parallel.share_node,
+        shard_within=parallel.shard_within,
+        reshard=parallel.reshard,
+        microbatch=train.microbatch or max(1, -(-train.batch // pieces)),
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        slices=parallel.slices if pipeline > 1 else 1,
+        cut=_cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else (),
+        recompute=train.recompute,
+        offload=parallel.offload,
+        sequence=parallel.sequence and tensor > 1,
+        whole=tuple(getattr(parallel, "whole", ())) if tensor > 1 else (),
+    )
+
+
+def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Blocks of each stage; empty where stages have equally many."""
+    if not isinstance(cut, str):
+        return tuple(int(number) for number in cut)
+    if cut == "uniform" or len(blocks) < stages:
+        return ()
+    costs = [
+        float(sum(weight.numel for weight in block.weights))
+        if cut == "parameters"
+        else block.forward + block.input + block.weight
+        for block in blocks
+    ]
+    return sizes(partition(costs, stages))
+
+
+def sizes(bounds: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks each stage has, from the bounds of the stages; empty where they have equally many."""
+    counts = tuple(hi - lo for lo, hi in pairwise(bounds))
+    return () if list(bounds) == split(bounds[-1], len(counts)) else counts

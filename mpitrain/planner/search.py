@@ -1,0 +1,195 @@
+"""The best layouts of all, without a prediction of each.
+
+Layouts are taken in the order of a lower bound of their seconds. What does not fit into memory is set aside, what fits
+is predicted in full, and once as many as are wanted are faster than the next bound, no other can be among them: the
+result is that of predicting all (best-first branch and bound). A layout that only saves memory compared with another
+(offload) is looked at where that one does not fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mpitrain.errors import InputError
+from mpitrain.planner.layouts import Layout
+from mpitrain.planner.prediction import Prediction
+
+COUNT = 10
+_NEAR = 6  # layouts that do not fit that a plan tells of
+_EQUAL = 1e-6  # relative difference of seconds below which the simpler layout is better
+
+Variants = Callable[[Layout], Iterable[Layout]]
+
+
+class Estimates(Protocol):
+    """What the search asks of a predictor (`planner.step.Predictor`)."""
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Everything of a layout; InputError where it is impossible."""
+
+    def at_least(self, layout: Layout) -> float:
+        """Seconds that a step takes at least, however the blocks are cut into stages; cheap."""
+
+    def memory(self, layout: Layout) -> Mapping[str, float]:
+        """Bytes of the rank that needs most, by category; cheap."""
+
+    def room(self) -> float:
+        """Bytes that a rank may take."""
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A layout that does not fit.
+
+    Attributes:
+        layout: The layout.
+        memory: Bytes on the rank that needs most, by category.
+        room: Bytes that it may take.
+        seconds: That a step would take at least.
+    """
+
+    layout: Layout
+    memory: Mapping[str, float]
+    room: float
+    seconds: float
+
+    @property
+    def missing(self) -> float:
+        """Bytes by which it is too large."""
+        return sum(self.memory.values()) - self.room
+
+    @property
+    def blame(self) -> str:
+        """The category that takes most of it."""
+        return max(self.memory, key=lambda category: self.memory[category])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found.
+
+    Attributes:
+        found: Predictions of the best layouts, the best one first.
+        excess: The fastest layouts that do not fit, by their bounds; where nothing fits, those that lack least.
+        room: Bytes that a rank may take.
+        layouts: How many there are.
+        predicted: How many were predicted.
+        beyond: Where time was up: the seconds that layouts not looked at take at least; infinite otherwise.
+    """
+
+    found: Sequence[Prediction]
+    excess: Sequence[Excess]
+    room: float
+    layouts: int
+    predicted: int
+    beyond: float = float("inf")
+
+
+@dataclass
+class _Looked:
+    """What a search has seen."""
+
+    best: list[Prediction] = field(default_factory=list)
+    excess: list[Excess] = field(default_factory=list)
+    predicted: int = 0
+
+
+def best(
+    predictor: Estimates,
+    layouts: Iterable[Layout],
+    count: int = COUNT,
+    variants: Variants = lambda layout: (layout,),
+    patience: float = float("inf"),
+) -> Plan:
+    """The best layouts.
+
+    Args:
+        predictor: Of their seconds and bytes.
+        layouts: To choose from.
+        count: How many are wanted.
+        variants: Of a layout, the ways to cut it into stages and to divide its layers: what its bound holds for.
+        patience: Seconds after which no more layouts are predicted, if one was found.
+    """
+    until = time.monotonic() + patience
+    room = predictor.room()
+    bounds = []
+    for layout in layouts:
+        try:
+            bounds.append((predictor.at_least(layout), simplicity(layout), layout))
+        except InputError:
+            continue
+    bounds.sort(key=lambda entry: entry[:2])
+    seen, fitting = _Looked(), set[Layout]()
+    beyond = float("inf")
+    for at_least, _, layout in bounds:
+        if len(seen.best) >= count and at_least > seen.best[count - 1].seconds * (1 + _EQUAL):
+            break
+        if layout.offload and replace(layout, offload="") in fitting:
+            continue
+        if seen.best and time.monotonic() > until:
+            beyond = at_least
+            break
+        if _look(predictor, variants(layout), at_least, room, seen):
+            fitting.add(layout)
+            seen.best = ranked(seen.best)[:count]
+    return Plan(seen.best, _nearest(seen), room, len(bounds), seen.predicted, beyond)
+
+
+def _look(predictor: Estimates, variants: Iterable[Layout], at_least: float, room: float, seen: _Looked) -> bool:
+    """Predict what fits of a layout's variants; returns whether any did."""
+    fits, too_large = False, []
+    for variant in dict.fromkeys(variants):
+        try:
+            memory = predictor.memory(variant)
+            if sum(memory.values()) > room:
+                too_large.append(Excess(variant, memory, room, at_least))
+                continue
+            seen.best.append(predictor.predict(variant))
+        except InputError:
+            continue
+        seen.predicted += 1
+        fits = True
+    if too_large and not fits:
+        seen.excess.append(min(too_large, key=lambda each: each.missing))
+    return fits
+
+
+def ranked(found: Iterable[Prediction]) -> list[Prediction]:
+    """Predictions, the best first; of those that are equally fast the simpler layout."""
+    in_order: list[Prediction] = []
+    for each in sorted(found, key=lambda p: (p.seconds, simplicity(p.layout))):
+        place = len(in_order)
+        while place and _better(each, in_order[place - 1]):
+            place -= 1
+        in_order.insert(place, each)
+    return in_order
+
+
+def _better(a: Prediction, b: Prediction) -> bool:
+    """Whether a is the simpler one of two that are equally fast."""
+    return a.seconds <= b.seconds * (1 + _EQUAL) and simplicity(a.layout) < simplicity(b.layout)
+
+
+def simplicity(layout: Layout) -> tuple[Any, ...]:
+    """A key that is less for a layout that is simpler: fewer axes, a lower stage of ZeRO, fewer pieces."""
+    axes = sum(ranks > 1 for ranks in (layout.data, layout.pipeline, layout.tensor))
+    options = (layout.recompute, bool(layout.offload), layout.sequence, layout.shard_within != "all")
+    own = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
+    sizes = (layout.chunks, layout.slices, layout.tensor, layout.pipeline, -layout.microbatch)
+    return (axes, layout.zero, sum(options), *own, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
+
+
+def _nearest(seen: _Looked) -> list[Excess]:
+    """What did not fit and is worth telling: one of a mesh and stage of ZeRO."""
+    if not seen.best:
+        seen.excess.sort(key=lambda each: each.missing)
+    told: dict[tuple[int, ...], Excess] = {}
+    for each in seen.excess:
+        layout = each.layout
+        kind = (layout.data, layout.pipeline, layout.tensor, layout.zero)
+        if kind not in told or each.missing < told[kind].missing:
+            told[kind] = each
+    return list(told.values())[:_NEAR]
