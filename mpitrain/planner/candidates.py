@@ -21,7 +21,14 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import Divided, ModelProfile
 
 _SLICES = (2, 4)
-_OF_PIPELINE = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))
+_OF_PIPELINE = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zero-bubble", 1),
+    ("zero-bubble", 2),
+)
 _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
 
 

@@ -1,14 +1,14 @@
 """A layout as one line of text, as settings, and the layout that a configuration asks for.
 
-    4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then what is not as it is by default, in any order
+4x2x1 zero1 mb2 1f1b          data x pipeline x tensor ranks, then what is not as it is by default, in any order
 
-    zeroZ            parallel.zero                 slicesS         parallel.slices
-    mbM              train.microbatch [1]          cut:3,2x4,3     parallel.cut [3, 4, 4, 3]
-    gpipe | 1f1b | interleaved | zero-bubble | package.module:function       parallel.schedule
-    chunksV          parallel.chunks               recompute       train.recompute
-    sequence         parallel.sequence             offload:host    parallel.offload
-    per-node         parallel.shard_within node    private         parallel.share_node false
-    kept             parallel.reshard false        whole:P,Q       parallel.whole ["P", "Q"]
+zeroZ            parallel.zero                 slicesS         parallel.slices
+mbM              train.microbatch [1]          cut:3,2x4,3     parallel.cut [3, 4, 4, 3]
+gpipe | 1f1b | interleaved | zero-bubble | package.module:function       parallel.schedule
+chunksV          parallel.chunks               recompute       train.recompute
+sequence         parallel.sequence             offload:host    parallel.offload
+per-node         parallel.shard_within node    private         parallel.share_node false
+kept             parallel.reshard false        whole:P,Q       parallel.whole ["P", "Q"]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 
 
-def told(layout: Layout) -> str:
+def text(layout: Layout) -> str:
     """The layout as one line of text that `read` reads back."""
     words = [f"{layout.data}x{layout.pipeline}x{layout.tensor}"]
     words += [f"zero{layout.zero}"] if layout.zero else []
@@ -58,24 +58,25 @@ def told(layout: Layout) -> str:
     return " ".join(words)
 
 
-def read(text: str) -> Layout:
+def read(line: str) -> Layout:
     """The layout that a text in this file's notation means.
 
     Raises:
         InputError: A word of it is unknown, or it has no shape.
     """
-    shape: list[int] = []
+    shape: tuple[int, ...] = ()
     found: dict[str, Any] = {}
-    for word in text.split():
+    for word in line.split():
         if match := _SHAPE.fullmatch(word):
-            shape = [int(number) for number in match.groups()]
+            shape = tuple(map(int, match.groups()))
         else:
             found.update(_meant(word))
     if not shape:
-        raise refusal(f"layout {text!r} does not begin with data x pipeline x tensor ranks; write {_EXAMPLE!r}")
-    if min(shape) < 1 or min((found.get(name, 1) for name in ("microbatch", "chunks", "slices"))) < 1:
-        raise refusal(f"layout {text!r}: each number must be at least 1; write {_EXAMPLE!r}")
-    return Layout(*shape, **found)
+        raise refusal(f"layout {line!r} does not begin with data x pipeline x tensor ranks; write {_EXAMPLE!r}")
+    if min(shape) < 1 or min(found.get(name, 1) for name in ("microbatch", "chunks", "slices")) < 1:
+        raise refusal(f"layout {line!r}: each number must be at least 1; write {_EXAMPLE!r}")
+    data, pipeline, tensor = shape
+    return Layout(data, pipeline, tensor, **found)
 
 
 def _meant(word: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _meant(word: str) -> dict[str, Any]:
 
 
 def settings(layout: Layout) -> dict[str, dict[str, Any]]:
-    """The settings that run a layout, by section and key: all that it decides, also those that are at their defaults."""
+    """The settings that run a layout, by section and key: all that it decides, defaults too."""
     return {
         "parallel": {
             "data": layout.data,

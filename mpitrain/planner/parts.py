@@ -91,7 +91,10 @@ def choose_by_milp(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | No
 
     seconds = np.array([each.seconds for each in pairs])
     nbytes = np.array([each.nbytes for each in pairs])
-    of_seconds, of_bytes = np.abs(seconds).max() or 1.0, np.abs(nbytes).max() or 1.0  # the solver's tolerances are fixed
+    of_seconds, of_bytes = (
+        np.abs(seconds).max() or 1.0,
+        np.abs(nbytes).max() or 1.0,
+    )  # the solver's tolerances are fixed
     solved = milp(
         seconds / of_seconds,
         integrality=np.ones(len(pairs)),

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mpitrain.errors import InputError
+from mpitrain.planner.candidates import Rules, candidates
 from mpitrain.planner.layouts import Layout
 from mpitrain.planner.prediction import Prediction
+from mpitrain.planner.refine import Refinement
+from mpitrain.planner.step import Predictor
 
 COUNT = 10
 _NEAR = 6  # layouts that do not fit that a plan tells of
-_EQUAL = 1e-6  # relative difference of seconds below which the simpler layout is better
 
 Variants = Callable[[Layout], Iterable[Layout]]
 
@@ -97,14 +99,27 @@ class _Looked:
     predicted: int = 0
 
 
-def best(
+def best(predictor: Predictor, rules: Rules = Rules(), count: int = COUNT, patience: float = float("inf")) -> Plan:
+    """The best layouts of all that a model can be trained in.
+
+    Args:
+        predictor: Of seconds and bytes on so many ranks of a machine.
+        rules: What the rest of the configuration allows.
+        count: How many are wanted.
+        patience: Seconds after which no more layouts are predicted, if one was found.
+    """
+    layouts = candidates(predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node, rules)
+    return best_of(predictor, layouts, count, Refinement(predictor), patience)
+
+
+def best_of(
     predictor: Estimates,
     layouts: Iterable[Layout],
     count: int = COUNT,
     variants: Variants = lambda layout: (layout,),
     patience: float = float("inf"),
 ) -> Plan:
-    """The best layouts.
+    """The best of some layouts.
 
     Args:
         predictor: Of their seconds and bytes.
@@ -125,7 +140,7 @@ def best(
     seen, fitting = _Looked(), set[Layout]()
     beyond = float("inf")
     for at_least, _, layout in bounds:
-        if len(seen.best) >= count and at_least > seen.best[count - 1].seconds * (1 + _EQUAL):
+        if len(seen.best) >= count and _rounded(at_least) > _rounded(seen.best[count - 1].seconds):
             break
         if layout.offload and replace(layout, offload="") in fitting:
             continue
@@ -159,18 +174,12 @@ def _look(predictor: Estimates, variants: Iterable[Layout], at_least: float, roo
 
 def ranked(found: Iterable[Prediction]) -> list[Prediction]:
     """Predictions, the best first; of those that are equally fast the simpler layout."""
-    in_order: list[Prediction] = []
-    for each in sorted(found, key=lambda p: (p.seconds, simplicity(p.layout))):
-        place = len(in_order)
-        while place and _better(each, in_order[place - 1]):
-            place -= 1
-        in_order.insert(place, each)
-    return in_order
+    return sorted(found, key=lambda each: (_rounded(each.seconds), simplicity(each.layout)))
 
 
-def _better(a: Prediction, b: Prediction) -> bool:
-    """Whether a is the simpler one of two that are equally fast."""
-    return a.seconds <= b.seconds * (1 + _EQUAL) and simplicity(a.layout) < simplicity(b.layout)
+def _rounded(seconds: float) -> float:
+    """Seconds, to the digits that make one layout better than another."""
+    return float(f"{seconds:.6g}")
 
 
 def simplicity(layout: Layout) -> tuple[Any, ...]:

@@ -1,0 +1,136 @@
+"""What a plan says, in lines of up to 120 characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from mpitrain.monitor.text import aligned, short
+from mpitrain.planner.notation import text
+from mpitrain.planner.prediction import Prediction
+from mpitrain.planner.search import Excess, Plan
+
+_WIDTH = 118
+_SHARES = 0.005  # of the step: parts below are not told
+
+
+def seconds_text(seconds: float) -> str:
+    """12.3 s, 4.56 ms, 78 us."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor * 0.9995:
+            return f"{_digits(seconds / factor)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def bytes_text(nbytes: float) -> str:
+    """12.3 GiB, 456 MiB, 7.8 KiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
+        if abs(nbytes) >= 1024**power * 0.9995:
+            return f"{_digits(nbytes / 1024**power)} {unit}"
+    return f"{_digits(nbytes / 1024)} KiB"
+
+
+def _digits(number: float) -> str:
+    """Three digits, and none of thousands left out."""
+    return f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.3g}"
+
+
+def table(found: Sequence[Prediction]) -> str:
+    """Predictions, one a line, the best one first."""
+    lines = ["      step   samples/s      memory   compute  exchanged   idle  layout"]
+    for number, each in enumerate(found, 1):
+        share = {name: seconds / each.seconds for name, seconds in each.parts.items()}
+        talk = sum(share.get(name, 0.0) for name in ("tensor", "gradients", "parameters"))
+        busy = share.get("compute", 0.0) + share.get("update", 0.0)
+        lines.append(
+            f"{number:2} {seconds_text(each.seconds):>8} {short(each.samples / each.seconds):>9} "
+            f"{bytes_text(each.total_memory):>13} {busy:9.0%} {talk:10.0%} {share.get('pipeline', 0.0):6.0%}  "
+            f"{_shortened(text(each.layout), _WIDTH - 61)}"
+        )
+    return "\n".join(lines)
+
+
+def details(prediction: Prediction, room: float) -> str:
+    """Everything that is predicted of one layout."""
+    rows = [
+        ("step", f"{seconds_text(prediction.seconds)}: {_parts(prediction)}"),
+        ("throughput", f"{short(prediction.samples / prediction.seconds)} samples/s"),
+        ("memory", f"{bytes_text(prediction.total_memory)} of {bytes_text(room)} a rank: {_bytes(prediction.memory)}"),
+    ]
+    return "\n".join([f"layout {text(prediction.layout)}", _wrapped(rows)])
+
+
+def refused(excess: Sequence[Excess]) -> str:
+    """Why layouts do not fit."""
+    lines = []
+    for each in excess:
+        lines.append(f"  {_shortened(text(each.layout), _WIDTH - 2)}")
+        total = bytes_text(sum(each.memory.values()))
+        lines.append(f"      {total}, {bytes_text(each.missing)} too much; most of it {_blame(each)}")
+    return "\n".join(lines)
+
+
+def report(plan: Plan, title: str) -> str:
+    """All of a plan: the best layouts, the first one in detail, and what does not fit.
+
+    Args:
+        plan: What the search found.
+        title: For what: the ranks and the machine.
+    """
+    parts = [f"{title}: {plan.layouts:,} layouts, {plan.predicted:,} simulated, {bytes_text(plan.room)} a rank"]
+    if plan.found:
+        parts += [table(plan.found), details(plan.found[0], plan.room)]
+    if not math.isinf(plan.beyond):
+        parts.append(f"not looked at, as time was up: layouts of {seconds_text(plan.beyond)} or more a step")
+    if plan.excess:
+        head = "faster, maybe, but too large" if plan.found else "nothing fits; what lacks least"
+        parts.append(f"{head}:\n{refused(plan.excess)}")
+    return "\n\n".join(parts)
+
+
+def _parts(prediction: Prediction) -> str:
+    told = [
+        f"{name} {seconds_text(seconds)} ({seconds / prediction.seconds:.0%})"
+        for name, seconds in prediction.parts.items()
+        if seconds > prediction.seconds * _SHARES
+    ]
+    return ", ".join(told)
+
+
+def _bytes(memory: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {bytes_text(nbytes)}" for name, nbytes in memory.items() if nbytes >= 1024)
+
+
+def _blame(excess: Excess) -> str:
+    """The category that takes most, and what makes it smaller."""
+    layout, blame = excess.layout, excess.blame
+    mends = {
+        "states": "" if layout.zero else "a higher zero",
+        "gradients": "zero 2" if layout.zero < 2 else "",
+        "parameters": "zero 3" if layout.zero < 3 else "more pipeline or tensor ranks",
+        "activations": "recompute" if not layout.recompute else "a smaller microbatch",
+        "working": "a smaller microbatch" if layout.microbatch > 1 else "",
+        "process": "fewer ranks a node",
+    }
+    mend = mends.get(blame, "")
+    return f"{blame}, {bytes_text(excess.memory[blame])}" + (f" ({mend} takes less)" if mend else "")
+
+
+def _wrapped(rows: Sequence[tuple[str, str]]) -> str:
+    """Rows of a label and a text, whose lines are broken at commas."""
+    broken = []
+    width = _WIDTH - 5 - max(len(label) for label, _ in rows)
+    for label, told in rows:
+        line = ""
+        for part in told.split(", "):
+            if line and len(line) + len(part) + 2 > width:
+                broken.append((label, f"{line},"))
+                label, line = "", part
+            else:
+                line = f"{line}, {part}" if line else part
+        broken.append((label, line))
+    return aligned(broken)
+
+
+def _shortened(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 1]}…"
