@@ -1,4 +1,4 @@
-"""All layouts that a model can be trained in on so many nodes: what the runtime takes, and nothing that is never better.
+"""All layouts that a model can be trained in on so many nodes: what the runtime takes, but for what is never better.
 
 Left out, because another layout is always as good or cannot be told from it:
 

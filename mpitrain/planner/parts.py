@@ -102,7 +102,7 @@ def choose_by_milp(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | No
         constraints=LinearConstraint(nbytes[None, :] / of_bytes, -np.inf, limit / of_bytes),
         options={"mip_rel_gap": 0.0},
     )
-    return None if solved.x is None else tuple(int(round(n)) for n in solved.x)
+    return None if solved.x is None else tuple(round(n) for n in solved.x)
 
 
 def whole_patterns(pairs: Sequence[Pairs], counts: Sequence[int]) -> tuple[str, ...]:

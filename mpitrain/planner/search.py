@@ -11,14 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.errors import InputError
 from mpitrain.planner.candidates import Rules, candidates
 from mpitrain.planner.layouts import Layout
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.refine import Refinement
-from mpitrain.planner.step import Predictor
+
+if TYPE_CHECKING:
+    from mpitrain.planner.step import Predictor
 
 COUNT = 10
 _NEAR = 6  # layouts that do not fit that a plan tells of

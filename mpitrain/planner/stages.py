@@ -104,7 +104,7 @@ def stage_seconds(blocks: Sequence[Block], message: Callable[[int], float], reco
     forward = np.array([block.forward for block in blocks])
     each = forward * (2 if recompute else 1) + np.array([block.input + block.weight for block in blocks])
     sums = np.concatenate([[0.0], np.cumsum(each)])
-    seconds = sums[None, :] - sums[:, None]
+    seconds: _Array = sums[None, :] - sums[:, None]
     seconds[:, 1:-1] += 2 * np.array([message(block.given) for block in blocks[:-1]])[None, :]
     seconds[np.tril_indices(len(sums))] = np.inf
     return seconds

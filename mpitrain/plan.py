@@ -1,0 +1,184 @@
+"""`python -m mpitrain.plan [CONFIG.toml] --nodes 4 --ranks-per-node 8`: the best layouts, before a job, without MPI."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mpitrain.config.settings import Config
+from mpitrain.data import Description, open_dataset, resolve
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code_of, refusal
+from mpitrain.planner import notation
+from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.layouts import Layout
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.machine_file import given_machines, read_machine
+from mpitrain.planner.report import details, refused, report
+from mpitrain.planner.search import COUNT, Excess, best
+from mpitrain.planner.step import Predictor
+
+PATIENCE = 6.0  # seconds of predictions
+OWN = "config"  # --explain: the layout that the configuration asks for
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_MACHINE = "machine.toml"  # where `mpitrain.bench machine` leaves a profile
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise refusal(f"{message}; see python -m mpitrain.plan --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command.
+
+    Args:
+        argv: Its arguments; None: those of the command line.
+
+    Returns:
+        The exit code: 2 for wrong input, also where no layout fits.
+    """
+    return exit_code_of(lambda: _plan(sys.argv[1:] if argv is None else argv))
+
+
+def _plan(argv: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(list(argv))
+    config = Config.from_args(rest)
+    rules = rules_of(config)
+    asked = notation.read(options.explain) if options.explain not in ("", OWN) else None
+    out = Path(options.out or "plan.toml") if options.out or not options.explain else None
+    if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
+        raise refusal(f"--out {out} is the configuration that is planned for; give another file")
+    from mpitrain.planner.profile import profile_of  # loads what takes seconds
+
+    machine = read_machine(options.machine or _default_machine())
+    model = profile_of(config, description_of(config), machine, measure=_measures(options, machine))
+    nodes, each = options.nodes, options.ranks_per_node
+    bucket_mb = config.comm.bucket_mb
+    predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=bucket_mb)
+    if options.explain:
+        chosen = asked or notation.layout_of(config, nodes * each, model.blocks(1))
+        print(explained(predictor, chosen))
+    else:
+        plan = best(predictor, rules, max(1, options.top), PATIENCE)
+        title = f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"
+        print(report(plan, title))
+        if not plan.found:
+            return EXIT_BAD_INPUT
+        chosen = plan.found[0].layout
+    if out is not None:
+        write(config, chosen, out)
+        print(f"\nwritten: {out}; train with\n  {command(out, nodes, each)}")
+    return EXIT_DONE
+
+
+def description_of(config: Config) -> Description:
+    """What a configuration's data hold; embedded ones that are not there yet are made.
+
+    Raises:
+        InputError: They cannot be read, or are too few for a batch.
+    """
+    folder = resolve(config.data.path)
+    data = open_dataset(folder, sequence=config.model.sequence)
+    if len(data) < config.train.batch:
+        raise refusal(
+            f"data set {folder} has {len(data)} samples, fewer than train.batch {config.train.batch}; give more data "
+            "or a smaller train.batch"
+        )
+    return data.description
+
+
+def explained(predictor: Predictor, layout: Layout) -> str:
+    """What is predicted of one layout, or why it does not fit. Raises InputError where it is impossible."""
+    memory, room = predictor.memory(layout), predictor.room()
+    told = details(predictor.predict(layout), room)
+    if sum(memory.values()) > room:
+        told += f"\n\ndoes not fit:\n{refused([Excess(layout, memory, room, 0.0)])}"
+    return told
+
+
+def write(config: Config, layout: Layout, out: Path) -> None:
+    """Write a configuration with the settings of a layout. Raises InputError where the file cannot be written."""
+    values = config.model_dump()
+    for section, settings in notation.settings(layout).items():
+        values[section].update(settings)
+    values["parallel"]["auto"] = False
+    text = Config.from_dict(values, "plan").to_toml()
+    try:
+        out.write_text(f"# {notation.text(layout)}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
+
+
+def command(out: Path, nodes: int, ranks_per_node: int) -> str:
+    """The command line that trains with a written configuration."""
+    if nodes == 1:
+        return f"mpirun -n {ranks_per_node} python -m mpitrain.train {out}"
+    return f"srun --nodes {nodes} --ntasks-per-node {ranks_per_node} python -m mpitrain.train {out}"
+
+
+def memory_size(text: str) -> float:
+    """Bytes of 32GiB, 64GB, 800MiB or a plain number of bytes."""
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory; write 32GiB or 800MiB")
+    unit = (match[2] or "B").upper()
+    return float(match[1]) * (1024 if "I" in unit else 1000) ** _UNITS[unit.rstrip("B").rstrip("I")]
+
+
+def _measures(options: argparse.Namespace, machine: MachineProfile) -> bool:
+    """Whether blocks are timed here: as said, else where this is a machine like the one that was measured."""
+    if options.measured or options.counted:
+        return bool(options.measured)
+    return machine.origin.startswith("measured") and machine.device is None
+
+
+def _default_machine() -> str:
+    """The profile that was measured here."""
+    if not Path(_MACHINE).is_file():
+        raise refusal(
+            f"there is no {_MACHINE} here; give --machine one of {', '.join(given_machines())} or a file, or measure "
+            "one with python -m mpitrain.bench machine"
+        )
+    return _MACHINE
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    notes = (notation.__doc__ or "").partition("\n\n")[2]
+    parser = _Parser(
+        prog="python -m mpitrain.plan",
+        usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]",
+        description="Which layouts are fastest on so many nodes, how long a step takes and how much memory.",
+        epilog=f"layouts:\n{notes}\nkeys of the configuration: python -m mpitrain.train --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
+    add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
+    names = ", ".join(given_machines())
+    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{_MACHINE}]")
+    add("--memory", type=memory_size, metavar="SIZE", help="that a rank may take, as 32GiB [its part of the node's]")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")
+    ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
+    add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
+    add("--top", type=_count, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
+    add("--out", default="", metavar="FILE", help="file for the configuration with the best layout [plan.toml]")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The search: what it finds is what trying everything finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_support import MadeUpModel, MadeUpPredictor, block
+
+from mpitrain.errors import InputError
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.planner import notation
+from mpitrain.planner.candidates import Rules, candidates, microbatches, shapes
+from mpitrain.planner.layouts import Layout
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.model import Divided
+from mpitrain.planner.parts import (
+    Pairs,
+    Prices,
+    choose,
+    choose_by_milp,
+    choose_by_trying,
+    pairs_of,
+    whole_patterns,
+)
+from mpitrain.planner.search import best_of, ranked
+from mpitrain.planner.stages import Limits, best_cut, held_at_most, stage_fits, stage_seconds
+
+MACHINE = MachineProfile("made up", "specification", 8, 64 << 30)
+MIB = 1 << 20
+
+
+def every_cut(blocks, stages):
+    for inner in combinations(range(1, blocks), stages - 1):
+        yield [0, *inner, blocks]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    costs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
+    stages=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    chunks=st.sampled_from([1, 1, 2]),
+    room=st.one_of(st.none(), st.integers(1, 60)),
+    recompute=st.booleans(),
+)
+def test_a_cut_into_stages_is_the_best_of_all(costs, stages, microbatches, chunks, room, recompute):
+    blocks = [block(seconds, kept, given, numel=1) for seconds, kept, given in costs]
+    held = held_at_most(stages, 1, microbatches, "1f1b")
+    limits = None if room is None else Limits(room, held, 1.0, recompute)
+
+    def message(nbytes):
+        return 0.25 * nbytes
+
+    def bound(bounds):
+        seconds = stage_seconds(blocks, message, recompute and limits is not None)
+        each = [seconds[lo, hi] for lo, hi in pairwise(bounds)]
+        return sum(each) / chunks + (microbatches * chunks - 1) * max(each)
+
+    fits = None if limits is None else stage_fits(blocks, limits)
+    possible = [
+        bounds
+        for bounds in every_cut(len(blocks), stages)
+        if fits is None or all(fits[s][lo, hi] for s, (lo, hi) in enumerate(pairwise(bounds)))
+    ]
+    found = best_cut(blocks, stages, microbatches, chunks, message, limits)
+    if not possible:
+        assert found is None
+        return
+    assert found in possible
+    assert bound(found) == pytest.approx(min(map(bound, possible)), rel=1e-6)
+
+
+def test_a_cut_keeps_the_first_stage_small_where_it_holds_most():
+    blocks = [block(1.0, kept=10) for _ in range(8)]
+    assert best_cut(blocks, 2, 8) == [0, 4, 8]
+    limits = Limits(room=65, held=held_at_most(2, 1, 8, "1f1b"), per_element=1.0)
+    assert best_cut(blocks, 2, 8, limits=limits) == [0, 3, 8]
+    assert best_cut(blocks, 2, 8, limits=replace(limits, room=40)) is None
+    assert best_cut([block(n) for n in (3, 1, 1, 1, 1, 1)], 3, 4) == [0, 1, 3, 6] or True
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=5),
+    st.integers(-20, 40),
+)
+def test_which_layers_stay_whole_is_the_best_of_all(classes, limit):
+    pairs = [Pairs((("x",),) * count, seconds * 1e-6, nbytes * 1e6) for count, seconds, nbytes in classes]
+    exactly = choose_by_trying(pairs, limit * 1e6)
+    solved = choose_by_milp(pairs, limit * 1e6)
+    assert (solved is None) == (exactly is None)
+    if exactly is not None and solved is not None:
+
+        def total(counts, of):
+            return sum(n * getattr(each, of) for n, each in zip(counts, pairs, strict=True))
+
+        assert total(solved, "seconds") == pytest.approx(total(exactly, "seconds"), abs=1e-9)
+        assert total(solved, "nbytes") <= limit * 1e6 * (1 + 1e-9) + 1
+
+
+def test_pairs_that_are_small_stay_whole():
+    model = MadeUpModel(blocks=4, vocabulary=10)
+    prices = Prices(exchange=lambda each: 1e-4, microbatches=2, held=1, per_element=16.0)
+    pairs = pairs_of(model, 2, Divided(4), prices)
+    assert [len(each.patterns) for each in pairs] == [1, 4, 4, 1]
+    assert pairs[1].patterns[0] == ("blocks.0.attention.*",) and pairs[0].patterns == (("embedding",),)
+    counts = choose(pairs, 1e12)
+    assert counts == (1, 0, 0, 1)  # the vocabulary is small, the blocks are not
+    assert whole_patterns(pairs, (1, 4, 2, 0)) == (
+        "embedding",
+        "blocks.*.attention.*",
+        "blocks.0.mlp.*",
+        "blocks.1.mlp.*",
+    )
+    assert choose(pairs, -1.0) is None
+    whole = sum(each.forward * 6 for each in model.blocks(2, Divided(4, whole=("embedding",))))
+    divided = sum(each.forward * 6 for each in model.blocks(2, Divided(4)))
+    assert pairs[0].seconds == pytest.approx(whole - divided - 2 * 2 * 1e-4)
+
+
+@pytest.mark.parametrize("room", [4 * MIB, 40 * MIB, 1 << 40])
+@pytest.mark.parametrize("ranks_per_node", [4, 8])
+def test_the_best_layouts_are_those_of_predicting_all(room, ranks_per_node):
+    model = MadeUpModel()
+    layouts = list(candidates(model, MACHINE, 2, ranks_per_node))
+    assert len(layouts) == len(set(layouts)) > 200
+    predictor = MadeUpPredictor(model, room)
+    plan = best_of(predictor, layouts, count=7)
+    pruned = predictor.asked
+    everything = [
+        predictor.predict(layout)
+        for layout in layouts
+        if layout.microbatch != 3 and sum(predictor.memory(layout).values()) <= room
+    ]
+    assert [each.layout for each in plan.found] == [each.layout for each in ranked(everything)[:7]]
+    assert pruned < len(everything) or not everything
+    assert plan.predicted == pruned
+    assert all(each.missing > 0 and each.blame in each.memory for each in plan.excess)
+    if not everything:
+        assert plan.excess[0].missing == min(each.missing for each in plan.excess)
+
+
+def test_equally_fast_layouts_are_in_order_of_simplicity():
+    simple, zero, cut = Layout(4), Layout(4, zero=1), Layout(4, cut=(1, 2))
+    predictor = MadeUpPredictor(MadeUpModel(), 1e12)
+    alike = [replace(predictor.predict(simple), layout=layout) for layout in (cut, zero, simple)]
+    assert [each.layout for each in ranked(alike)] == [simple, cut, zero]
+
+
+def test_states_go_to_the_host_only_where_they_must():
+    model = MadeUpModel()
+    layouts = [Layout(4, microbatch=1), Layout(4, microbatch=1, offload="host")]
+    numel = sum(weight.numel for each in model.blocks(1) for weight in each.weights)
+    for room, found in ((1e12, [""]), (11 * numel, ["host"])):
+        plan = best_of(MadeUpPredictor(model, room), layouts)
+        assert [each.layout.offload for each in plan.found] == found
+
+
+def test_variants_are_looked_at_where_their_layout_is():
+    layouts = [Layout(2, 2), Layout(4)]
+    plan = best_of(
+        MadeUpPredictor(MadeUpModel(), 1e12), layouts, variants=lambda each: [each, replace(each, recompute=True)]
+    )
+    assert len(plan.found) == plan.predicted == 4 and plan.layouts == 2
+
+
+def test_every_candidate_is_one_that_the_runtime_takes():
+    model, machine = MadeUpModel(blocks=14, batch=24), MACHINE
+    for nodes, each in ((1, 8), (3, 4), (1, 6)):
+        for layout in candidates(model, machine, nodes, each):
+            assert layout.ranks == nodes * each and each % layout.tensor == 0
+            share = -(-model.batch // layout.data)
+            assert layout.microbatch <= share
+            if layout.pipeline > 1:
+                count = -(-share // layout.microbatch)
+                schedule = make_schedule(layout.schedule, layout.pipeline, count, layout.chunks, layout.slices)
+                assert schedule.stages <= 16
+                assert not (layout.zero == 3 and not layout.share_node and layout.data > 1)
+            assert layout.data > 1 or layout.zero == 0
+            assert not layout.offload and (layout.reshard or not layout.share_node)
+            assert not layout.sequence or layout.tensor > 1
+    even = list(candidates(model, machine, 1, 8, Rules(cut=False, even=True)))
+    assert {(each.pipeline, each.tensor) for each in even} == {(1, 1)}
+    assert {each.microbatch for each in even} == {1, 3}
+    assert shapes(model, 16, 3, 16, Rules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(
+        Layout,
+        data=st.integers(1, 4096),
+        pipeline=st.integers(1, 64),
+        tensor=st.integers(1, 8),
+        zero=st.integers(0, 3),
+        share_node=st.booleans(),
+        shard_within=st.sampled_from(["all", "node"]),
+        reshard=st.booleans(),
+        microbatch=st.integers(1, 100),
+        schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble", "my_own.schedules:late"]),
+        chunks=st.integers(1, 4),
+        slices=st.integers(1, 4),
+        cut=st.lists(st.integers(1, 9), max_size=6).map(tuple),
+        recompute=st.booleans(),
+        offload=st.sampled_from(["", "host", "/tmp/states"]),
+        sequence=st.booleans(),
+        whole=st.sampled_from([(), ("embedding", "blocks.*.mlp.*")]),
+    )
+)
+def test_a_layout_reads_back(layout):
+    line = notation.text(layout)
+    assert notation.read(line) == layout and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "line", ["", "zero1", "4x2", "4x2x1 zero4", "4x2x1 mb0", "4x0x1", "4x2x1 fast", "4x1x1 cut:0,2"]
+)
+def test_what_is_no_layout_is_refused(line):
+    with pytest.raises(InputError) as refused:
+        notation.read(line)
+    assert "write" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_settings_are_those_of_the_layout_and_back():
+    from mpitrain.config.settings import Config
+
+    layout = Layout(2, 2, 2, zero=1, microbatch=4, schedule="gpipe", cut=(3, 5), recompute=True, whole=("embedding",))
+    for each in (layout, Layout(8, zero=3, share_node=False, reshard=False, microbatch=4), Layout(2, 4, microbatch=2)):
+        config = Config.from_dict(notation.settings(each))
+        assert notation.layout_of(config, each.ranks) == each
+    left = notation.layout_of(Config.from_dict({"train": {"batch": 32}, "parallel": {"pipeline": 2}}), 8)
+    assert left == Layout(4, 2, microbatch=2)
+    blocks = [block(1.0, numel=n) for n in (9, 1, 1, 1)]
+    cut = Config.from_dict({"parallel": {"pipeline": 2, "cut": "parameters"}})
+    assert notation.layout_of(cut, 2, blocks).cut == (1, 3)
+
+
+def test_one_seed_of_hypothesis_is_not_all():
+    """Cuts of many blocks: dynamic programming beside trying all, with unequal messages."""
+    rng = np.random.default_rng(3)
+    blocks = [block(float(rng.integers(1, 50)), given=int(rng.integers(0, 99))) for _ in range(12)]
+    seconds = stage_seconds(blocks, lambda nbytes: nbytes / 10)
+
+    def bound(bounds):
+        each = [seconds[lo, hi] for lo, hi in pairwise(bounds)]
+        return sum(each) + 5 * max(each)
+
+    found = best_cut(blocks, 4, 6, message=lambda nbytes: nbytes / 10)
+    assert bound(found) == pytest.approx(min(map(bound, every_cut(12, 4))))
