@@ -1,9 +1,9 @@
 """The best layouts of all, without a prediction of each.
 
-Layouts are taken in the order of a lower bound of their seconds. What does not fit into memory is set aside, what fits
-is predicted in full, and once as many as are wanted are faster than the next bound, no other can be among them: the
-result is that of predicting all (best-first branch and bound). A layout that only saves memory compared with another
-(offload) is looked at where that one does not fit.
+Layouts are taken in the order of a guess of their seconds. What does not fit into memory is set aside, what fits is
+predicted in full, and a layout is left out if as many as are wanted are faster than a lower bound of it: so the result
+is that of predicting all (branch and bound), unless time is up before. A layout that only saves memory compared with
+another (offload) is looked at where that one does not fit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.errors import InputError
+from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import Rules, candidates
 from mpitrain.planner.layouts import Layout
 from mpitrain.planner.prediction import Prediction
@@ -29,7 +30,7 @@ Variants = Callable[[Layout], Iterable[Layout]]
 
 
 class Estimates(Protocol):
-    """What the search asks of a predictor (`planner.step.Predictor`)."""
+    """What the search asks of a predictor (`planner.bounds.Bounds`)."""
 
     def predict(self, layout: Layout) -> Prediction:
         """Everything of a layout; InputError where it is impossible."""
@@ -37,8 +38,14 @@ class Estimates(Protocol):
     def at_least(self, layout: Layout) -> float:
         """Seconds that a step takes at least, however the blocks are cut into stages; cheap."""
 
+    def guess(self, layout: Layout) -> float:
+        """About the seconds of a step; cheap. It decides what is looked at first, not what is found."""
+
     def memory(self, layout: Layout) -> Mapping[str, float]:
-        """Bytes of the rank that needs most, by category; cheap."""
+        """Bytes of the rank that needs most, by category."""
+
+    def least_memory(self, layout: Layout) -> Mapping[str, float]:
+        """Bytes that it takes at least, however the blocks are cut into stages; cheap."""
 
     def room(self) -> float:
         """Bytes that a rank may take."""
@@ -81,7 +88,8 @@ class Plan:
         room: Bytes that a rank may take.
         layouts: How many there are.
         predicted: How many were predicted.
-        beyond: Where time was up: the seconds that layouts not looked at take at least; infinite otherwise.
+        beyond: Where time was up: the seconds that layouts not looked at take at least; else infinite, and the result
+            is that of predicting all.
     """
 
     found: Sequence[Prediction]
@@ -99,6 +107,11 @@ class _Looked:
     best: list[Prediction] = field(default_factory=list)
     excess: list[Excess] = field(default_factory=list)
     predicted: int = 0
+    beyond: float = float("inf")
+
+    def slower_than(self, count: int, at_least: float) -> bool:
+        """Whether so many are known that are faster."""
+        return len(self.best) >= count and _rounded(at_least) > _rounded(self.best[count - 1].seconds)
 
 
 def best(predictor: Predictor, rules: Rules = Rules(), count: int = COUNT, patience: float = float("inf")) -> Plan:
@@ -111,7 +124,7 @@ def best(predictor: Predictor, rules: Rules = Rules(), count: int = COUNT, patie
         patience: Seconds after which no more layouts are predicted, if one was found.
     """
     layouts = candidates(predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node, rules)
-    return best_of(predictor, layouts, count, Refinement(predictor), patience)
+    return best_of(Bounds(predictor), layouts, count, Refinement(predictor), patience)
 
 
 def best_of(
@@ -132,27 +145,28 @@ def best_of(
     """
     until = time.monotonic() + patience
     room = predictor.room()
-    bounds = []
+    entries = []
     for layout in layouts:
         try:
-            bounds.append((predictor.at_least(layout), simplicity(layout), layout))
+            entries.append((predictor.guess(layout), simplicity(layout), predictor.at_least(layout), layout))
         except InputError:
             continue
-    bounds.sort(key=lambda entry: entry[:2])
+    entries.sort(key=lambda entry: entry[:2])
     seen, fitting = _Looked(), set[Layout]()
-    beyond = float("inf")
-    for at_least, _, layout in bounds:
-        if len(seen.best) >= count and _rounded(at_least) > _rounded(seen.best[count - 1].seconds):
-            break
-        if layout.offload and replace(layout, offload="") in fitting:
+    for number, (_, _, at_least, layout) in enumerate(entries):
+        if seen.slower_than(count, at_least) or (layout.offload and replace(layout, offload="") in fitting):
             continue
-        if seen.best and time.monotonic() > until:
-            beyond = at_least
+        now = time.monotonic()
+        if now > until and (seen.best or now > until + patience):
+            seen.beyond = min(entry[2] for entry in entries[number:])
             break
-        if _look(predictor, variants(layout), at_least, room, seen):
+        least = predictor.least_memory(layout)
+        if sum(least.values()) > room:
+            seen.excess.append(Excess(layout, least, room, at_least))
+        elif _look(predictor, variants(layout), at_least, room, seen):
             fitting.add(layout)
             seen.best = ranked(seen.best)[:count]
-    return Plan(seen.best, _nearest(seen), room, len(bounds), seen.predicted, beyond)
+    return Plan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond)
 
 
 def _look(predictor: Estimates, variants: Iterable[Layout], at_least: float, room: float, seen: _Looked) -> bool:
@@ -193,12 +207,14 @@ def simplicity(layout: Layout) -> tuple[Any, ...]:
     return (axes, layout.zero, sum(options), *own, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
 
 
-def _nearest(seen: _Looked) -> list[Excess]:
+def _nearest(seen: _Looked, count: int) -> list[Excess]:
     """What did not fit and is worth telling: one of a mesh and stage of ZeRO."""
     if not seen.best:
         seen.excess.sort(key=lambda each: each.missing)
     told: dict[tuple[int, ...], Excess] = {}
     for each in seen.excess:
+        if seen.slower_than(count, each.seconds):
+            continue
         layout = each.layout
         kind = (layout.data, layout.pipeline, layout.tensor, layout.zero)
         if kind not in told or each.missing < told[kind].missing:

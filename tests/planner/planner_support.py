@@ -25,6 +25,7 @@ class MadeUpModel(ModelProfile):
         self.batch, self.precision, self.moments, self.sample_bytes = batch, "fp32", 2, 8 * TOKENS
         self.listed = self.divisible = True
         self.rate, self.vocabulary = rate, vocabulary
+        self._known: dict[tuple[int, Divided], tuple[Block, ...]] = {}
         self.names = ["embedding", *(f"blocks.{n}" for n in range(blocks)), "head"]
         self.order = [weight.name for each in self.blocks(1) for weight in each.weights]
 
@@ -33,13 +34,15 @@ class MadeUpModel(ModelProfile):
             raise refusal("8 heads cannot be shared evenly by so many ranks")
         if divided.slices > TOKENS:
             raise refusal("too many slices")
-        return tuple(self._block(name, samples, divided) for name in self.names)
+        if (samples, divided) not in self._known:
+            self._known[samples, divided] = tuple(self._block(name, samples, divided) for name in self.names)
+        return self._known[samples, divided]
 
     def _block(self, name: str, samples: int, divided: Divided) -> Block:
         pairs = {"embedding": [""], "head": [""]}.get(name, ["attention", "mlp"])
         size = self.vocabulary * WIDTH if pairs == [""] else 8 * WIDTH * WIDTH
         tokens = samples * TOKENS // divided.slices
-        vector, seconds, weights, exchanges, kept = tokens * WIDTH * WORD, 0.0, [], [], 0
+        vector, seconds, weights, exchanges, kept = tokens * WIDTH * WORD, 2e-4, [], [], 0
         for pair in pairs:
             layers = [f"{name}.{pair}.{side}" for side in ("up", "down")] if pair else [name]
             chosen = [any(fnmatchcase(layer, pattern) for pattern in divided.whole) for layer in layers]
@@ -70,6 +73,12 @@ class MadeUpPredictor:
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))
         once = sum(each.forward + each.input + each.weight for each in blocks)
         return once * self.model.batch / layout.data / layout.microbatch / layout.pipeline
+
+    def guess(self, layout: Layout) -> float:
+        return self.at_least(layout) * (1 + layout.zero)
+
+    def least_memory(self, layout: Layout) -> Mapping[str, float]:
+        return {"activations": self.memory(layout)["activations"]}
 
     def memory(self, layout: Layout) -> Mapping[str, float]:
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))

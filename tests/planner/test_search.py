@@ -138,7 +138,7 @@ def test_the_best_layouts_are_those_of_predicting_all(room, ranks_per_node):
         if layout.microbatch != 3 and sum(predictor.memory(layout).values()) <= room
     ]
     assert [each.layout for each in plan.found] == [each.layout for each in ranked(everything)[:7]]
-    assert pruned < len(everything) or not everything
+    assert pruned < 0.9 * len(everything) or not everything
     assert plan.predicted == pruned
     assert all(each.missing > 0 and each.blame in each.memory for each in plan.excess)
     if not everything:
