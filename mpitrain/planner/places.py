@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.layouts import Layout
@@ -64,8 +66,7 @@ class Places:
     @property
     def even(self) -> bool:
         """Whether each node has as many data-parallel ranks of a group as any other."""
-        counts = {node: self.data.nodes.count(node) for node in set(self.data.nodes)}
-        return len(set(counts.values())) == 1
+        return len(set(Counter(self.data.nodes).values())) == 1
 
     def shards(self) -> tuple[Group, Group | None]:
         """The ranks that shares are divided over, and those that have the same share; None where there are none."""
@@ -82,6 +83,12 @@ class Places:
         return Group(tuple(sorted(set(self.data.nodes))), self.each, self.oversubscribed)
 
     def _group(self, ranks: range) -> Group:
-        nodes = tuple(rank // self.each for rank in ranks)
-        here = max(1, nodes.count(nodes[0]))
-        return Group(nodes, max(1, min(self.each, self.layout.ranks) // here), self.oversubscribed)
+        return _group_of(ranks, self.each, self.layout.ranks, self.oversubscribed)
+
+
+@lru_cache(maxsize=4096)
+def _group_of(ranks: range, each: int, of: int, oversubscribed: bool) -> Group:
+    """A group of some of the ranks, `each` of which are on a node."""
+    nodes = tuple(rank // each for rank in ranks)
+    here = max(1, nodes.count(nodes[0]))
+    return Group(nodes, max(1, min(each, of) // here), oversubscribed)

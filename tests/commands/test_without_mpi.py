@@ -10,6 +10,7 @@ from support import one_line
 
 NEEDED = ("train", "bench step", "doctor", "backend script.py")
 NOT_NEEDED = (
+    "plan --ranks-per-node 2 --machine cpu-128 --counted --data.path digits --model.name mlp --top 1",
     "data prepare words.txt --out words",
     "checkpoint import weights.pt run",
     "report schedule --schedule 1f1b --stages 2 --microbatches 4",

@@ -1,0 +1,84 @@
+"""`python -m mpitrain.plan`: what it prints, what it writes, and what it refuses; no MPI."""
+
+from __future__ import annotations
+
+import pytest
+from planner_support import MadeUpModel
+
+import mpitrain.plan as command
+from mpitrain.config.settings import Config
+from mpitrain.planner import notation, profile
+
+ASKED = ("--nodes", "2", "--ranks-per-node", "4", "--machine", "cpu-128")
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch, tmp_path):
+    """A model with made-up costs in the place of the configuration's, which nothing is read or built for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "description_of", lambda config: None)
+    monkeypatch.setattr(command, "PATIENCE", 1.0)
+    monkeypatch.setattr(profile, "profile_of", lambda config, *_, **__: MadeUpModel(6, batch=config.train.batch))
+
+
+def test_the_best_layouts_are_told_and_the_first_is_written(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text("[train]\nbatch = 16\nsteps = 7\n")
+    assert command.main(["mine.toml", *ASKED, "--train.clip", "0.5", "--top", "3"]) == 0
+    told = capsys.readouterr().out
+    assert all(len(line) <= 120 for line in told.splitlines())
+    assert "8 ranks on 2 x" in told and "samples/s" in told and "srun --nodes 2 --ntasks-per-node 4" in told
+    first = told.split("\nlayout ")[1].splitlines()[0]
+    assert told.count(first) >= 2
+    config = Config.from_args([str(tmp_path / "plan.toml")])
+    assert (config.train.batch, config.train.steps, config.train.clip) == (16, 7, 0.5)
+    assert notation.layout_of(config, 8) == notation.read(first)
+
+
+def test_what_does_not_fit_is_told_with_its_reason(tmp_path, capsys):
+    assert command.main([*ASKED, "--memory", "300MiB", "--train.batch", "8"]) == 2
+    told = capsys.readouterr().out
+    assert "nothing fits" in told and "too much; most of it process" in told and not (tmp_path / "plan.toml").exists()
+
+
+def test_one_layout_is_explained(tmp_path, capsys):
+    assert command.main([*ASKED, "--train.batch", "16", "--explain", "2x4x1 zero1 mb2 1f1b cut:1,3,2x2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("layout 2x4x1 zero1 mb2 1f1b cut:1,3,2x2\n") and "pipeline" in told
+    assert command.main([*ASKED, "--train.batch", "16", "--parallel.zero", "2", "--explain", "config"]) == 0
+    assert capsys.readouterr().out.startswith("layout 8x1x1 zero2 mb2\n")
+    assert command.main([*ASKED, "--memory", "300MiB", "--train.batch", "16", "--explain", "8x1x1"]) == 0
+    assert "does not fit" in capsys.readouterr().out and not (tmp_path / "plan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--nodes", "2"), "--ranks-per-node"),
+        ((*ASKED, "--nodes", "0"), "at least 1"),
+        ((*ASKED, "--memory", "much"), "32GiB"),
+        ((*ASKED, "--explain", "4x1x1"), "8 ranks"),
+        ((*ASKED, "--explain", "quick"), "no part of a layout"),
+        ((*ASKED, "--machine", "cray-1"), "cray-1"),
+        ((*ASKED, "--model.widht", "4"), "width"),
+        ((*ASKED, "--parallel.mode", "server"), "parallel.mode"),
+        (("a.toml", *ASKED, "--out", "a.toml"), "a.toml"),
+        (("--ranks-per-node", "2"), "mpitrain.bench machine"),
+    ],
+)
+def test_errors_are_one_line(arguments, why, capsys):
+    assert command.main(list(arguments)) == 2
+    told = capsys.readouterr()
+    assert not told.out and told.err.count("\n") == 1 and why in told.err
+
+
+def test_sizes_of_memory():
+    sizes = {"32GiB": 32 << 30, "1.5 GB": 1.5e9, "64": 64, "8kB": 8e3, "2TiB": 2 << 40, "5B": 5}
+    assert {text: command.memory_size(text) for text in sizes} == sizes
+
+
+def test_help_says_how_a_layout_is_written(capsys):
+    with pytest.raises(SystemExit) as left:
+        command.main(["--help"])
+    told = capsys.readouterr().out
+    assert left.value.code == 0 and "4x2x1 zero1 mb2 1f1b" in told and "zero-bubble" in told
+    assert all(len(line) <= 120 for line in told.splitlines())
