@@ -87,7 +87,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """By rank count and model: what is to be measured, with what the planner says of it."""
-    from mpitrain.planner.machine import read_machine
+    from mpitrain.planner.machine_file import read_machine
 
     machine = read_machine(options.machine or str(options.out / "machine.toml"))
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
@@ -107,7 +107,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
     from mpitrain.planner.step import Predictor
-    from mpitrain.trainer.data import description_of
+    from mpitrain.plan import description_of
 
     base = _merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)

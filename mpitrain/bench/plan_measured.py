@@ -8,6 +8,7 @@ ranks of its node share, above what it had before there was a model, beside what
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import os
@@ -63,6 +64,7 @@ def _one(
 ) -> tuple[list[float], float, dict[str, float]]:
     """The seconds of steps, the bytes of the rank that has most, and rank 0's account."""
     gc.collect()
+    _give_back()
     world.barrier()
     before = _own_bytes()
     trainer = Trainer(config, world=world)
@@ -114,6 +116,13 @@ def _watched() -> Iterator[list[int]]:
     finally:
         done.set()
         thread.join()
+
+
+def _give_back() -> None:
+    """Have the C library give memory that was freed back to the system, so that what comes next does not begin with it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _own_bytes() -> int:
