@@ -6,6 +6,7 @@ Left out, because another layout is always as good or cannot be told from it:
     share_node false, but at zero 3 without a pipeline      one copy a node takes less memory and fewer messages
     reshard false, but where zero 3 gathers                 it says nothing elsewhere
     offload without a device                                states are in the host's memory already
+    slices of a sequence that is divided already            a block takes its lengths from a part of what it attends to
     tensor groups across nodes                              each layer would wait for the network; as long as others fit
 """
 
@@ -147,8 +148,8 @@ def passes(model: ModelProfile, base: Layout, blocks: int, rules: Rules) -> Iter
     schedules = [each for each in _OF_PIPELINE if base.pipeline * each[1] <= blocks]
     for sequence in sequences:
         sliced = [1]
-        if base.pipeline > 1 and rules.slices:
-            sliced += [n for n in _SLICES if _takes(model, Divided(base.tensor, sequence, slices=n))]
+        if base.pipeline > 1 and rules.slices and not sequence:
+            sliced += [n for n in _SLICES if _takes(model, Divided(base.tensor, slices=n))]
         for microbatch in microbatches(model.batch, base.data, rules.even):
             for recompute in (False, True):
                 layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)

@@ -143,7 +143,6 @@ def best_of(
         variants: Of a layout, the ways to cut it into stages and to divide its layers: what its bound holds for.
         patience: Seconds after which no more layouts are predicted, if one was found.
     """
-    until = time.monotonic() + patience
     room = predictor.room()
     entries = []
     for layout in layouts:
@@ -152,6 +151,7 @@ def best_of(
         except InputError:
             continue
     entries.sort(key=lambda entry: entry[:2])
+    until = time.monotonic() + patience
     seen, fitting = _Looked(), set[Layout]()
     for number, (_, _, at_least, layout) in enumerate(entries):
         if seen.slower_than(count, at_least) or (layout.offload and replace(layout, offload="") in fitting):

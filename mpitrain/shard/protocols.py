@@ -20,13 +20,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from mpitrain.comm import Work
 from mpitrain.shard.flat import FlatGroup
-from mpitrain.shard.reduction import BucketReduction
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Work
+    from mpitrain.shard.reduction import BucketReduction
 
 
 class Parameters(ABC):
