@@ -102,12 +102,12 @@ def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[s
 def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     """By rank count, the layouts of one model."""
     from mpitrain.config.settings import Config
+    from mpitrain.plan import description_of
     from mpitrain.planner.layouts import Layout
     from mpitrain.planner.notation import settings, text
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
     from mpitrain.planner.step import Predictor
-    from mpitrain.plan import description_of
 
     base = _merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)
