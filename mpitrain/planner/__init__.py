@@ -12,6 +12,10 @@ collectives            seconds of the collective that would run, simulated
 memory                 bytes of a rank, by category
 step                   seconds of a step, simulated: blocks, messages, buckets, update
 stages, parts          which blocks a pipeline stage gets; which layers are divided over tensor ranks
+refine                 the variants of a layout that these two give
+candidates             all layouts that the runtime takes
+bounds                 what a layout takes at least, and a guess, in microseconds
 search                 the best layouts of all
+notation, report       a layout as a line of text and as settings; what a plan says
 restart                how often to write checkpoints
 """

@@ -81,7 +81,7 @@ def test_a_cut_keeps_the_first_stage_small_where_it_holds_most():
     limits = Limits(room=65, held=held_at_most(2, 1, 8, "1f1b"), per_element=1.0)
     assert best_cut(blocks, 2, 8, limits=limits) == [0, 3, 8]
     assert best_cut(blocks, 2, 8, limits=replace(limits, room=40)) is None
-    assert best_cut([block(n) for n in (3, 1, 1, 1, 1, 1)], 3, 4) == [0, 1, 3, 6] or True
+    assert best_cut([block(n) for n in (3, 1, 1, 1, 1, 1, 1)], 3, 4) == [0, 1, 4, 7]  # of equal ones the most even
 
 
 @settings(max_examples=40, deadline=None)
@@ -240,8 +240,7 @@ def test_settings_are_those_of_the_layout_and_back():
     assert notation.layout_of(cut, 2, blocks).cut == (1, 3)
 
 
-def test_one_seed_of_hypothesis_is_not_all():
-    """Cuts of many blocks: dynamic programming beside trying all, with unequal messages."""
+def test_a_cut_of_more_blocks_with_unequal_messages_is_the_best_of_all():
     rng = np.random.default_rng(3)
     blocks = [block(float(rng.integers(1, 50)), given=int(rng.integers(0, 99))) for _ in range(12)]
     seconds = stage_seconds(blocks, lambda nbytes: nbytes / 10)
