@@ -26,7 +26,7 @@ from mpitrain.planner.machine_keys import (
     REQUIRED,
     REQUIRED_OF_DEVICE,
     SECTIONS,
-    Key,
+    MachineKey,
     core_matrix,
     derived,
     device_matrix,
@@ -189,7 +189,7 @@ def write_values(values: Values, path: Path) -> None:
 # -- reading
 
 
-def _place(key: Key, top: Any, links: Any, device: Any) -> tuple[str, Any]:
+def _place(key: MachineKey, top: Any, links: Any, device: Any) -> tuple[str, Any]:
     """The attribute's own name, and which of the three has it."""
     holder, dot, attribute = key.attribute.rpartition(".")
     return attribute, (links if holder == "links" else device) if dot else top
@@ -211,7 +211,7 @@ def _section(section: str, said: object, path: str) -> Iterator[tuple[str, Any]]
             yield key, of.unit.parsed(value, where)
 
 
-def _tables(of: Key, said: object, where: str) -> Iterator[tuple[str, dict[int, float]]]:
+def _tables(of: MachineKey, said: object, where: str) -> Iterator[tuple[str, dict[int, float]]]:
     """By precision: by size of matrices the speed; by 0: the speed at the best size."""
     assert of.unit is not None
     for precision, value in (said if isinstance(said, Mapping) else {"fp32": said}).items():
@@ -304,14 +304,14 @@ def _lines(values: Values) -> Iterator[str]:
             yield f"{_quoted(place)} = {{ {', '.join(cells)} }}"
 
 
-def _value(of: Key, value: Any) -> str:
+def _value(of: MachineKey, value: Any) -> str:
     if of.unit is None:
         return _quoted(value)
     text = of.unit.text(value)
     return text if text.isdigit() else _quoted(text)
 
 
-def _table(of: Key, table: Mapping[int, float]) -> str:
+def _table(of: MachineKey, table: Mapping[int, float]) -> str:
     assert of.unit is not None
     if 0 in table:
         return _quoted(of.unit.text(table[0]))

@@ -27,7 +27,7 @@ _CORE_SIZES, _DEVICE_SIZES = (64, 256, 1024), (256, 1024, 4096, 8192)
 
 
 @dataclass(frozen=True)
-class Key:
+class MachineKey:
     """A key of a section.
 
     Attributes:
@@ -46,52 +46,52 @@ class Key:
 
 
 HEAD = {
-    "name": Key(None, "name", "for people"),
-    "origin": Key(None, "origin", "where the figures come from"),
+    "name": MachineKey(None, "name", "for people"),
+    "origin": MachineKey(None, "origin", "where the figures come from"),
 }
-SECTIONS: Mapping[str, Mapping[str, Key]] = {
+SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "node": {
-        "cores": Key(COUNT, "cores", "that ranks run on"),
-        "memory": Key(BYTES, "memory", "of a node"),
-        "memory_bandwidth": Key(
+        "cores": MachineKey(COUNT, "cores", "that ranks run on"),
+        "memory": MachineKey(BYTES, "memory", "of a node"),
+        "memory_bandwidth": MachineKey(
             BYTE_RATE, "links.memory_rate", "reads and writes of all cores at once, as STREAM counts them", 0.5
         ),
     },
     "core": {
-        "threads": Key(FRACTION, "threads", "of a core's speed that each further thread of a rank adds"),
-        "update_rate": Key(ELEMENTS, "update_rate", "AdamW of one core, while all others do the same"),
-        "copy_rate": Key(BYTE_RATE, "links.copy_rate", "copied by one core"),
-        "add_rate": Key(BYTE_RATE, "links.reduce_rate", "bytes of the sum of two vectors, added by one core"),
-        "matrix": Key(OPERATIONS, "matrix", "one core, while all others do the same", table=True),
+        "threads": MachineKey(FRACTION, "threads", "of a core's speed that each further thread of a rank adds"),
+        "update_rate": MachineKey(ELEMENTS, "update_rate", "AdamW of one core, while all others do the same"),
+        "copy_rate": MachineKey(BYTE_RATE, "links.copy_rate", "copied by one core"),
+        "add_rate": MachineKey(BYTE_RATE, "links.reduce_rate", "bytes of the sum of two vectors, added by one core"),
+        "matrix": MachineKey(OPERATIONS, "matrix", "one core, while all others do the same", table=True),
     },
     "rank": {
-        "overhead": Key(SECONDS, "overhead", "of a training step, beside blocks, messages and the update"),
-        "step": Key(SECONDS, "links.step", "of starting one step of a collective"),
-        "process": Key(BYTES, "process", "before it has a model"),
+        "overhead": MachineKey(SECONDS, "overhead", "of a training step, beside blocks, messages and the update"),
+        "step": MachineKey(SECONDS, "links.step", "of starting one step of a collective"),
+        "process": MachineKey(BYTES, "process", "before it has a model"),
     },
     "network": {
-        "latency": Key(SECONDS, "links.latency", "of a message between nodes"),
-        "bandwidth": Key(BIT_RATE, "links.bandwidth", "of a node's links together, one way"),
+        "latency": MachineKey(SECONDS, "links.latency", "of a message between nodes"),
+        "bandwidth": MachineKey(BIT_RATE, "links.bandwidth", "of a node's links together, one way"),
     },
     "inside": {
-        "latency": Key(SECONDS, "links.local_latency", "of a message inside a node"),
-        "bandwidth": Key(BYTE_RATE, "links.local_bandwidth", "of one message inside a node"),
-        "barrier": Key(SECONDS, "links.fence", "of the ranks of a node, for each doubling of them"),
+        "latency": MachineKey(SECONDS, "links.local_latency", "of a message inside a node"),
+        "bandwidth": MachineKey(BYTE_RATE, "links.local_bandwidth", "of one message inside a node"),
+        "barrier": MachineKey(SECONDS, "links.fence", "of the ranks of a node, for each doubling of them"),
     },
     "folder": {
-        "rank_write_rate": Key(BYTE_RATE, "rank_write_rate", "one rank alone, into the run folder, to the disk"),
-        "write_rate": Key(BYTE_RATE, "write_rate", "all ranks of one node"),
-        "write_limit": Key(BYTE_RATE, "write_limit", "all nodes together"),
+        "rank_write_rate": MachineKey(BYTE_RATE, "rank_write_rate", "one rank alone, into the run folder, to the disk"),
+        "write_rate": MachineKey(BYTE_RATE, "write_rate", "all ranks of one node"),
+        "write_limit": MachineKey(BYTE_RATE, "write_limit", "all nodes together"),
     },
     "device": {
-        "kind": Key(None, "device.kind", "as PyTorch names it"),
-        "count": Key(COUNT, "device.count", "of a node"),
-        "memory": Key(BYTES, "device.memory", "of one"),
-        "memory_bandwidth": Key(BYTE_RATE, "device.memory_rate", "of its own memory, reads and writes together"),
-        "host_bandwidth": Key(BYTE_RATE, "device.host_rate", "to or from the host"),
-        "link_bandwidth": Key(BYTE_RATE, "device.link_rate", "of a message between two devices of a node"),
-        "link_latency": Key(SECONDS, "device.link_latency", "of such a message"),
-        "matrix": Key(OPERATIONS, "device.matrix", "of one", table=True),
+        "kind": MachineKey(None, "device.kind", "as PyTorch names it"),
+        "count": MachineKey(COUNT, "device.count", "of a node"),
+        "memory": MachineKey(BYTES, "device.memory", "of one"),
+        "memory_bandwidth": MachineKey(BYTE_RATE, "device.memory_rate", "of its own memory, reads and writes together"),
+        "host_bandwidth": MachineKey(BYTE_RATE, "device.host_rate", "to or from the host"),
+        "link_bandwidth": MachineKey(BYTE_RATE, "device.link_rate", "of a message between two devices of a node"),
+        "link_latency": MachineKey(SECONDS, "device.link_latency", "of such a message"),
+        "matrix": MachineKey(OPERATIONS, "device.matrix", "of one", table=True),
     },
 }
 REQUIRED = ("node.cores", "node.memory", "node.memory_bandwidth")
