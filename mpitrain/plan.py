@@ -14,7 +14,7 @@ from mpitrain.data import Description, open_dataset, resolve
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
 from mpitrain.planner.candidates import rules_of
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import given_machines, read_machine
 from mpitrain.planner.report import details, refused, report
@@ -94,7 +94,7 @@ def description_of(config: Config) -> Description:
     return data.description
 
 
-def explained(predictor: Predictor, layout: Layout) -> str:
+def explained(predictor: Predictor, layout: ParallelLayout) -> str:
     """What is predicted of one layout, or why it does not fit. Raises InputError where it is impossible."""
     memory, room = predictor.memory(layout), predictor.room()
     told = details(predictor.predict(layout), room)
@@ -103,7 +103,7 @@ def explained(predictor: Predictor, layout: Layout) -> str:
     return told
 
 
-def write(config: Config, layout: Layout, out: Path) -> None:
+def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     """Write a configuration with the settings of a layout. Raises InputError where the file cannot be written."""
     values = config.model_dump()
     for section, settings in notation.settings(layout).items():

@@ -103,7 +103,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     """By rank count, the layouts of one model."""
     from mpitrain.config.settings import Config
     from mpitrain.plan import description_of
-    from mpitrain.planner.layouts import Layout
+    from mpitrain.planner.layouts import ParallelLayout
     from mpitrain.planner.notation import settings, text
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
@@ -116,7 +116,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     for ranks in options.ranks:
         predictor = Predictor(model, machine, options.nodes, ranks // options.nodes)
         plan = best(predictor, count=options.choices)
-        layouts: dict[Layout, int] = {each.layout: number for number, each in enumerate(plan.found)}
+        layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
         for layout in spread(ranks, model.batch, len(model.blocks(1))):
             layouts.setdefault(layout, -1)
         rows = []
@@ -143,14 +143,14 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
 
 def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
     """Layouts of every kind for so many ranks."""
-    from mpitrain.planner.layouts import Layout
+    from mpitrain.planner.layouts import ParallelLayout
 
     share = max(1, batch // ranks)
-    found = [Layout(ranks, zero=zero, microbatch=share) for zero in (0, 1, 2, 3)]
-    found.append(Layout(ranks, zero=3, share_node=False, microbatch=share))
-    found.append(Layout(ranks, zero=0, microbatch=max(1, share // 2)))
-    found.append(Layout(ranks, zero=2, microbatch=max(1, share // 2)))
-    found.append(Layout(ranks, zero=1, microbatch=share, recompute=True))
+    found = [ParallelLayout(ranks, zero=zero, microbatch=share) for zero in (0, 1, 2, 3)]
+    found.append(ParallelLayout(ranks, zero=3, share_node=False, microbatch=share))
+    found.append(ParallelLayout(ranks, zero=0, microbatch=max(1, share // 2)))
+    found.append(ParallelLayout(ranks, zero=2, microbatch=max(1, share // 2)))
+    found.append(ParallelLayout(ranks, zero=1, microbatch=share, recompute=True))
     for pipeline in {2, ranks} if ranks > 2 else {2}:
         data = ranks // pipeline
         if pipeline > blocks:
@@ -159,15 +159,17 @@ def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
         for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
             if pipeline * chunks <= blocks:
                 found.append(
-                    Layout(data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks)
+                    ParallelLayout(
+                        data, pipeline, zero=int(data > 1), microbatch=some, schedule=schedule, chunks=chunks
+                    )
                 )
     for tensor in {2, min(4, ranks)}:
         data = ranks // tensor
-        found.append(Layout(data, 1, tensor, microbatch=batch // data))
-    found.append(Layout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
+        found.append(ParallelLayout(data, 1, tensor, microbatch=batch // data))
+    found.append(ParallelLayout(ranks // 2, 1, 2, microbatch=batch // (ranks // 2), sequence=True))
     if ranks >= 4:
         data = ranks // 4
-        found.append(Layout(data, 2, 2, microbatch=max(1, batch // data // 4)))
+        found.append(ParallelLayout(data, 2, 2, microbatch=max(1, batch // data // 4)))
     return list(dict.fromkeys(found))
 
 

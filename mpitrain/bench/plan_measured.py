@@ -119,7 +119,7 @@ def _watched() -> Iterator[list[int]]:
 
 
 def _give_back() -> None:
-    """Have the C library give memory that was freed back to the system, so that what comes next does not begin with it."""
+    """Have the C library give freed memory back to the system, for what comes next."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

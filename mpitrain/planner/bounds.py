@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mpitrain.planner.held import ITEMSIZE, is_unit
-from mpitrain.planner.layouts import Layout
-from mpitrain.planner.places import Places
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.step import Predictor
 from mpitrain.shard.placement import STAGES
@@ -60,11 +60,11 @@ class Bounds:
         self._work = lru_cache(maxsize=None)(self._sums)
         self._comm = lru_cache(maxsize=None)(self._communication)
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: ParallelLayout) -> Prediction:
         """Everything of a layout; InputError where it is impossible."""
         return self._of.predict(layout)
 
-    def memory(self, layout: Layout) -> Mapping[str, float]:
+    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes of the rank that needs most, by category."""
         return self._of.memory(layout)
 
@@ -72,11 +72,11 @@ class Bounds:
         """Bytes that a rank may take."""
         return self._of.room()
 
-    def at_least(self, layout: Layout) -> float:
+    def at_least(self, layout: ParallelLayout) -> float:
         """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining."""
         return self._seconds(layout, self._waited(layout))
 
-    def guess(self, layout: Layout) -> float:
+    def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step: the order in which layouts are looked at."""
         count, stages = self._count(layout), layout.pipeline
         idle = 1.0
@@ -94,7 +94,7 @@ class Bounds:
         shards = layout.data if layout.zero else 1
         return compute + talk + work.numel / stages / shards / self._of.machine.update_rate
 
-    def least_memory(self, layout: Layout) -> Mapping[str, float]:
+    def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that the rank that needs most takes at least, by category."""
         work, places, stage = self._work_of(layout), self._places(layout), STAGES[layout.zero]
         device = self._of.machine.device is not None
@@ -114,11 +114,11 @@ class Bounds:
 
     # -- what they are made of
 
-    def _count(self, layout: Layout) -> float:
+    def _count(self, layout: ParallelLayout) -> float:
         """Microbatches of a rank, on average."""
         return max(1.0, self._of.model.batch / layout.data / layout.microbatch)
 
-    def _waited(self, layout: Layout) -> float:
+    def _waited(self, layout: ParallelLayout) -> float:
         """The share of a stage's seconds that later stages wait for; 0 where no bound is known."""
         if layout.chunks > 1 or layout.slices > 1 or self._of.turns(self._places(layout)) > 1.0:
             return 0.0
@@ -126,7 +126,7 @@ class Bounds:
             return 1.0
         return self._work_of(layout).forward if layout.schedule == "zero-bubble" else 0.0
 
-    def _seconds(self, layout: Layout, waited: float) -> float:
+    def _seconds(self, layout: ParallelLayout, waited: float) -> float:
         work, stages = self._work_of(layout), layout.pipeline
         turns = self._of.turns(self._places(layout))
         each = (work.seconds + work.again * layout.recompute) * turns + work.exchanged
@@ -137,11 +137,11 @@ class Bounds:
         count = max(count, 1.0)
         return each * waited / (1.0 - (1.0 - waited / count) ** stages)
 
-    def _work_of(self, layout: Layout) -> _Work:
+    def _work_of(self, layout: ParallelLayout) -> _Work:
         return self._work(layout.microbatch, layout.tensor, layout.sequence, layout.slices, layout.whole)
 
     def _sums(self, microbatch: int, tensor: int, sequence: bool, slices: int, whole: tuple[str, ...]) -> _Work:
-        layout = Layout(
+        layout = ParallelLayout(
             self._of.ranks // tensor, 1, tensor, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole
         )
         places = self._places(layout)
@@ -165,7 +165,7 @@ class Bounds:
         self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, reshard: bool
     ) -> tuple[float, float]:
         """About the seconds of communication of gradients and parameters: of each pass, and once a step."""
-        layout = Layout(data, pipeline, tensor, zero, share_node, within, reshard)
+        layout = ParallelLayout(data, pipeline, tensor, zero, share_node, within, reshard)
         if data == 1:
             return 0.0, 0.0
         places, links = self._places(layout), self._of.machine.links
@@ -181,5 +181,5 @@ class Bounds:
             return (inside, across * 2 + inside + steps) if zero > 1 else (0.0, 2 * way)
         return (way, way) if zero > 1 else (0.0, 2 * way)
 
-    def _places(self, layout: Layout) -> Places:
-        return Places(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)
+    def _places(self, layout: ParallelLayout) -> LayoutPlaces:
+        return LayoutPlaces(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import Divided, ModelProfile
 
@@ -34,7 +34,7 @@ _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are l
 
 
 @dataclass(frozen=True)
-class Rules:
+class LayoutRules:
     """What the rest of a configuration allows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rules:
     zero: tuple[int, ...] = (0, 1, 2, 3)
 
 
-def rules_of(config: Config) -> Rules:
+def rules_of(config: Config) -> LayoutRules:
     """What a configuration allows.
 
     Raises:
@@ -60,7 +60,7 @@ def rules_of(config: Config) -> Rules:
         raise refusal(
             f"a plan is for ranks that train in step, and parallel.mode is {config.parallel.mode}; set it to sync"
         )
-    return Rules(
+    return LayoutRules(
         cut=not config.run.reproducible,
         slices=not config.model.compile,
         even=bool(config.model.factory) or config.model.name == "resnet",  # batch norms count samples of all ranks
@@ -68,8 +68,8 @@ def rules_of(config: Config) -> Rules:
 
 
 def candidates(
-    model: ModelProfile, machine: MachineProfile, nodes: int, ranks_per_node: int, rules: Rules = Rules()
-) -> Iterator[Layout]:
+    model: ModelProfile, machine: MachineProfile, nodes: int, ranks_per_node: int, rules: LayoutRules = LayoutRules()
+) -> Iterator[ParallelLayout]:
     """Every layout for so many ranks.
 
     Args:
@@ -81,7 +81,7 @@ def candidates(
     """
     blocks = len(model.blocks(1))
     for data, pipeline, tensor in shapes(model, nodes * ranks_per_node, ranks_per_node, blocks, rules):
-        base = Layout(data, pipeline, tensor)
+        base = ParallelLayout(data, pipeline, tensor)
         placed = [
             placement
             for placement in placements(base, nodes, ranks_per_node, machine.device is not None)
@@ -100,7 +100,7 @@ def candidates(
 
 
 def shapes(
-    model: ModelProfile, ranks: int, ranks_per_node: int, blocks: int, rules: Rules
+    model: ModelProfile, ranks: int, ranks_per_node: int, blocks: int, rules: LayoutRules
 ) -> list[tuple[int, int, int]]:
     """(data, pipeline, tensor) of all meshes that the model and its batch can be divided over."""
     found = []
@@ -117,7 +117,7 @@ def shapes(
     return inside or found
 
 
-def placements(base: Layout, nodes: int, ranks_per_node: int, device: bool) -> list[Layout]:
+def placements(base: ParallelLayout, nodes: int, ranks_per_node: int, device: bool) -> list[ParallelLayout]:
     """The ways to place parameters, gradients and states over the data-parallel ranks of a mesh."""
     found = [base]
     stage = base.pipeline * base.tensor
@@ -139,7 +139,7 @@ def placements(base: Layout, nodes: int, ranks_per_node: int, device: bool) -> l
     return found
 
 
-def passes(model: ModelProfile, base: Layout, blocks: int, rules: Rules) -> Iterator[Layout]:
+def passes(model: ModelProfile, base: ParallelLayout, blocks: int, rules: LayoutRules) -> Iterator[ParallelLayout]:
     """The ways to take a rank's share of a batch through its part of the model."""
     divided = Divided(base.tensor)
     sequences = [False]

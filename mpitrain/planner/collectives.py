@@ -58,7 +58,7 @@ class Group:
         return len(self.nodes)
 
 
-class Collectives:
+class CollectiveTimes:
     """Seconds of operations.
 
     Args:

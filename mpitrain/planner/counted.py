@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import log
 
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.recorder import Operation
+from mpitrain.planner.recorder import CountedOperation
 
 _FALLBACK = 4e10  # operations per second of a core or device whose profile says nothing
 _START = 1e-5  # seconds until an operation begins, from Python or autograd, on one core
@@ -34,7 +34,7 @@ _HEAVY = {  # operations that compute more on each byte than a copy does, in tim
 }
 
 
-def seconds(operations: Sequence[Operation], machine: MachineProfile, precision: str, threads: int = 1) -> float:
+def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, precision: str, threads: int = 1) -> float:
     """How long a rank takes for operations, while all others of its node do the same.
 
     Args:

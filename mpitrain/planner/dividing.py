@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import refusal
-from mpitrain.planner.model import Divided, Exchange
+from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.plan import begins_sequence, parallelize, plan_for
 from mpitrain.tensor.rng_tracker import RngTracker
@@ -36,19 +36,19 @@ class StandIn(Axis):
         self.rank, self.size = 0, size
         self.rng = RngTracker(0) if times else _NoStreams(0)
         self.column_input: object = None
-        self.noted: list[Exchange] = []
+        self.noted: list[AxisExchange] = []
         self._tags = 0
         self._slots = None
         self._pool: dict[tuple[Any, ...], torch.Tensor] | None = {} if times else None
 
     def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
         """A tensor like x."""
-        self.noted.append(Exchange("all_reduce", x.nbytes))
+        self.noted.append(AxisExchange("all_reduce", x.nbytes))
         return self._like(x, x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor like rank 0's part of x."""
-        self.noted.append(Exchange("reduce_scatter", x.nbytes))
+        self.noted.append(AxisExchange("reduce_scatter", x.nbytes))
         return self._like(x, _resized(x.shape, dim, lengths[0] if lengths else self.bounds(x.shape[dim])[1]))
 
     def all_gather(
@@ -57,7 +57,7 @@ class StandIn(Axis):
         """A tensor like all ranks' x; where nobody knows the others' lengths, they are taken to be that of x."""
         told = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
         whole = self._like(x, _resized(x.shape, dim, sum(told)))
-        self.noted.append(Exchange("all_gather", whole.nbytes))
+        self.noted.append(AxisExchange("all_gather", whole.nbytes))
         return whole, told
 
     def _like(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from mpitrain.layout import Flat, in_buckets, lay_out, split
-from mpitrain.planner.layouts import Layout
-from mpitrain.planner.model import Block, Weight
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.model import BlockCost, Weight
 from mpitrain.shard.flat import FIRST_BUCKET, MIB
 
 MULTIPLE = 16  # elements that a share of a bucket is a multiple of
@@ -17,7 +17,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Held:
+class StageHoldings:
     """Blocks and parameters of the ranks at one pipeline position.
 
     Attributes:
@@ -29,7 +29,7 @@ class Held:
         itemsize: Bytes of an element in the precision of the forward pass.
     """
 
-    stages: tuple[tuple[Block, ...], ...]
+    stages: tuple[tuple[BlockCost, ...], ...]
     weights: tuple[Weight, ...]
     where: tuple[int, ...]
     flat: Flat
@@ -60,26 +60,26 @@ class Held:
         return tuple(found)
 
 
-def is_unit(block: Block) -> bool:
+def is_unit(block: BlockCost) -> bool:
     """Whether it is one of the blocks in a list of the model: gathered, and recomputed, by itself (`shard.units`)."""
     return block.name.rpartition(".")[2].isdigit()
 
 
-def bounds_of(layout: Layout, blocks: int) -> list[int]:
+def bounds_of(layout: ParallelLayout, blocks: int) -> list[int]:
     """Stage s has blocks bounds[s] to bounds[s + 1] - 1."""
     stages = layout.pipeline * layout.chunks
     return [0, *accumulate(layout.cut)] if layout.cut else split(blocks, stages)
 
 
 def held(
-    stages: Sequence[Sequence[Block]],
+    stages: Sequence[Sequence[BlockCost]],
     order: Sequence[str],
     parts: int,
     bucket_mb: float,
     precision: str,
     *,
     by_unit: bool = False,
-) -> Held:
+) -> StageHoldings:
     """What is held of some stages.
 
     Args:
@@ -109,7 +109,7 @@ def held(
         numbers = [*inside, rest]
     ordered = [i for bucket in numbers for i in bucket]
     flat = lay_out([[sizes[i] for i in bucket] for bucket in numbers], itemsize, parts, MULTIPLE)
-    return Held(
+    return StageHoldings(
         tuple(map(tuple, stages)),
         tuple(found[trained[i]][0] for i in ordered),
         tuple(found[trained[i]][1] for i in ordered),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How a model is spread over data x pipeline x tensor ranks.
 
     Attributes:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from mpitrain.pipe.schedule import Schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.pipe.simulate import held as in_flight
-from mpitrain.planner.held import Held, is_unit
-from mpitrain.planner.layouts import Layout
-from mpitrain.planner.places import Places
+from mpitrain.planner.held import StageHoldings, is_unit
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.places import LayoutPlaces
 from mpitrain.shard.placement import SCRATCH, STAGES
 
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "process")
@@ -28,13 +28,13 @@ class Means:
         process: Bytes of a rank before it has a model.
     """
 
-    places: Places
+    places: LayoutPlaces
     device: bool
     moments: int
     process: int
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         """The layout of the ranks."""
         return self.places.layout
 
@@ -50,7 +50,7 @@ class Means:
         return self.layout.zero == 3 and not self.shared and self.places.shards()[0].size > 1
 
 
-def account(means: Means, held: Held, schedule: Schedule | None, rank: int) -> dict[str, float]:
+def account(means: Means, held: StageHoldings, schedule: Schedule | None, rank: int) -> dict[str, float]:
     """Bytes of a rank at one pipeline position, by category.
 
     Args:
@@ -90,13 +90,15 @@ def account(means: Means, held: Held, schedule: Schedule | None, rank: int) -> d
     }
 
 
-def _gathered(held: Held) -> float:
+def _gathered(held: StageHoldings) -> float:
     """Bytes that units are gathered into: the root, the one that computes and the one that comes next."""
     *units, root = held.buckets
     return root + 2.0 * max(units, default=0)
 
 
-def _activations(layout: Layout, held: Held, schedule: Schedule | None, rank: int) -> tuple[float, float]:
+def _activations(
+    layout: ParallelLayout, held: StageHoldings, schedule: Schedule | None, rank: int
+) -> tuple[float, float]:
     """Bytes kept at most between forward and backward, and those needed beside them while a block computes."""
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AxisExchange:
     """A collective operation of the tensor axis.
 
     Attributes:
@@ -40,7 +40,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCost:
     """A block as one rank computes it for one microbatch, without communication.
 
     Attributes:
@@ -68,8 +68,8 @@ class Block:
     given: int
     working: int
     weights: tuple[Weight, ...]
-    forwards: tuple[Exchange, ...] = ()
-    backwards: tuple[Exchange, ...] = ()
+    forwards: tuple[AxisExchange, ...] = ()
+    backwards: tuple[AxisExchange, ...] = ()
     operations: float = 0.0
 
 
@@ -112,7 +112,7 @@ class ModelProfile(ABC):
     order: Sequence[str]
 
     @abstractmethod
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         """The blocks in order, for a microbatch (or a slice of one) of so many samples.
 
         Args:

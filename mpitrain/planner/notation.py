@@ -24,8 +24,8 @@ from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.mesh import mesh_shape
 from mpitrain.pipe.partition import partition
-from mpitrain.planner.layouts import Layout
-from mpitrain.planner.model import Block
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.model import BlockCost
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
@@ -39,7 +39,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 
 
-def text(layout: Layout) -> str:
+def text(layout: ParallelLayout) -> str:
     """The layout as one line of text that `read` reads back."""
     words = [f"{layout.data}x{layout.pipeline}x{layout.tensor}"]
     words += [f"zero{layout.zero}"] if layout.zero else []
@@ -58,7 +58,7 @@ def text(layout: Layout) -> str:
     return " ".join(words)
 
 
-def read(line: str) -> Layout:
+def read(line: str) -> ParallelLayout:
     """The layout that a text in this file's notation means.
 
     Raises:
@@ -76,7 +76,7 @@ def read(line: str) -> Layout:
     if min(shape) < 1 or min(found.get(name, 1) for name in ("microbatch", "chunks", "slices")) < 1:
         raise refusal(f"layout {line!r}: each number must be at least 1; write {_EXAMPLE!r}")
     data, pipeline, tensor = shape
-    return Layout(data, pipeline, tensor, **found)
+    return ParallelLayout(data, pipeline, tensor, **found)
 
 
 def _meant(word: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _meant(word: str) -> dict[str, Any]:
     )
 
 
-def settings(layout: Layout) -> dict[str, dict[str, Any]]:
+def settings(layout: ParallelLayout) -> dict[str, dict[str, Any]]:
     """The settings that run a layout, by section and key: all that it decides, defaults too."""
     return {
         "parallel": {
@@ -126,7 +126,7 @@ def settings(layout: Layout) -> dict[str, dict[str, Any]]:
     }
 
 
-def layout_of(config: Config, ranks: int, blocks: Sequence[Block] = ()) -> Layout:
+def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> ParallelLayout:
     """The layout that a configuration asks for.
 
     Args:
@@ -140,7 +140,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[Block] = ()) -> Layou
     parallel, train = config.parallel, config.train
     data, pipeline, tensor = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
     pieces = data * 2 * pipeline if pipeline > 1 else data  # as trainer.data.microbatch_size
-    return Layout(
+    return ParallelLayout(
         data,
         pipeline,
         tensor,
@@ -160,7 +160,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[Block] = ()) -> Layou
     )
 
 
-def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[Block]) -> tuple[int, ...]:
+def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> tuple[int, ...]:
     """Blocks of each stage; empty where stages have equally many."""
     if not isinstance(cut, str):
         return tuple(int(number) for number in cut)

@@ -23,7 +23,7 @@ from math import prod
 import numpy as np
 
 from mpitrain.errors import InputError
-from mpitrain.planner.model import Block, Divided, Exchange, ModelProfile, Weight
+from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
 _FEW = 1 << 12  # combinations that are all tried
 
@@ -54,7 +54,7 @@ class Prices:
         per_element: Bytes of a parameter with its gradient and states on one rank.
     """
 
-    exchange: Callable[[Exchange], float]
+    exchange: Callable[[AxisExchange], float]
     microbatches: int = 1
     held: int = 1
     per_element: float = 16.0
@@ -141,7 +141,7 @@ def pairs_of(model: ModelProfile, samples: int, divided: Divided, prices: Prices
     return found
 
 
-def _cost(blocks: Sequence[Block], prices: Prices) -> tuple[float, float]:
+def _cost(blocks: Sequence[BlockCost], prices: Prices) -> tuple[float, float]:
     """(seconds of a step, bytes) of blocks."""
     seconds = sum(block.forward + block.input + block.weight for block in blocks)
     seconds += sum(prices.exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
@@ -150,7 +150,7 @@ def _cost(blocks: Sequence[Block], prices: Prices) -> tuple[float, float]:
     return seconds * prices.microbatches, kept * prices.held + numel * prices.per_element
 
 
-def _units(blocks: Sequence[Block]) -> list[tuple[str, ...]]:
+def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
     """Patterns of the layers that belong together, in the order of the model."""
     weights = [weight for block in blocks for weight in block.weights if not weight.replicated]
     units: dict[str, list[str]] = {}
@@ -164,7 +164,7 @@ def _units(blocks: Sequence[Block]) -> list[tuple[str, ...]]:
     return [(f"{key}.*",) if _shared(key, layers) else tuple(layers) for key, layers in units.items()]
 
 
-def _parent(weight: Weight, blocks: Sequence[Block]) -> str:
+def _parent(weight: Weight, blocks: Sequence[BlockCost]) -> str:
     """The module around a weight's layer; of a layer that is a block, or outside of all, the layer itself."""
     layer = weight.name.rpartition(".")[0]
     around = layer.rpartition(".")[0]

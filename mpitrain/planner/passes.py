@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from mpitrain.pipe.stage import _begins_in_place
 from mpitrain.pipe.wire import as_tuple
-from mpitrain.planner.model import Exchange
-from mpitrain.planner.recorder import Operation, Recorder
+from mpitrain.planner.model import AxisExchange
+from mpitrain.planner.recorder import CountedOperation, OperationRecorder
 from mpitrain.planner.subject import Cut
 
 
@@ -40,11 +40,11 @@ class Observed:
     taken: float
     given: float
     working: float
-    forward: tuple[Operation, ...]
-    input: tuple[Operation, ...]
-    backward: tuple[Operation, ...]
-    forwards: tuple[Exchange, ...]
-    backwards: tuple[Exchange, ...]
+    forward: tuple[CountedOperation, ...]
+    input: tuple[CountedOperation, ...]
+    backward: tuple[CountedOperation, ...]
+    forwards: tuple[AxisExchange, ...]
+    backwards: tuple[AxisExchange, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Once:
         if in_place:
             self.given = [v.clone() for v in self.given]
         self.parameters = [p for p in block.parameters() if p.requires_grad]
-        self.recorder = Recorder(guess=cut.axis is not None and cut.fake is not None)
+        self.recorder = OperationRecorder(guess=cut.axis is not None and cut.fake is not None)
         self.values: tuple[Any, ...] = ()
 
     def run(self, single: bool, y: torch.Tensor | None) -> tuple[Observed, tuple[_Passed, ...], bool]:
@@ -156,11 +156,11 @@ class _Once:
 
     def _backward(
         self, roots: list[Any], gradients: list[torch.Tensor]
-    ) -> tuple[tuple[tuple[Operation, ...], tuple[Operation, ...]], tuple[Exchange, ...], int]:
+    ) -> tuple[tuple[tuple[CountedOperation, ...], tuple[CountedOperation, ...]], tuple[AxisExchange, ...], int]:
         """Operations of both halves, exchanges, and the most bytes alive."""
         recorder = self.recorder
         wanted = [t for t in self.leaves if t.requires_grad]
-        of_input: tuple[Operation, ...] = ()
+        of_input: tuple[CountedOperation, ...] = ()
         self._taken()
         if wanted and self.parameters:
             torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
@@ -177,7 +177,7 @@ class _Once:
             of_input = whole
         return (of_input, whole), backwards, peak
 
-    def _taken(self) -> tuple[tuple[Operation, ...], tuple[Exchange, ...]]:
+    def _taken(self) -> tuple[tuple[CountedOperation, ...], tuple[AxisExchange, ...]]:
         """What has been noted since this was last asked."""
         operations, self.recorder.operations = tuple(self.recorder.operations), []
         axis = self.cut.axis
@@ -208,7 +208,7 @@ class _Sink(torch.autograd.Function):
 class _Kept:
     """Counts what autograd keeps, as `trainer.memory.ActivationMeter` does."""
 
-    def __init__(self, seen: set[int], recorder: Recorder) -> None:
+    def __init__(self, seen: set[int], recorder: OperationRecorder) -> None:
         self._seen, self._recorder = seen, recorder
         self.nbytes = self.new = 0  # new: of it, made in the block
 
@@ -241,17 +241,19 @@ def between(a: Observed, b: Observed, along: float) -> Observed:
     def number(x: float, y: float) -> float:
         return max(0.0, x + (y - x) * along)
 
-    def operations(x: tuple[Operation, ...], y: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    def operations(x: tuple[CountedOperation, ...], y: tuple[CountedOperation, ...]) -> tuple[CountedOperation, ...]:
         if [each.name for each in x] != [each.name for each in y]:
             return y
         return tuple(
-            Operation(n.name, number(m.flops, n.flops), number(m.nbytes, n.nbytes), number(m.products, n.products))
+            CountedOperation(
+                n.name, number(m.flops, n.flops), number(m.nbytes, n.nbytes), number(m.products, n.products)
+            )
             for m, n in zip(x, y, strict=True)
         )
 
-    def exchanges(x: tuple[Exchange, ...], y: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
+    def exchanges(x: tuple[AxisExchange, ...], y: tuple[AxisExchange, ...]) -> tuple[AxisExchange, ...]:
         pairs = zip(x, y, strict=True)
-        return tuple(Exchange(n.operation, round(number(m.nbytes, n.nbytes))) for m, n in pairs)
+        return tuple(AxisExchange(n.operation, round(number(m.nbytes, n.nbytes))) for m, n in pairs)
 
     return Observed(
         kept=number(a.kept, b.kept),

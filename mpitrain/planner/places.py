@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mpitrain.planner.collectives import Group
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.layouts import ParallelLayout
 
 
 @dataclass(frozen=True)
-class Places:
+class LayoutPlaces:
     """The ranks of a layout on nodes with equally many ranks each, numbered node by node (see `mpitrain.mesh`).
 
     Attributes:
@@ -24,7 +24,7 @@ class Places:
     nodes: int
     each: int
     cores: int
-    layout: Layout
+    layout: ParallelLayout
 
     @property
     def oversubscribed(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.layouts import ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Prediction:
         samples: Of a global batch, so that samples / seconds is the throughput.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     seconds: float
     parts: Mapping[str, float]
     memory: Mapping[str, float]

@@ -20,7 +20,7 @@ from mpitrain.layout import is_replicated
 from mpitrain.planner import counted
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
-from mpitrain.planner.model import Block, Divided, ModelProfile, Weight
+from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.passes import Observed, between, observe
 from mpitrain.planner.subject import Cut, Subject
 
@@ -71,7 +71,7 @@ class BlockProfile(ModelProfile):
         self._weights = lru_cache(None)(self._list_weights)
         self._made = lru_cache(None)(self._make)
 
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         """As `ModelProfile.blocks` says."""
         return self._made(samples, divided, threads)
 
@@ -80,7 +80,7 @@ class BlockProfile(ModelProfile):
         if self._times is not None:
             self._times.close()
 
-    def _make(self, samples: int, divided: Divided, threads: int) -> tuple[Block, ...]:
+    def _make(self, samples: int, divided: Divided, threads: int) -> tuple[BlockCost, ...]:
         names, weights = self._weights(divided)
         observed = self._observed(samples, divided)
         reckoned = [self._reckoned(each, threads) for each in observed]
@@ -94,7 +94,7 @@ class BlockProfile(ModelProfile):
         for name, weight, each, one, time_ in zip(names, weights, observed, reckoned, timed, strict=True):
             inner = counted.seconds(each.input, self._machine, self.precision, threads)
             part = min(1.0, inner / one.backward) if one.backward else 1.0
-            block = Block(
+            block = BlockCost(
                 name=name,
                 forward=time_.forward,
                 input=time_.backward * part,

@@ -19,7 +19,7 @@ _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_loc
 
 
 @dataclass(frozen=True)
-class Operation:
+class CountedOperation:
     """An operation of PyTorch.
 
     Attributes:
@@ -40,7 +40,7 @@ class Operation:
         return max(1.0, math.pow(self.flops / 2 / max(1.0, self.products), 1 / 3))
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, notes every operation, and the beginning and end of the memory of each result.
 
     Args:
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, guess: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[Operation] = []
+        self.operations: list[CountedOperation] = []
         self._guess = guess
         self._changes: list[tuple[int, int]] = []  # number of the memory, bytes more or less
         self._numbers: dict[int, int] = {}  # of the memory that lives, by its storage's address
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "aten" and not func.is_view and name not in _NOTHING:
             touched = {id(t): t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
             flops, products = _flops(func._overloadpacket, args, kwargs, out)
-            self.operations.append(Operation(name, flops, sum(touched.values()), products))
+            self.operations.append(CountedOperation(name, flops, sum(touched.values()), products))
         return out
 
     def mark(self) -> int:

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 from mpitrain.errors import InputError
 from mpitrain.planner.held import ITEMSIZE
-from mpitrain.planner.layouts import Layout
-from mpitrain.planner.model import Block, Divided, Exchange
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.model import AxisExchange, BlockCost, Divided
 from mpitrain.planner.notation import sizes
 from mpitrain.planner.parts import Prices, choose, pairs_of, whole_patterns
-from mpitrain.planner.places import Places
+from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.stages import Limits, best_cut, held_at_most
 from mpitrain.planner.step import Predictor
 from mpitrain.shard.placement import STAGES, formula
@@ -30,7 +30,7 @@ class Refinement:
         self._whole = lru_cache(maxsize=None)(self._find_whole)
         self._cut = lru_cache(maxsize=None)(self._find_cut)
 
-    def __call__(self, layout: Layout) -> Iterable[Layout]:
+    def __call__(self, layout: ParallelLayout) -> Iterable[ParallelLayout]:
         found = [layout]
         if layout.tensor > 1 and not layout.sequence:
             whole = self._whole(_plain(layout))
@@ -40,7 +40,7 @@ class Refinement:
             found = [replace(each, cut=cut) for each, cut in cuts if cut] + found
         return found
 
-    def _find_cut(self, layout: Layout, per_element: float) -> tuple[int, ...]:
+    def _find_cut(self, layout: ParallelLayout, per_element: float) -> tuple[int, ...]:
         """Blocks of each stage; empty where equally many are best."""
         count, stages = self._microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
@@ -56,11 +56,11 @@ class Refinement:
         bounds = bounds or best_cut(blocks, stages, count, layout.chunks, message)  # the limits are estimates
         return sizes(bounds) if bounds else ()
 
-    def _find_whole(self, layout: Layout) -> tuple[str, ...]:
+    def _find_whole(self, layout: ParallelLayout) -> tuple[str, ...]:
         """Patterns of the layers that are better left whole, as far as there is room for it."""
         places = self._places(layout)
 
-        def exchange(each: Exchange) -> float:
+        def exchange(each: AxisExchange) -> float:
             return self._of.collectives.seconds(each.operation, each.nbytes, places.tensor)
 
         per_element = self._per_element(layout) / layout.pipeline
@@ -74,26 +74,26 @@ class Refinement:
         counts = choose(pairs, self._of.room() - taken)
         return whole_patterns(pairs, counts) if counts and any(counts) else ()
 
-    def _blocks(self, layout: Layout) -> tuple[Block, ...]:
+    def _blocks(self, layout: ParallelLayout) -> tuple[BlockCost, ...]:
         return self._of.blocks(layout, self._places(layout))
 
-    def _places(self, layout: Layout) -> Places:
-        return Places(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)
+    def _places(self, layout: ParallelLayout) -> LayoutPlaces:
+        return LayoutPlaces(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)
 
-    def _microbatches(self, layout: Layout) -> int:
+    def _microbatches(self, layout: ParallelLayout) -> int:
         share = -(-self._of.model.batch // layout.data)
         return -(-share // layout.microbatch)
 
     def _room(self) -> float:
         return self._of.room() - self._of.machine.process
 
-    def _per_element(self, layout: Layout) -> float:
+    def _per_element(self, layout: ParallelLayout) -> float:
         """Bytes of a parameter with its gradient and states on one rank."""
         shard = self._places(layout).shards()[0].size
         model = self._of.model
         return formula(STAGES[layout.zero], shard, 1, ITEMSIZE[model.precision], model.moments).total
 
 
-def _plain(layout: Layout) -> Layout:
+def _plain(layout: ParallelLayout) -> ParallelLayout:
     """The layout without what neither a cut nor a division depends on: where states are."""
     return replace(layout, zero=0, share_node=True, shard_within="all", reshard=True, offload="")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from mpitrain.monitor.text import aligned, short
 from mpitrain.planner.notation import text
 from mpitrain.planner.prediction import Prediction
-from mpitrain.planner.search import Excess, Plan
+from mpitrain.planner.search import Excess, LayoutPlan
 
 _WIDTH = 118
 _SHARES = 0.005  # of the step: parts below are not told
@@ -70,7 +70,7 @@ def refused(excess: Sequence[Excess]) -> str:
     return "\n".join(lines)
 
 
-def report(plan: Plan, title: str) -> str:
+def report(plan: LayoutPlan, title: str) -> str:
     """All of a plan: the best layouts, the first one in detail, and what does not fit.
 
     Args:

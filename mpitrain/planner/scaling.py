@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.model import Block, Divided, ModelProfile
+from mpitrain.planner.model import BlockCost, Divided, ModelProfile
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.search import best
 from mpitrain.planner.step import Predictor
@@ -49,7 +49,7 @@ class WithBatch(ModelProfile):
         self.precision, self.moments, self.sample_bytes = model.precision, model.moments, model.sample_bytes
         self.listed, self.divisible, self.order = model.listed, model.divisible, model.order
 
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         return self._model.blocks(samples, divided, threads)
 
 

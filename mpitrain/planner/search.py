@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.errors import InputError
 from mpitrain.planner.bounds import Bounds
-from mpitrain.planner.candidates import Rules, candidates
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.candidates import LayoutRules, candidates
+from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.refine import Refinement
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 COUNT = 10
 _NEAR = 6  # layouts that do not fit that a plan tells of
 
-Variants = Callable[[Layout], Iterable[Layout]]
+Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
 
 
 class Estimates(Protocol):
     """What the search asks of a predictor (`planner.bounds.Bounds`)."""
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: ParallelLayout) -> Prediction:
         """Everything of a layout; InputError where it is impossible."""
 
-    def at_least(self, layout: Layout) -> float:
+    def at_least(self, layout: ParallelLayout) -> float:
         """Seconds that a step takes at least, however the blocks are cut into stages; cheap."""
 
-    def guess(self, layout: Layout) -> float:
+    def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step; cheap. It decides what is looked at first, not what is found."""
 
-    def memory(self, layout: Layout) -> Mapping[str, float]:
+    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes of the rank that needs most, by category."""
 
-    def least_memory(self, layout: Layout) -> Mapping[str, float]:
+    def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that it takes at least, however the blocks are cut into stages; cheap."""
 
     def room(self) -> float:
@@ -62,7 +62,7 @@ class Excess:
         seconds: That a step would take at least.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     memory: Mapping[str, float]
     room: float
     seconds: float
@@ -79,7 +79,7 @@ class Excess:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """What a search found.
 
     Attributes:
@@ -114,7 +114,9 @@ class _Looked:
         return len(self.best) >= count and _rounded(at_least) > _rounded(self.best[count - 1].seconds)
 
 
-def best(predictor: Predictor, rules: Rules = Rules(), count: int = COUNT, patience: float = float("inf")) -> Plan:
+def best(
+    predictor: Predictor, rules: LayoutRules = LayoutRules(), count: int = COUNT, patience: float = float("inf")
+) -> LayoutPlan:
     """The best layouts of all that a model can be trained in.
 
     Args:
@@ -129,11 +131,11 @@ def best(predictor: Predictor, rules: Rules = Rules(), count: int = COUNT, patie
 
 def best_of(
     predictor: Estimates,
-    layouts: Iterable[Layout],
+    layouts: Iterable[ParallelLayout],
     count: int = COUNT,
     variants: Variants = lambda layout: (layout,),
     patience: float = float("inf"),
-) -> Plan:
+) -> LayoutPlan:
     """The best of some layouts.
 
     Args:
@@ -152,7 +154,7 @@ def best_of(
             continue
     entries.sort(key=lambda entry: entry[:2])
     until = time.monotonic() + patience
-    seen, fitting = _Looked(), set[Layout]()
+    seen, fitting = _Looked(), set[ParallelLayout]()
     for number, (_, _, at_least, layout) in enumerate(entries):
         if seen.slower_than(count, at_least) or (layout.offload and replace(layout, offload="") in fitting):
             continue
@@ -166,10 +168,12 @@ def best_of(
         elif _look(predictor, variants(layout), at_least, room, seen):
             fitting.add(layout)
             seen.best = ranked(seen.best)[:count]
-    return Plan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond)
+    return LayoutPlan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond)
 
 
-def _look(predictor: Estimates, variants: Iterable[Layout], at_least: float, room: float, seen: _Looked) -> bool:
+def _look(
+    predictor: Estimates, variants: Iterable[ParallelLayout], at_least: float, room: float, seen: _Looked
+) -> bool:
     """Predict what fits of a layout's variants; returns whether any did."""
     fits, too_large = False, []
     for variant in dict.fromkeys(variants):
@@ -198,7 +202,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
-def simplicity(layout: Layout) -> tuple[Any, ...]:
+def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     """A key that is less for a layout that is simpler: fewer axes, a lower stage of ZeRO, fewer pieces."""
     axes = sum(ranks > 1 for ranks in (layout.data, layout.pipeline, layout.tensor))
     options = (layout.recompute, bool(layout.offload), layout.sequence, layout.shard_within != "all")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.planner.model import Block
+from mpitrain.planner.model import BlockCost
 
 _Array = npt.NDArray[np.float64]
 _EVEN = 1e-9  # share of a stage's seconds that decides between cuts that are equally good otherwise
@@ -58,7 +58,7 @@ def held_at_most(pipeline: int, chunks: int, microbatches: int, schedule: str) -
 
 
 def best_cut(
-    blocks: Sequence[Block],
+    blocks: Sequence[BlockCost],
     stages: int,
     microbatches: int,
     chunks: int = 1,
@@ -99,7 +99,7 @@ def best_cut(
     return found
 
 
-def stage_seconds(blocks: Sequence[Block], message: Callable[[int], float], recompute: bool = False) -> _Array:
+def stage_seconds(blocks: Sequence[BlockCost], message: Callable[[int], float], recompute: bool = False) -> _Array:
     """Seconds [begin, end] of a stage of blocks begin to end - 1; infinite where there is none."""
     forward = np.array([block.forward for block in blocks])
     each = forward * (2 if recompute else 1) + np.array([block.input + block.weight for block in blocks])
@@ -110,7 +110,7 @@ def stage_seconds(blocks: Sequence[Block], message: Callable[[int], float], reco
     return seconds
 
 
-def stage_fits(blocks: Sequence[Block], limits: Limits) -> list[npt.NDArray[np.bool_]]:
+def stage_fits(blocks: Sequence[BlockCost], limits: Limits) -> list[npt.NDArray[np.bool_]]:
     """Of each stage, whether blocks [begin, end) fit on its rank.
 
     Tied parameters count in every block that has them.

@@ -20,13 +20,13 @@ from mpitrain.pipe.schedule import Schedule
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.planner import turns
-from mpitrain.planner.collectives import Collectives, Group
-from mpitrain.planner.held import Held, bounds_of, held, is_unit
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.collectives import CollectiveTimes, Group
+from mpitrain.planner.held import StageHoldings, bounds_of, held, is_unit
+from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import Means, account, total
-from mpitrain.planner.model import Block, Divided, Exchange, ModelProfile
-from mpitrain.planner.places import Places
+from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile
+from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.shard.flat import CACHED_MB
 
@@ -56,7 +56,7 @@ class Predictor:
     ) -> None:
         self.model, self.machine = model, machine
         self.nodes, self.ranks_per_node, self._room, self._bucket_mb = nodes, ranks_per_node, memory, bucket_mb
-        self._collectives = Collectives(machine.links)
+        self._collectives = CollectiveTimes(machine.links)
         self._held = lru_cache(maxsize=4096)(self._find_held)
         self._schedule = lru_cache(maxsize=256)(make_schedule)
 
@@ -73,7 +73,7 @@ class Predictor:
             return self.machine.device.memory / self._sharing()
         return self.machine.memory / self.ranks_per_node
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: ParallelLayout) -> Prediction:
         """Simulate a step.
 
         Raises:
@@ -84,7 +84,7 @@ class Predictor:
         parts = step.run()
         return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
 
-    def at_least(self, layout: Layout) -> float:
+    def at_least(self, layout: ParallelLayout) -> float:
         """Seconds that the computation alone takes, on average over the ranks: no step is faster. Cheap."""
         places = self._places(layout)
         blocks = self.blocks(layout, places)
@@ -92,7 +92,7 @@ class Predictor:
         samples = self.model.batch / layout.data
         return once * samples / layout.microbatch * layout.slices / layout.pipeline * self.turns(places)
 
-    def memory(self, layout: Layout) -> Mapping[str, float]:
+    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
         places = self._places(layout)
         means = Means(places, self.machine.device is not None, self.model.moments, self.machine.process)
@@ -102,7 +102,7 @@ class Predictor:
 
     # -- for the simulation
 
-    def turns(self, places: Places) -> float:
+    def turns(self, places: LayoutPlaces) -> float:
         """How much longer than alone a rank computes while all others of its node, or of its device, do."""
         return float(self._sharing()) if self.machine.device is not None else places.turns
 
@@ -111,24 +111,24 @@ class Predictor:
         assert self.machine.device is not None
         return -(-self.ranks_per_node // self.machine.device.count)
 
-    def _places(self, layout: Layout) -> Places:
+    def _places(self, layout: ParallelLayout) -> LayoutPlaces:
         if layout.ranks != self.ranks:
             raise refusal(
                 f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} are not the {self.ranks} "
                 f"ranks of {self.nodes} x {self.ranks_per_node}"
             )
-        return Places(self.nodes, self.ranks_per_node, self.machine.cores, layout)
+        return LayoutPlaces(self.nodes, self.ranks_per_node, self.machine.cores, layout)
 
-    def blocks(self, layout: Layout, places: Places) -> tuple[Block, ...]:
+    def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
         """What each block costs for a microbatch (or a slice of one)."""
         divided = Divided(layout.tensor, layout.sequence, layout.whole, layout.slices)
         return self.model.blocks(layout.microbatch, divided, places.threads)
 
-    def microbatches(self, samples: int, layout: Layout) -> int:
+    def microbatches(self, samples: int, layout: ParallelLayout) -> int:
         """Of so many samples."""
         return max(1, -(-samples // layout.microbatch))
 
-    def schedule(self, layout: Layout) -> Schedule | None:
+    def schedule(self, layout: ParallelLayout) -> Schedule | None:
         """Of the pipeline; None without one."""
         if layout.pipeline == 1:
             return None
@@ -136,15 +136,15 @@ class Predictor:
         count = self.microbatches(share, layout)
         return self._schedule(layout.schedule, layout.pipeline, count, layout.chunks, layout.slices)
 
-    def held(self, layout: Layout, places: Places, rank: int) -> Held:
+    def held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         """What the ranks at a pipeline position hold."""
         return self._held(layout, places, rank)
 
-    def _find_held(self, layout: Layout, places: Places, rank: int) -> Held:
+    def _find_held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)
         bounds = bounds_of(layout, len(blocks))
         if layout.pipeline == 1:
-            stages: list[Sequence[Block]] = [blocks]
+            stages: list[Sequence[BlockCost]] = [blocks]
         else:
             schedule = self.schedule(layout)
             assert schedule is not None
@@ -159,7 +159,7 @@ class Predictor:
         return held(stages, self.model.order, parts, bucket_mb, self.model.precision, by_unit=means.gathers)
 
     @property
-    def collectives(self) -> Collectives:
+    def collectives(self) -> CollectiveTimes:
         """Seconds of operations."""
         return self._collectives
 
@@ -167,7 +167,7 @@ class Predictor:
 class _Step:
     """One step of one layout."""
 
-    def __init__(self, predictor: Predictor, places: Places) -> None:
+    def __init__(self, predictor: Predictor, places: LayoutPlaces) -> None:
         self.predictor, self.places, self.layout = predictor, places, places.layout
         self.model, self.machine = predictor.model, predictor.machine
         self.means = Means(places, self.machine.device is not None, self.model.moments, 0)
@@ -207,7 +207,7 @@ class _Step:
             self._reduce_after(holds)
         self._among_replicas(holds)
 
-    def _of(self, samples: int) -> tuple[Block, ...]:
+    def _of(self, samples: int) -> tuple[BlockCost, ...]:
         divided = Divided(self.layout.tensor, self.layout.sequence, self.layout.whole, self.layout.slices)
         return self.model.blocks(samples, divided, self.places.threads)
 
@@ -218,7 +218,7 @@ class _Step:
         even = self.model.batch / self.layout.data / share
         return max(1.0, self.turns * even)
 
-    def _one_pass(self, blocks: Sequence[Block], holds: Held, pace: float, *, last: bool) -> None:
+    def _one_pass(self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, last: bool) -> None:
         """One microbatch. Communication lies under computation where a core is free for it."""
         overlaps = self.places.overlaps
         each_pass = self.layout.zero >= 2
@@ -252,14 +252,14 @@ class _Step:
         self.parts["gradients"] += waits
         self.parts["parameters"] += gathers
 
-    def _reductions(self, holds: Held) -> list[float]:
+    def _reductions(self, holds: StageHoldings) -> list[float]:
         """Seconds of each bucket's reduction."""
         if self.layout.data == 1:
             return []
         operation = "reduce_scatter" if self.layout.zero else "all_reduce"
         return [self.seconds(operation, nbytes, self.shard) for nbytes in holds.buckets]
 
-    def _reduce_after(self, holds: Held) -> None:
+    def _reduce_after(self, holds: StageHoldings) -> None:
         """The reduction of whole gradients after backward, where nothing was reduced under it."""
         if self.places.overlaps or self.layout.data == 1:
             return
@@ -268,12 +268,12 @@ class _Step:
         else:
             self.parts["gradients"] += self.seconds("all_reduce", holds.nbytes, self.shard)
 
-    def _among_replicas(self, holds: Held) -> None:
+    def _among_replicas(self, holds: StageHoldings) -> None:
         if self.replicas is not None:
             share = [nbytes / self.shard.size for nbytes in holds.buckets]
             self.parts["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
 
-    def _gathers(self, holds: Held) -> dict[str, float]:
+    def _gathers(self, holds: StageHoldings) -> dict[str, float]:
         """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
         *units, root = [self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets]
         names = [block.name for block in reversed(holds.stages[0]) if is_unit(block)]
@@ -286,7 +286,7 @@ class _Step:
         """What is not hidden of gathering a unit; where a core is free, the one before computes meanwhile."""
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
-    def _exchanges(self, exchanges: Sequence[Exchange]) -> float:
+    def _exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
         group = self.places.tensor
         return sum(self.seconds(each.operation, each.nbytes, group) for each in exchanges)
 
@@ -313,12 +313,13 @@ class _Step:
         ends = self._ends(schedule, costs, stages)
         here = max(range(len(ends)), key=lambda rank: ends[rank])
         talk = sum((t[0] + t[1]) * schedule.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
-        self.parts["compute"] += (alone[here] - talk) * min(self.turns, ends[here] / alone[here])
+        compute = min((alone[here] - talk) * self.turns, ends[here] - talk)
+        self.parts["compute"] += compute
         self.parts["tensor"] += talk
-        self.parts["pipeline"] += ends[here] - (alone[here] - talk) * min(self.turns, ends[here] / alone[here]) - talk
+        self.parts["pipeline"] += ends[here] - compute - talk
         return self._reduce_stages(schedule, ends)
 
-    def _ends(self, schedule: Schedule, costs: Costs, stages: Sequence[Sequence[Block]]) -> Sequence[float]:
+    def _ends(self, schedule: Schedule, costs: Costs, stages: Sequence[Sequence[BlockCost]]) -> Sequence[float]:
         """When each rank of a pipeline has done its last step."""
         nodes = self.places.pipeline
         local = nodes.count(nodes[0])
@@ -364,7 +365,7 @@ class _Step:
 
     # -- after the gradients
 
-    def _update(self, holds: Held) -> None:
+    def _update(self, holds: StageHoldings) -> None:
         """Norm and update of this rank's elements, and what shows the others their result."""
         layout, machine, places = self.layout, self.machine, self.places
         shards = self.shard.size if layout.zero else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpitrain.planner.model import Block, Divided, Exchange, ModelProfile, Weight
+from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
 
 class FakeModel(ModelProfile):
@@ -14,14 +14,14 @@ class FakeModel(ModelProfile):
         self.layers, self.numel, self.seconds = layers, numel, seconds
         self.order = ["embedding.weight", *(f"blocks.{n}.weight" for n in range(layers))]
 
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         once = self.seconds * samples / divided.slices / threads
         act = 4096 * samples // divided.slices
-        exchanges = (Exchange("all_reduce", act),) if divided.tensor > 1 else ()
+        exchanges = (AxisExchange("all_reduce", act),) if divided.tensor > 1 else ()
         table = Weight("embedding.weight", self.numel // divided.tensor, replicated=False)
-        first = Block("embedding", once / 10, 0.0, once / 10, 0, 64, act, act, (table,))
+        first = BlockCost("embedding", once / 10, 0.0, once / 10, 0, 64, act, act, (table,))
         middle = [
-            Block(
+            BlockCost(
                 f"blocks.{n}",
                 once / divided.tensor,
                 once / divided.tensor,
@@ -37,4 +37,4 @@ class FakeModel(ModelProfile):
             for n in range(self.layers)
         ]
         tied = Weight("head.weight", self.numel // divided.tensor, replicated=False, same_as="embedding.weight")
-        return (first, *middle, Block("head", once / 5, once / 5, once / 5, act, act, 4, act, (tied,)))
+        return (first, *middle, BlockCost("head", once / 5, once / 5, once / 5, act, act, 4, act, (tied,)))

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpitrain.errors import refusal
-from mpitrain.planner.layouts import Layout
-from mpitrain.planner.model import Block, Divided, Exchange, ModelProfile, Weight
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.prediction import Prediction
 
 WORD, WIDTH, TOKENS = 4, 256, 64
 
 
-def block(seconds: float, kept: int = 0, given: int = 0, numel: int = 0, name: str = "b") -> Block:
+def block(seconds: float, kept: int = 0, given: int = 0, numel: int = 0, name: str = "b") -> BlockCost:
     weights = (Weight(f"{name}.weight", numel),) if numel else ()
-    return Block(name, seconds, seconds, seconds, kept, given, given, 0, weights)
+    return BlockCost(name, seconds, seconds, seconds, kept, given, given, 0, weights)
 
 
 class MadeUpModel(ModelProfile):
@@ -25,11 +25,11 @@ class MadeUpModel(ModelProfile):
         self.batch, self.precision, self.moments, self.sample_bytes = batch, "fp32", 2, 8 * TOKENS
         self.listed = self.divisible = True
         self.rate, self.vocabulary = rate, vocabulary
-        self._known: dict[tuple[int, Divided], tuple[Block, ...]] = {}
+        self._known: dict[tuple[int, Divided], tuple[BlockCost, ...]] = {}
         self.names = ["embedding", *(f"blocks.{n}" for n in range(blocks)), "head"]
         self.order = [weight.name for each in self.blocks(1) for weight in each.weights]
 
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[Block, ...]:
+    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         if divided.tensor > 8:
             raise refusal("8 heads cannot be shared evenly by so many ranks")
         if divided.slices > TOKENS:
@@ -38,7 +38,7 @@ class MadeUpModel(ModelProfile):
             self._known[samples, divided] = tuple(self._block(name, samples, divided) for name in self.names)
         return self._known[samples, divided]
 
-    def _block(self, name: str, samples: int, divided: Divided) -> Block:
+    def _block(self, name: str, samples: int, divided: Divided) -> BlockCost:
         pairs = {"embedding": [""], "head": [""]}.get(name, ["attention", "mlp"])
         size = self.vocabulary * WIDTH if pairs == [""] else 8 * WIDTH * WIDTH
         tokens = samples * TOKENS // divided.slices
@@ -52,35 +52,35 @@ class MadeUpModel(ModelProfile):
             seconds += 2 * tokens * size / ranks / self.rate
             kept += 2 * vector // ranks
             weights += [Weight(f"{layer}.weight", size // len(layers) // ranks, ranks == 1) for layer in layers]
-            exchanges += [Exchange("all_reduce", vector)] if ranks > 1 else []
+            exchanges += [AxisExchange("all_reduce", vector)] if ranks > 1 else []
         again = tuple(exchanges)
-        return Block(name, seconds, seconds, seconds, kept, vector, vector, vector, tuple(weights), again, again)
+        return BlockCost(name, seconds, seconds, seconds, kept, vector, vector, vector, tuple(weights), again, again)
 
 
 class MadeUpPredictor:
     """Seconds and bytes by short formulas."""
 
-    def __init__(self, model: ModelProfile, room: float, layouts: Sequence[Layout] = ()) -> None:
+    def __init__(self, model: ModelProfile, room: float, layouts: Sequence[ParallelLayout] = ()) -> None:
         self.model, self._room, self.asked = model, room, 0
         self.layouts = layouts
 
     def room(self) -> float:
         return self._room
 
-    def at_least(self, layout: Layout) -> float:
+    def at_least(self, layout: ParallelLayout) -> float:
         if layout.microbatch == 3:
             raise refusal("three is impossible")
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))
         once = sum(each.forward + each.input + each.weight for each in blocks)
         return once * self.model.batch / layout.data / layout.microbatch / layout.pipeline
 
-    def guess(self, layout: Layout) -> float:
+    def guess(self, layout: ParallelLayout) -> float:
         return self.at_least(layout) * (1 + layout.zero)
 
-    def least_memory(self, layout: Layout) -> Mapping[str, float]:
+    def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         return {"activations": self.memory(layout)["activations"]}
 
-    def memory(self, layout: Layout) -> Mapping[str, float]:
+    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         blocks = self.model.blocks(layout.microbatch, Divided(layout.tensor, layout.sequence, layout.whole))
         numel = sum(weight.numel for each in blocks for weight in each.weights) / layout.pipeline
         kept = sum(each.taken if layout.recompute else each.kept for each in blocks)
@@ -88,7 +88,7 @@ class MadeUpPredictor:
         gradients = 4 * numel / (layout.data if layout.zero > 1 else 1)
         return {"parameters": 4 * numel, "gradients": gradients, "states": states, "activations": float(kept)}
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: ParallelLayout) -> Prediction:
         self.asked += 1
         compute = self.at_least(layout) * (4 / 3 if layout.recompute else 1)
         parts = {

@@ -7,7 +7,7 @@ import pytest
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.serving import serving
 from mpitrain.comm.selection.setting import Setting
-from mpitrain.planner.collectives import Collectives, Group
+from mpitrain.planner.collectives import CollectiveTimes, Group
 
 LINKS = Machine()
 
@@ -19,7 +19,7 @@ def test_a_power_of_two_is_simulated_itself(operation: str, nodes: tuple[int, ..
     block = nbytes // len(nodes) // 4 * 4
     setting = Setting(block * len(nodes), block * len(nodes) // 4, nodes, "arena", block=block)
     _, program = serving(operation, setting)
-    found = Collectives(LINKS).seconds(operation, nbytes, Group(nodes))
+    found = CollectiveTimes(LINKS).seconds(operation, nbytes, Group(nodes))
     if program is not None:
         assert found == pytest.approx(simulate(program, [nbytes / program.chunks] * program.chunks, LINKS))
     assert nbytes * (len(nodes) - 1) / len(nodes) / LINKS.bandwidth < found or set(nodes) == {0}
@@ -27,18 +27,20 @@ def test_a_power_of_two_is_simulated_itself(operation: str, nodes: tuple[int, ..
 
 
 def test_between_two_sizes_lies_between() -> None:
-    made, group = Collectives(LINKS), Group((0, 0, 1, 1))
+    made, group = CollectiveTimes(LINKS), Group((0, 0, 1, 1))
     low, middle, high = (made.seconds("all_reduce", n << 20, group) for n in (4, 6, 8))
     assert middle == pytest.approx((low + high) / 2)
 
 
 def test_groups_beside_each_other_share_the_link() -> None:
-    one, four = (Collectives(LINKS).seconds("all_reduce", 1 << 26, Group(tuple(range(4)), beside)) for beside in (1, 4))
+    one, four = (
+        CollectiveTimes(LINKS).seconds("all_reduce", 1 << 26, Group(tuple(range(4)), beside)) for beside in (1, 4)
+    )
     assert 3.0 < four / one < 4.2
 
 
 def test_one_rank_and_nothing_take_no_time() -> None:
-    made = Collectives(LINKS)
+    made = CollectiveTimes(LINKS)
     assert made.seconds("all_reduce", 1 << 20, Group((0,))) == 0.0
     assert made.seconds("all_gather", 0, Group((0, 1))) == 0.0
 
@@ -51,4 +53,4 @@ def test_long_rings_are_extrapolated_truly() -> None:
     assert name == "two_level"
     assert program is not None
     whole = simulate(program, [nbytes / program.chunks] * program.chunks, LINKS)
-    assert Collectives(LINKS).seconds("all_reduce", nbytes, Group(nodes)) == pytest.approx(whole, rel=0.03)
+    assert CollectiveTimes(LINKS).seconds("all_reduce", nbytes, Group(nodes)) == pytest.approx(whole, rel=0.03)

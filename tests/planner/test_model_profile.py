@@ -10,7 +10,7 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.planner.dividing import StandIn
-from mpitrain.planner.model import Divided, Exchange
+from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.subject import Subject
 from mpitrain.tensor import parallelize, plan_for
@@ -67,14 +67,14 @@ def test_a_divided_model_has_the_parameters_of_one_that_is_really_divided(divide
 def test_the_exchanges_of_a_block_are_those_of_its_pairs_of_layers():
     profile = profile_of(config(GPT), TOKENS, measure=False)
     block = profile.blocks(4, Divided(tensor=2))[2]
-    assert block.forwards == block.backwards == (Exchange("all_reduce", BYTES),) * 2
+    assert block.forwards == block.backwards == (AxisExchange("all_reduce", BYTES),) * 2
     block = profile.blocks(4, Divided(tensor=2, sequence=True))[2]
-    assert block.forwards == (Exchange("all_gather", BYTES), Exchange("reduce_scatter", BYTES)) * 2
+    assert block.forwards == (AxisExchange("all_gather", BYTES), AxisExchange("reduce_scatter", BYTES)) * 2
     large = [each for each in block.backwards if each.nbytes == BYTES]
     # what the column layers took is gathered again for their weights
     assert sorted(each.operation for each in large) == ["all_gather"] * 4 + ["reduce_scatter"] * 2
     block = profile.blocks(4, Divided(tensor=2, whole=("blocks.*.mlp.*",)))[2]
-    assert block.forwards == (Exchange("all_reduce", BYTES),)
+    assert block.forwards == (AxisExchange("all_reduce", BYTES),)
     with pytest.raises(InputError, match="heads"):
         profile.blocks(4, Divided(tensor=3))
 

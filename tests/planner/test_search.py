@@ -14,8 +14,8 @@ from planner_support import MadeUpModel, MadeUpPredictor, block
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.planner import notation
-from mpitrain.planner.candidates import Rules, candidates, microbatches, shapes
-from mpitrain.planner.layouts import Layout
+from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
+from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import Divided
 from mpitrain.planner.parts import (
@@ -146,7 +146,7 @@ def test_the_best_layouts_are_those_of_predicting_all(room, ranks_per_node):
 
 
 def test_equally_fast_layouts_are_in_order_of_simplicity():
-    simple, zero, cut = Layout(4), Layout(4, zero=1), Layout(4, cut=(1, 2))
+    simple, zero, cut = ParallelLayout(4), ParallelLayout(4, zero=1), ParallelLayout(4, cut=(1, 2))
     predictor = MadeUpPredictor(MadeUpModel(), 1e12)
     alike = [replace(predictor.predict(simple), layout=layout) for layout in (cut, zero, simple)]
     assert [each.layout for each in ranked(alike)] == [simple, cut, zero]
@@ -154,7 +154,7 @@ def test_equally_fast_layouts_are_in_order_of_simplicity():
 
 def test_states_go_to_the_host_only_where_they_must():
     model = MadeUpModel()
-    layouts = [Layout(4, microbatch=1), Layout(4, microbatch=1, offload="host")]
+    layouts = [ParallelLayout(4, microbatch=1), ParallelLayout(4, microbatch=1, offload="host")]
     numel = sum(weight.numel for each in model.blocks(1) for weight in each.weights)
     for room, found in ((1e12, [""]), (11 * numel, ["host"])):
         plan = best_of(MadeUpPredictor(model, room), layouts)
@@ -162,7 +162,7 @@ def test_states_go_to_the_host_only_where_they_must():
 
 
 def test_variants_are_looked_at_where_their_layout_is():
-    layouts = [Layout(2, 2), Layout(4)]
+    layouts = [ParallelLayout(2, 2), ParallelLayout(4)]
     plan = best_of(
         MadeUpPredictor(MadeUpModel(), 1e12), layouts, variants=lambda each: [each, replace(each, recompute=True)]
     )
@@ -184,16 +184,16 @@ def test_every_candidate_is_one_that_the_runtime_takes():
             assert layout.data > 1 or layout.zero == 0
             assert not layout.offload and (layout.reshard or not layout.share_node)
             assert not layout.sequence or layout.tensor > 1
-    even = list(candidates(model, machine, 1, 8, Rules(cut=False, even=True)))
+    even = list(candidates(model, machine, 1, 8, LayoutRules(cut=False, even=True)))
     assert {(each.pipeline, each.tensor) for each in even} == {(1, 1)}
     assert {each.microbatch for each in even} == {1, 3}
-    assert shapes(model, 16, 3, 16, Rules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
+    assert shapes(model, 16, 3, 16, LayoutRules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.builds(
-        Layout,
+        ParallelLayout,
         data=st.integers(1, 4096),
         pipeline=st.integers(1, 64),
         tensor=st.integers(1, 8),
@@ -229,12 +229,18 @@ def test_what_is_no_layout_is_refused(line):
 def test_settings_are_those_of_the_layout_and_back():
     from mpitrain.config.settings import Config
 
-    layout = Layout(2, 2, 2, zero=1, microbatch=4, schedule="gpipe", cut=(3, 5), recompute=True, whole=("embedding",))
-    for each in (layout, Layout(8, zero=3, share_node=False, reshard=False, microbatch=4), Layout(2, 4, microbatch=2)):
+    layout = ParallelLayout(
+        2, 2, 2, zero=1, microbatch=4, schedule="gpipe", cut=(3, 5), recompute=True, whole=("embedding",)
+    )
+    for each in (
+        layout,
+        ParallelLayout(8, zero=3, share_node=False, reshard=False, microbatch=4),
+        ParallelLayout(2, 4, microbatch=2),
+    ):
         config = Config.from_dict(notation.settings(each))
         assert notation.layout_of(config, each.ranks) == each
     left = notation.layout_of(Config.from_dict({"train": {"batch": 32}, "parallel": {"pipeline": 2}}), 8)
-    assert left == Layout(4, 2, microbatch=2)
+    assert left == ParallelLayout(4, 2, microbatch=2)
     blocks = [block(1.0, numel=n) for n in (9, 1, 1, 1)]
     cut = Config.from_dict({"parallel": {"pipeline": 2, "cut": "parameters"}})
     assert notation.layout_of(cut, 2, blocks).cut == (1, 3)
