@@ -6,13 +6,13 @@ schedules, tensor parallel, their mixes, microbatches, recompute; and the plan's
 are. Then they are trained in the same processes, in turns (`plan_measured`).
 
 The machine profile is that of `--machine`, or what `python -m mpitrain.bench machine` has left in the results folder.
+On several nodes: predict first, with --nodes and --predictions FILE; then measure under mpirun with the same options.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +22,8 @@ from mpitrain.bench.jobs import Benchmark, launched, parser, run
 from mpitrain.bench.plan_measured import measured
 from mpitrain.bench.plan_report import report
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError, MpitrainError
+from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
 
-_ASKED = "MPITRAIN_BENCH_PLAN"  # the file with what is to be measured
 ROUNDS, STEPS, SECONDS = 2, 8, 3.0
 FIRST = 3  # of the plan's choices that are measured
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,11 +52,14 @@ def main(arguments: Sequence[str]) -> int:
     if launched():
         return run(benchmark, arguments)
     options = benchmark.parser.parse_args(list(arguments))
+    if options.predictions is not None:
+        options.predictions.write_text(json.dumps(_predictions(options)), encoding="utf-8")
+        print(f"written: {options.predictions}; measure them with mpirun -n N and the same options")
+        return EXIT_DONE
     with tempfile.TemporaryDirectory(prefix="mpitrain-bench-plan-") as folder:
         asked = Path(folder) / "asked.json"
         asked.write_text(json.dumps(_predictions(options)), encoding="utf-8")
-        os.environ[_ASKED] = str(asked)
-        return run(benchmark, arguments)
+        return run(benchmark, [*arguments, "--predictions", str(asked)])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,13 +69,21 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"measurements of each [{ROUNDS}]")
     made.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a measurement [{STEPS}]")
     made.add_argument("--nodes", type=int, default=1, metavar="N", help="on so many nodes [1]")
+    made.add_argument(
+        "--predictions",
+        type=Path,
+        metavar="FILE",
+        help="write predictions there alone; under mpirun: read them",
+    )
     made.add_argument("--choices", type=int, default=FIRST, metavar="N", help=f"first choices measured [{FIRST}]")
     return made
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Measure what was asked for at this rank count. Collective."""
-    asked = world.on_root(lambda: json.loads(Path(os.environ[_ASKED]).read_text(encoding="utf-8")))
+    if options.predictions is None:
+        raise InputError("what is measured is predicted first; start bench plan plainly", agreed=True)
+    asked = world.on_root(lambda: json.loads(options.predictions.read_text(encoding="utf-8")))
     found = {}
     for model, predictions in asked[str(world.size)].items():
         if world.rank == 0:
