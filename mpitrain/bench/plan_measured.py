@@ -1,8 +1,10 @@
 """Measures what training steps of given layouts take, for the benchmark `plan`: seconds, and bytes of each rank.
 
 Each layout trains by the trainer itself, one after the other in the same processes, several times over in turns; what
-is timed is a step with its batch. Memory is the most that a rank's own pages took, and its part of the pages that the
-ranks of its node share, above what it had before there was a model, beside what the trainer's own account says.
+is timed is a step with its batch. A first turn is for memory: the most that a rank's own pages took, and its part of
+the pages that the ranks of its node share, above what it had before there was a model. In that turn the C library is
+told to take each large piece of memory from the system and to give it back, so that the pages are those in use, without
+the holes between them that it keeps otherwise (the planner's category `allocator`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from mpitrain.trainer.trainer import Trainer
 
 WARM = 2  # steps before those that count
 _EVERY = 0.005  # seconds between two looks at memory
+_PIECE, _LARGE = 128 << 10, 32 << 20  # bytes from which on glibc takes memory from the system: at first, and at most
+_MMAP_THRESHOLD = -3  # the number of that setting
 
 
 def measured(
@@ -46,17 +50,29 @@ def measured(
         For each configuration {"seconds": every step's, "memory": bytes of the rank with most, "account": by category
         on rank 0}.
     """
-    found: list[dict[str, Any]] = [{"seconds": [], "memory": 0.0, "account": {}} for _ in configs]
+    found: list[dict[str, Any]] = []
+    _take_from_system(_PIECE)
+    with contextlib.redirect_stdout(io.StringIO()):
+        for config in {_libraries(config): config for config in configs}.values():  # which take memory when used first
+            _one(world, config, 1, 1.0)
+        for config in configs:
+            _, nbytes, account = _one(world, config, 1, 1.0)
+            found.append({"seconds": [], "memory": nbytes, "account": account})
+    _take_from_system(_LARGE)
     for turn in range(rounds):
         for number in range(len(configs))[:: -1 if turn % 2 else 1]:
             with contextlib.redirect_stdout(io.StringIO()):
-                times, nbytes, account = _one(world, configs[number], steps, seconds)
-            of = found[number]
-            of["seconds"] += times
-            of["memory"], of["account"] = max(of["memory"], nbytes), account
+                times, _, _ = _one(world, configs[number], steps, seconds)
+            found[number]["seconds"] += times
             if world.rank == 0:
                 print(f"  {number + 1} of {len(configs)}: {statistics.median(times):.4f} s", flush=True)
     return found
+
+
+def _libraries(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides which libraries a run uses."""
+    parallel, train = config.get("parallel", {}), config.get("train", {})
+    return parallel.get("pipeline", 1) > 1, parallel.get("tensor", 1) > 1, train.get("recompute", False)
 
 
 def _one(
@@ -81,7 +97,7 @@ def _one(
                 trainer.step = trainer.train_step(next(coming)).number
                 times.append(_slowest(world, time.perf_counter() - began))
                 if len(times) == WARM:
-                    count = WARM + max(3, min(steps, int(seconds / times[-1])))
+                    count = WARM + min(steps, max(3, int(seconds / times[-1])))
         shared = _shared_bytes()
     account = trainer.engine.memory()
     kinds = ("parameters", "gradients", "states", "activations", "buffers")
@@ -116,6 +132,13 @@ def _watched() -> Iterator[list[int]]:
     finally:
         done.set()
         thread.join()
+
+
+def _take_from_system(nbytes: int) -> None:
+    """Have glibc take pieces of at least so many bytes from the system, and give them back; nothing without glibc."""
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is not None:
+        option(_MMAP_THRESHOLD, nbytes)
 
 
 def _give_back() -> None:

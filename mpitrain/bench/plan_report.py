@@ -60,8 +60,8 @@ def seconds(row: Row) -> float:
 
 
 def predicted_bytes(row: Row) -> float:
-    """The predicted bytes of a rank beside those it had before there was a model."""
-    return float(sum(nbytes for kind, nbytes in row["memory"].items() if kind != "process"))
+    """The predicted bytes in use of a rank, above those it had before there was a model."""
+    return float(sum(nbytes for kind, nbytes in row["memory"].items() if kind not in ("process", "allocator")))
 
 
 def correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -84,7 +84,7 @@ def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
         account = sum(row["measured"]["account"].values()) / MIB
         cells.append((row["layout"], choice, *time, nbytes / MIB, own / MIB, nbytes / own, account))
     order = correlation([row["seconds"] for row in rows], [seconds(row) for row in rows])
-    note = f"Rank correlation {order:.2f}. Memory is beside that of a process without a model."
+    note = f"Rank correlation {order:.2f}. Memory is what is in use above that of a process without a model."
     return ReportTable(f"{model}, {ranks} ranks", columns, cells, note)
 
 

@@ -13,7 +13,8 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.shard.placement import SCRATCH, STAGES
 
-CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "process")
+CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "allocator", "process")
+_HOLES = 2.0  # times the working memory: what glibc was measured to keep between pieces in use, at most
 _DEFERRING = 3  # slots of sharded gradients that are reduced in split phases
 
 
@@ -26,12 +27,14 @@ class Means:
         device: Whether they compute on an accelerator.
         moments: fp32 numbers that the optimizer keeps per parameter.
         process: Bytes of a rank before it has a model.
+        whole: Elements of the whole model, which every rank builds before it keeps its part.
     """
 
     places: LayoutPlaces
     device: bool
     moments: int
     process: int
+    whole: int = 0
 
     @property
     def layout(self) -> ParallelLayout:
@@ -78,16 +81,22 @@ def account(means: Means, held: StageHoldings, schedule: Schedule | None, rank: 
     states = elements * (4.0 * means.moments + wide) / shards
     gathered = _gathered(held) if means.gathers else 0.0
     activations, peak = _activations(layout, held, schedule, rank)
+    if schedule is not None:  # autograd's own gradients, until they are copied into flat memory
+        peak += held.numel * held.itemsize
     scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
-    return {
+    found = {
         "parameters": parameters + held.frozen * held.itemsize,
         "gradients": gradients,
         "states": states if not (layout.offload and means.device) else 0.0,
         "activations": activations,
         "buffers": slots + gathered,
         "working": max(peak, scratch - activations),
+        "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
         "process": float(means.process),
     }
+    building = 4.0 * (means.whole + held.numel * (means.whole > held.numel))
+    found["working"] += max(0.0, building - total(found) + means.process)
+    return found
 
 
 def _gathered(held: StageHoldings) -> float:

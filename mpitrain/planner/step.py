@@ -57,6 +57,7 @@ class Predictor:
         self.model, self.machine = model, machine
         self.nodes, self.ranks_per_node, self._room, self._bucket_mb = nodes, ranks_per_node, memory, bucket_mb
         self._collectives = CollectiveTimes(machine.links)
+        self._numel: int | None = None
         self._held = lru_cache(maxsize=4096)(self._find_held)
         self._schedule = lru_cache(maxsize=256)(make_schedule)
 
@@ -95,10 +96,19 @@ class Predictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
         places = self._places(layout)
-        means = Means(places, self.machine.device is not None, self.model.moments, self.machine.process)
+        means = Means(
+            places, self.machine.device is not None, self.model.moments, self.machine.process, self._elements()
+        )
         schedule = self.schedule(layout)
         accounts = [account(means, self.held(layout, places, rank), schedule, rank) for rank in range(layout.pipeline)]
         return max(accounts, key=total)
+
+    def _elements(self) -> int:
+        """Of the whole model."""
+        if self._numel is None:
+            blocks = self.model.blocks(1)
+            self._numel = sum(weight.numel for block in blocks for weight in block.weights if not weight.same_as)
+        return self._numel
 
     # -- for the simulation
 

@@ -1,0 +1,113 @@
+"""Seconds and bytes of a step: sums that can be done by hand, and what overlaps what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes import FakeModel
+
+from mpitrain.comm.programs.simulate import Machine
+from mpitrain.errors import InputError
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.planner.collectives import CollectiveTimes, Group
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.step import Predictor
+from mpitrain.shard.placement import STAGES, formula
+
+LINKS = Machine(cores=2)
+TWO = MachineProfile("two cores", "a test", 2, 8 << 30, LINKS, overhead=0.0, process=0)  # none is left for messages
+MANY = replace(TWO, cores=16, links=replace(LINKS, cores=16))
+NUMEL = 5 << 16  # of the fake model: four blocks and the embedding, to which the head is tied
+
+
+def once(model: FakeModel, samples: int) -> float:
+    """Seconds of one microbatch."""
+    return sum(block.forward + block.input + block.weight for block in model.blocks(samples))
+
+
+def test_one_rank_computes_and_updates() -> None:
+    model = FakeModel()
+    found = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4))
+    assert found.parts["compute"] == pytest.approx(4 * once(model, 4) / 2)  # a rank has both cores, for two threads
+    assert found.parts["gradients"] == found.parts["parameters"] == found.parts["pipeline"] == 0.0
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    again = Predictor(model, TWO, 1, 1).predict(ParallelLayout(1, microbatch=4, recompute=True))
+    blocks = sum(block.forward for block in model.blocks(4)[1:-1])
+    assert again.parts["compute"] == pytest.approx(found.parts["compute"] + 4 * blocks / 2)
+
+
+def test_gradients_come_after_backward_where_no_core_is_free_and_under_it_where_one_is() -> None:
+    model = FakeModel(numel=1 << 22)
+    layout = ParallelLayout(2, microbatch=8)
+    after = Predictor(model, TWO, 1, 2).predict(layout)
+    whole = CollectiveTimes(LINKS).seconds("all_reduce", 5 * (4 << 22), Group((0, 0)))
+    assert after.parts["gradients"] == pytest.approx(whole)
+    under = Predictor(model, MANY, 1, 2).predict(layout)
+    assert 0 < under.parts["gradients"] < whole / 2
+    slow = Predictor(model, replace(MANY, links=replace(MANY.links, memory_rate=1e8)), 1, 2).predict(layout)
+    assert slow.parts["gradients"] > 5 * under.parts["gradients"]  # what does not fit under backward is left over
+
+
+def test_sharded_gradients_are_reduced_in_each_pass() -> None:
+    one = Predictor(FakeModel(), TWO, 1, 2).predict(ParallelLayout(2, zero=2, microbatch=8))
+    four = Predictor(FakeModel(), TWO, 1, 2).predict(ParallelLayout(2, zero=2, microbatch=2))
+    assert four.parts["gradients"] == pytest.approx(4 * one.parts["gradients"])
+    whole = Predictor(FakeModel(), TWO, 1, 2).predict(ParallelLayout(2, zero=1, microbatch=2))
+    assert whole.parts["gradients"] == pytest.approx(one.parts["gradients"])
+
+
+def test_ranks_beyond_the_cores_take_turns() -> None:
+    model = FakeModel(batch=16)
+    two = Predictor(model, TWO, 1, 2).predict(ParallelLayout(2, microbatch=2))
+    eight = Predictor(model, TWO, 1, 8).predict(ParallelLayout(8, microbatch=2))
+    assert eight.parts["compute"] == pytest.approx(two.parts["compute"])  # the same work on the same cores
+    assert eight.parts["update"] > 3 * two.parts["update"]  # each rank updates all
+
+
+def test_a_pipeline_runs_its_schedule() -> None:
+    model = FakeModel(layers=6, batch=16)
+    layout = ParallelLayout(1, 2, microbatch=2, schedule="1f1b")
+    found = Predictor(model, TWO, 1, 2).predict(layout)
+    blocks = model.blocks(2)
+    stages = [blocks[:4], blocks[4:]]
+    message = CollectiveTimes(LINKS).message(blocks[3].given, True)
+    costs = Costs(
+        [sum(b.forward for b in s) for s in stages],
+        [sum(b.input for b in s) for s in stages],
+        [sum(b.weight for b in s) for s in stages],
+        message,
+    )
+    expected = simulate(make_schedule("1f1b", 2, 8), costs)
+    parts = found.parts
+    assert parts["compute"] + parts["pipeline"] == pytest.approx(expected.makespan, rel=1e-3)
+    assert Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 5))).seconds != found.seconds
+    with pytest.raises(InputError, match="cannot be made"):
+        Predictor(model, TWO, 1, 2).predict(replace(layout, cut=(3, 4)))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_are_those_of_the_formula(zero: int) -> None:
+    memory = Predictor(FakeModel(numel=1 << 20), MANY, 2, 2).memory(
+        ParallelLayout(4, zero=zero, share_node=False, microbatch=1)
+    )
+    expected = formula(STAGES[zero], 4, 5 << 20, 4, 2)
+    for kind in ("parameters", "gradients", "states"):
+        assert memory[kind] == pytest.approx(getattr(expected, kind), rel=1e-3), kind
+
+
+def test_bytes_of_a_pipeline_are_of_the_rank_with_most() -> None:
+    predictor = Predictor(FakeModel(layers=6), TWO, 1, 2)
+    gpipe, early = (
+        predictor.memory(ParallelLayout(1, 2, microbatch=2, schedule=name))["activations"] for name in ("gpipe", "1f1b")
+    )
+    assert gpipe > 3 * early
+    again = predictor.memory(ParallelLayout(1, 2, microbatch=2, schedule="gpipe", recompute=True))
+    assert again["activations"] < gpipe / 4
+
+
+def test_a_layout_of_other_ranks_is_refused() -> None:
+    with pytest.raises(InputError, match="are not the 4 ranks of 2 x 2"):
+        Predictor(FakeModel(), TWO, 2, 2).predict(ParallelLayout(2, microbatch=1))
