@@ -1,0 +1,96 @@
+"""A model that does not fit as it is: the plan says how it does, and it trains within the bytes that were predicted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import clean_environment, launcher
+
+from mpitrain.config.settings import Config
+from mpitrain.plan import description_of
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.memory import total
+from mpitrain.planner.notation import layout_of
+from mpitrain.planner.profile import profile_of
+from mpitrain.planner.step import Predictor
+
+MIB = 1 << 20
+MODEL = {"layers": 6, "width": 512, "heads": 8, "sequence": 32}
+FLAGS = [word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))]
+FLAGS += ["--train.batch", "4", "--train.steps", "6", "--train.evaluate_every", "0", "--checkpoint.every", "0"]
+MACHINE = """
+name = "this one"
+[node]
+cores = 2
+memory = "16 GiB"
+memory_bandwidth = "20 GB/s"
+[core.matrix]
+fp32 = { 256 = "50 Gflop/s" }
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(200)
+def test_a_model_that_does_not_fit_trains_within_the_predicted_bytes(tmp_path: Path) -> None:
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    config = Config.from_args(FLAGS)
+    machine = read_machine(str(tmp_path / "machine.toml"))
+    predictor = Predictor(profile_of(config, description_of(config), machine, measure=False), machine, 1, 2)
+    least, most = (total(predictor.memory(ParallelLayout(2, zero=zero, microbatch=2))) for zero in (3, 0))
+    assert most - least > 100 * MIB
+    room = int((least + most) / 2)
+    command = [sys.executable, "-m", "mpitrain.plan", *FLAGS, "--ranks-per-node", "2", "--memory", str(room)]
+    told = subprocess.run(
+        [*command, "--counted", "--machine", "machine.toml"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert re.search(r"2x1x1 mb\d .*too much", told.stdout.replace("\n", " ")), told.stdout
+    layout = layout_of(Config.from_args([str(tmp_path / "plan.toml")]), 2)
+    predicted = total(predictor.memory(layout))
+    assert predicted <= room
+    most_used = _most_used(tmp_path)
+    print(f"{layout}: {most_used / MIB:.0f} MiB of {predicted / MIB:.0f} predicted, {room / MIB:.0f} allowed")
+    assert 0.7 * predicted < most_used <= predicted
+
+
+def _most_used(folder: Path) -> float:
+    """Train with the plan; the most bytes that a rank took: its own pages, and its part of those that ranks share."""
+    command = [*launcher(2), sys.executable, "-m", "mpitrain.train", "plan.toml", "--run.dir", "run"]
+    with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=subprocess.DEVNULL) as job:
+        most, end = 0.0, time.monotonic() + 90
+        while job.poll() is None and time.monotonic() < end:
+            most = max([most, *map(_used, _ranks(job.pid))])
+            time.sleep(0.02)
+        if job.poll() is None:
+            job.kill()
+    assert job.returncode == 0
+    return most
+
+
+def _ranks(launched: int) -> list[int]:
+    """The processes that a launcher has started."""
+    listed = subprocess.run(["pgrep", "-P", str(launched)], capture_output=True, text=True).stdout.split()
+    return [int(word) for word in listed]
+
+
+def _used(process: int) -> float:
+    """Bytes of a process: resident ones, of shared memory its part."""
+    try:
+        rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    sizes = {row.split(":")[0]: int(row.split()[1]) << 10 for row in rows[1:] if row.endswith("kB")}
+    status = Path(f"/proc/{process}/status").read_text()
+    shared = re.search(r"RssShmem:\s+(\d+)", status)
+    return sizes["Rss"] - (int(shared[1]) << 10 if shared else 0) + sizes["Pss_Shmem"]
