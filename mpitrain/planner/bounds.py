@@ -138,12 +138,16 @@ class Bounds:
         return each * waited / (1.0 - (1.0 - waited / count) ** stages)
 
     def _work_of(self, layout: ParallelLayout) -> _Work:
-        return self._work(layout.microbatch, layout.tensor, layout.sequence, layout.slices, layout.whole)
+        alone = layout.data == 1
+        return self._work(layout.microbatch, layout.tensor, layout.sequence, layout.slices, layout.whole, alone)
 
-    def _sums(self, microbatch: int, tensor: int, sequence: bool, slices: int, whole: tuple[str, ...]) -> _Work:
-        layout = ParallelLayout(
-            self._of.ranks // tensor, 1, tensor, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole
-        )
+    def _sums(
+        self, microbatch: int, tensor: int, sequence: bool, slices: int, whole: tuple[str, ...], alone: bool
+    ) -> _Work:
+        """alone: without other data-parallel ranks, over which batch norms would be those of all."""
+        rest = self._of.ranks // tensor
+        shape = (1, rest, tensor) if alone else (rest, 1, tensor)
+        layout = ParallelLayout(*shape, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole)
         places = self._places(layout)
         blocks = self._of.blocks(layout, places)
         totals = [(block.forward, block.forward + block.input + block.weight) for block in blocks]
@@ -154,6 +158,7 @@ class Bounds:
                 self._of.collectives.seconds(each.operation, each.nbytes, places.tensor)
                 for block in blocks
                 for each in (*block.forwards, *block.backwards)
+                if each.axis == "tensor"
             ),
             forward=min((forward / total for forward, total in totals if total > 0), default=1.0),
             kept=sum(block.kept for block in blocks),
@@ -169,7 +174,7 @@ class Bounds:
         if data == 1:
             return 0.0, 0.0
         places, links = self._places(layout), self._of.machine.links
-        nbytes = self._work(1, tensor, False, 1, ()).numel / pipeline * ITEMSIZE[self._of.model.precision]
+        nbytes = self._work(1, tensor, False, 1, (), True).numel / pipeline * ITEMSIZE[self._of.model.precision]
         local = places.data.nodes.count(places.data.nodes[0])
         inside = nbytes / min(links.local_bandwidth, links.memory_rate / places.each) if local > 1 else 0.0
         across = nbytes * places.each / local / links.bandwidth if data > local else 0.0

@@ -40,13 +40,11 @@ class LayoutRules:
     Attributes:
         cut: Whether the model may be cut into stages or divided over tensor ranks.
         slices: Whether sequences may be sliced.
-        even: Whether all ranks need equally many microbatches of equal size.
         zero: Stages of ZeRO that may be used.
     """
 
     cut: bool = True
     slices: bool = True
-    even: bool = False
     zero: tuple[int, ...] = (0, 1, 2, 3)
 
 
@@ -60,11 +58,7 @@ def rules_of(config: Config) -> LayoutRules:
         raise refusal(
             f"a plan is for ranks that train in step, and parallel.mode is {config.parallel.mode}; set it to sync"
         )
-    return LayoutRules(
-        cut=not config.run.reproducible,
-        slices=not config.model.compile,
-        even=bool(config.model.factory) or config.model.name == "resnet",  # batch norms count samples of all ranks
-    )
+    return LayoutRules(cut=not config.run.reproducible, slices=not config.model.compile)
 
 
 def candidates(
@@ -111,7 +105,7 @@ def shapes(
             data = ranks // (tensor * pipeline)
             if pipeline > 1 and not (rules.cut and model.listed and pipeline <= blocks):
                 continue
-            if data <= model.batch and not (rules.even and model.batch % data):
+            if data <= model.batch and not (model.synchronous and model.batch % data):
                 found.append((data, pipeline, tensor))
     inside = [shape for shape in found if ranks_per_node % shape[2] == 0]
     return inside or found
@@ -150,7 +144,7 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int, rules: Layout
         sliced = [1]
         if base.pipeline > 1 and rules.slices and not sequence:
             sliced += [n for n in _SLICES if _takes(model, Divided(base.tensor, slices=n))]
-        for microbatch in microbatches(model.batch, base.data, rules.even):
+        for microbatch in microbatches(model.batch, base.data, model.synchronous):
             for recompute in (False, True):
                 layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
                 if base.pipeline == 1:

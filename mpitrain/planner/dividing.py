@@ -1,24 +1,26 @@
-"""A model divided over tensor ranks by its own plan, without the other ranks.
+"""A model divided over tensor ranks by its own plan, and its batch norms over data-parallel ones, without the others.
 
-One process plays rank 0 of the axis. What that rank would exchange with the others is noted and not done: a tensor of
+One process plays rank 0 of an axis. What that rank would exchange with the others is noted and not done: a tensor of
 the right shape comes back at once, whose numbers mean nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from mpitrain.errors import refusal
+from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.plan import begins_sequence, parallelize, plan_for
 from mpitrain.tensor.rng_tracker import RngTracker
-from mpitrain.tensor.styles import ParallelStyle
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 
 class StandIn(Axis):
@@ -81,6 +83,28 @@ class _NoStreams(RngTracker):
         """Do nothing."""
 
 
+class DataStandIn:
+    """Two data-parallel ranks, as far as batch norms ask them for sums: one's own are left as they are.
+
+    Attributes:
+        noted: The exchanges since somebody last put another list here.
+    """
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.noted: list[AxisExchange] = []
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Note it."""
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, "data"))
+
+
+def synchronize(model: nn.Module, axis: DataStandIn) -> nn.Module:
+    """The model with batch norms that sum up over the axis, in place; a new module where it is a batch norm itself."""
+    return SyncBatchNorm.convert(model, cast("Communicator", axis))
+
+
 def divide(model: nn.Module, divided: Divided, *, times: bool = False) -> StandIn | None:
     """Divide a model in place, as tensor rank 0 has it.
 
@@ -103,23 +127,11 @@ def divide(model: nn.Module, divided: Divided, *, times: bool = False) -> StandI
             f"parallel.sequence divides what is between an embedding and the head, and the plan of "
             f"{type(model).__name__} names none; set parallel.sequence to false"
         )
+    if divided.sequence and divided.slices > 1:
+        raise refusal("parallel.sequence does not go with parallel.slices; leave one of them out")
     axis = StandIn(divided.tensor, times=times)
-    parallelize(model, axis, _without(model, plan, divided.whole), sequence=divided.sequence)
+    parallelize(model, axis, plan, sequence=divided.sequence, whole=divided.whole)
     return axis
-
-
-def _without(
-    model: nn.Module, plan: Mapping[str, str | ParallelStyle], whole: Sequence[str]
-) -> Mapping[str, str | ParallelStyle]:
-    """The plan without the layers whose names match a pattern of `whole`."""
-    if not whole:
-        return plan
-    left: dict[str, str | ParallelStyle] = {}
-    for name, _ in model.named_modules(remove_duplicate=False):
-        styles = [style for pattern, style in plan.items() if name and fnmatchcase(name, pattern)]
-        if styles and not any(fnmatchcase(name, pattern) for pattern in whole):
-            left[name] = styles[0]
-    return left
 
 
 def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpitrain.planner.model import Divided
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -44,6 +46,11 @@ class ParallelLayout:
     offload: str = ""
     sequence: bool = False
     whole: tuple[str, ...] = ()
+
+    @property
+    def divided(self) -> Divided:
+        """How a rank's part of the model is cut out, before it is cut into stages."""
+        return Divided(self.tensor, self.sequence, self.whole, self.slices, synchronized=self.data > 1)
 
     @property
     def ranks(self) -> int:

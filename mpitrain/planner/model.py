@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AxisExchange:
-    """A collective operation of the tensor axis.
+    """A collective operation in the midst of a pass.
 
     Attributes:
         operation: all_reduce, all_gather or reduce_scatter.
         nbytes: Bytes of the whole vector on one rank (of all_gather: of the result).
+        axis: Whose ranks take part: tensor, or data, over which batch norms sum up.
     """
 
     operation: str
     nbytes: int
+    axis: str = "tensor"
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ class BlockCost:
         given: Bytes of its output, as sent to a next stage.
         working: Bytes that are needed beside those kept while it computes forward or backward, at most.
         weights: Its parameters, in the order of registration.
-        forwards: Exchanges of the tensor axis in the forward pass.
-        backwards: Exchanges of the tensor axis in the backward pass.
+        forwards: Exchanges in the forward pass.
+        backwards: Exchanges in the backward pass.
         operations: Floating-point operations, forward; 0 where not counted.
+        later: Seconds that the gradients of its parameters take more where they are added to earlier ones.
     """
 
     name: str
@@ -71,6 +74,7 @@ class BlockCost:
     forwards: tuple[AxisExchange, ...] = ()
     backwards: tuple[AxisExchange, ...] = ()
     operations: float = 0.0
+    later: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,14 @@ class Divided:
         sequence: Whether activations are divided along the sequence between divided layers.
         whole: Patterns of layers that stay whole.
         slices: Pieces of a sequence that go through the pipeline by themselves.
+        synchronized: Whether batch norms are those of several data-parallel ranks together.
     """
 
     tensor: int = 1
     sequence: bool = False
     whole: tuple[str, ...] = ()
     slices: int = 1
+    synchronized: bool = False
 
 
 class ModelProfile(ABC):
@@ -100,6 +106,7 @@ class ModelProfile(ABC):
         sample_bytes: Bytes of a sample's input and target.
         listed: Whether the model lists its blocks, so that it can be cut into stages.
         divisible: Whether the model says how its layers are divided over tensor ranks.
+        synchronous: Whether it has batch norms, so that every rank needs as many microbatches as any other.
         order: Names of all parameters in the order of registration, which is that of flat gradients reversed.
     """
 
@@ -109,6 +116,7 @@ class ModelProfile(ABC):
     sample_bytes: int
     listed: bool
     divisible: bool
+    synchronous: bool = False
     order: Sequence[str]
 
     @abstractmethod

@@ -32,7 +32,7 @@ class Observed:
         forward: Operations of the forward pass.
         input: Operations of a backward pass to its input alone.
         backward: Operations of the backward pass.
-        forwards: Exchanges of the tensor axis in the forward pass.
+        forwards: Exchanges in the forward pass.
         backwards: Those in the backward pass.
     """
 
@@ -180,11 +180,7 @@ class _Once:
     def _taken(self) -> tuple[tuple[CountedOperation, ...], tuple[AxisExchange, ...]]:
         """What has been noted since this was last asked."""
         operations, self.recorder.operations = tuple(self.recorder.operations), []
-        axis = self.cut.axis
-        if axis is None:
-            return operations, ()
-        exchanges, axis.noted = tuple(axis.noted), []
-        return operations, exchanges
+        return operations, self.cut.exchanged()
 
 
 def _ended(x: torch.Tensor) -> torch.Tensor:
@@ -253,7 +249,7 @@ def between(a: Observed, b: Observed, along: float) -> Observed:
 
     def exchanges(x: tuple[AxisExchange, ...], y: tuple[AxisExchange, ...]) -> tuple[AxisExchange, ...]:
         pairs = zip(x, y, strict=True)
-        return tuple(AxisExchange(n.operation, round(number(m.nbytes, n.nbytes))) for m, n in pairs)
+        return tuple(AxisExchange(n.operation, round(number(m.nbytes, n.nbytes)), n.axis) for m, n in pairs)
 
     return Observed(
         kept=number(a.kept, b.kept),

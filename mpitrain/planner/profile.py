@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,10 +20,12 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.planner import counted
+from mpitrain.planner.held import ITEMSIZE
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.passes import Observed, between, observe
+from mpitrain.planner.recorder import CountedOperation
 from mpitrain.planner.subject import Cut, Subject
 
 _EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
@@ -62,7 +66,7 @@ class BlockProfile(ModelProfile):
         self.batch, self.precision = config.train.batch, config.train.precision
         self.moments = moments(config.optim)
         self.sample_bytes = subject.sample_bytes
-        self.listed, self.divisible = subject.listed, subject.divisible
+        self.listed, self.divisible, self.synchronous = subject.listed, subject.divisible, subject.synchronous
         self.order = [name for name, _ in subject.module.named_parameters()]
         self._subject = subject
         self._machine = machine or MachineProfile("nobody's", "assumed", _cores(), 0)
@@ -73,6 +77,8 @@ class BlockProfile(ModelProfile):
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         """As `ModelProfile.blocks` says."""
+        if divided.synchronized and not self.synchronous:
+            divided = replace(divided, synchronized=False)
         return self._made(samples, divided, threads)
 
     def close(self) -> None:
@@ -83,12 +89,12 @@ class BlockProfile(ModelProfile):
     def _make(self, samples: int, divided: Divided, threads: int) -> tuple[BlockCost, ...]:
         names, weights = self._weights(divided)
         observed = self._observed(samples, divided)
-        reckoned = [self._reckoned(each, threads) for each in observed]
+        reckoned = self._reckoned(observed, weights, threads)
         timed = reckoned
         if self._times is not None:
-            undivided = reckoned
-            if divided != Divided():
-                undivided = [self._reckoned(each, threads) for each in self._observed(samples, Divided())]
+            undivided, whole = reckoned, Divided()
+            if divided != whole:
+                undivided = self._reckoned(self._observed(samples, whole), self._weights(whole)[1], threads)
             timed = self._times.of(samples, divided, threads, reckoned, undivided)
         found = []
         for name, weight, each, one, time_ in zip(names, weights, observed, reckoned, timed, strict=True):
@@ -107,14 +113,24 @@ class BlockProfile(ModelProfile):
                 forwards=each.forwards,
                 backwards=each.backwards,
                 operations=sum(operation.flops for operation in each.forward),
+                later=time_.later,
             )
             found.append(block)
         return tuple(found)
 
-    def _reckoned(self, observed: Observed, threads: int) -> Timed:
+    def _reckoned(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
+        """Seconds of each block, counted."""
         machine, precision = self._machine, self.precision
-        forward = counted.seconds(observed.forward, machine, precision, threads)
-        return Timed(forward, counted.seconds(observed.backward, machine, precision, threads))
+        found = []
+        for each, own in zip(observed, weights, strict=True):
+            sizes = [weight.numel * ITEMSIZE[precision] for weight in own if weight.trained]
+            added = [CountedOperation("add_", 0.0, 3.0 * nbytes) for nbytes in sizes]
+            forward, backward, later = (
+                counted.seconds(operations, machine, precision, threads)
+                for operations in (each.forward, each.backward, added)
+            )
+            found.append(Timed(forward, backward, later))
+        return found
 
     def _observe(self, samples: int, divided: Divided) -> list[Observed]:
         if samples > _EXACT:
@@ -167,6 +183,7 @@ class _Times:
         self._left = budget
         self._workers: dict[int, Workers] = {}
         self._points: dict[tuple[Divided, int, int], list[Timed] | None] = {}
+        self._failed, self._said = "", False  # why a measurement failed; whether anybody has been told
 
     def close(self) -> None:
         for workers in self._workers.values():
@@ -188,18 +205,21 @@ class _Times:
         plain = Divided()
         if threads > 1 and (self._left <= 0 or threads > _cores()):
             gain = 1 + (threads - 1) * self._machine.threads
-            return [
-                Timed(t.forward / gain, t.backward / gain) for t in self.of(samples, divided, 1, reckoned, undivided)
-            ]
+            return [t.over(gain) for t in self.of(samples, divided, 1, reckoned, undivided)]
         if divided == plain or (self._left > 0 and not divided.whole):
             found = self._along(samples, divided, threads)
             if found is not None:
                 return found
         if divided == plain:
+            self._say_counted()
             return list(reckoned)
         base = self.of(samples, plain, threads, undivided, undivided)
         return [
-            Timed(_scaled(t.forward, a.forward, b.forward), _scaled(t.backward, a.backward, b.backward))
+            Timed(
+                _scaled(t.forward, a.forward, b.forward),
+                _scaled(t.backward, a.backward, b.backward),
+                _scaled(t.later, a.later, b.later),
+            )
             for t, a, b in zip(base, reckoned, undivided, strict=True)
         ]
 
@@ -211,7 +231,7 @@ class _Times:
         sizes = sorted(known)
         if len(sizes) == 1:
             grow = samples / sizes[0]
-            return [Timed(t.forward * grow, t.backward * grow) for t in known[sizes[0]]]
+            return [replace(t.over(1 / grow), later=t.later) for t in known[sizes[0]]]
         at = min(max(1, bisect(sizes, samples)), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         along = (samples - low) / (high - low)
@@ -241,10 +261,19 @@ class _Times:
             begin = time.perf_counter()
             try:
                 self._points[key] = self._workers[threads].measure(samples, divided)
-            except MeasuringFailed:
-                self._points[key] = None
+            except MeasuringFailed as error:
+                self._points[key], self._failed = None, str(error)
             self._left -= time.perf_counter() - begin
         return self._points[key]
+
+    def _say_counted(self) -> None:
+        """Warn, once, that nothing could be measured."""
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"seconds are counted, not measured, which is less exact: {self._failed or 'there was no time'}",
+                stacklevel=2,
+            )
 
     def _on_device(self) -> bool:
         return devices.of_rank(self._config.run.device, 0).type != "cpu"
@@ -253,7 +282,8 @@ class _Times:
 def _line(a: Timed, b: Timed, along: float) -> Timed:
     """From a (0) to b (1) and beyond; never less than a part of b, should noise have made a longer than b."""
     forward = max(a.forward + (b.forward - a.forward) * along, b.forward * min(1.0, along) / 2)
-    return Timed(forward, max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2))
+    backward = max(a.backward + (b.backward - a.backward) * along, b.backward * min(1.0, along) / 2)
+    return Timed(forward, backward, (a.later + b.later) / 2)  # it does not depend on samples
 
 
 def _scaled(seconds: float, part: float, whole: float) -> float:

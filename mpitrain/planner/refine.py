@@ -61,11 +61,11 @@ class Refinement:
         places = self._places(layout)
 
         def exchange(each: AxisExchange) -> float:
-            return self._of.collectives.seconds(each.operation, each.nbytes, places.tensor)
+            return self._of.collectives.seconds(each.operation, each.nbytes, places.axis(each.axis))
 
         per_element = self._per_element(layout) / layout.pipeline
         prices = Prices(exchange, self._microbatches(layout), 1, per_element)
-        divided = Divided(layout.tensor, slices=layout.slices)
+        divided = Divided(layout.tensor, slices=layout.slices, synchronized=layout.data > 1)
         try:
             pairs = pairs_of(self._of.model, layout.microbatch, divided, prices, places.threads)
             taken = sum(self._of.memory(layout).values())

@@ -48,6 +48,7 @@ class WithBatch(ModelProfile):
         self._model, self.batch = model, batch
         self.precision, self.moments, self.sample_bytes = model.precision, model.moments, model.sample_bytes
         self.listed, self.divisible, self.order = model.listed, model.divisible, model.order
+        self.synchronous = model.synchronous
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         return self._model.blocks(samples, divided, threads)

@@ -25,7 +25,7 @@ from mpitrain.planner.held import StageHoldings, bounds_of, held, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import Means, account, total
-from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile
+from mpitrain.planner.model import AxisExchange, BlockCost, ModelProfile
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.shard.flat import CACHED_MB
@@ -131,8 +131,7 @@ class Predictor:
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
         """What each block costs for a microbatch (or a slice of one)."""
-        divided = Divided(layout.tensor, layout.sequence, layout.whole, layout.slices)
-        return self.model.blocks(layout.microbatch, divided, places.threads)
+        return self.model.blocks(layout.microbatch, layout.divided, places.threads)
 
     def microbatches(self, samples: int, layout: ParallelLayout) -> int:
         """Of so many samples."""
@@ -186,6 +185,7 @@ class _Step:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.shard, self.replicas = places.shards()
         self.seconds = predictor.collectives.seconds
+        self.groups = {"tensor": (places.tensor, "arena"), "data": (places.data, "private")}  # and where vectors lie
 
     def run(self) -> dict[str, float]:
         """Seconds by part."""
@@ -212,14 +212,13 @@ class _Step:
         pace = self._pace(share)
         for number, samples in enumerate(sizes):
             blocks = self.blocks if samples == layout.microbatch else self._of(samples)
-            self._one_pass(blocks, holds, pace, last=number == len(sizes) - 1)
+            self._one_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
         if not self.layout.zero >= 2:
             self._reduce_after(holds)
         self._among_replicas(holds)
 
     def _of(self, samples: int) -> tuple[BlockCost, ...]:
-        divided = Divided(self.layout.tensor, self.layout.sequence, self.layout.whole, self.layout.slices)
-        return self.model.blocks(samples, divided, self.places.threads)
+        return self.model.blocks(samples, self.layout.divided, self.places.threads)
 
     def _pace(self, share: int) -> float:
         """How much longer than alone the rank with most samples computes: the others of its node may have fewer."""
@@ -228,7 +227,9 @@ class _Step:
         even = self.model.batch / self.layout.data / share
         return max(1.0, self.turns * even)
 
-    def _one_pass(self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, last: bool) -> None:
+    def _one_pass(
+        self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
+    ) -> None:
         """One microbatch. Communication lies under computation where a core is free for it."""
         overlaps = self.places.overlaps
         each_pass = self.layout.zero >= 2
@@ -246,7 +247,8 @@ class _Step:
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
             again = block.forward if self.layout.recompute and is_unit(block) else 0.0
-            here = (block.input + block.weight + again) * pace
+            added = 0.0 if first or each_pass else block.later
+            here = (block.input + block.weight + added + again) * pace
             talk = self._exchanges(block.backwards) + (self._exchanges(block.forwards) if again else 0.0)
             wait = self._gather(units.get(block.name, 0.0), here)
             compute, tensor, gathers, clock = compute + here, tensor + talk, gathers + wait, clock + here + talk + wait
@@ -297,27 +299,29 @@ class _Step:
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
     def _exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
-        group = self.places.tensor
-        return sum(self.seconds(each.operation, each.nbytes, group) for each in exchanges)
+        return sum(self.seconds(each.operation, each.nbytes, *self.groups[each.axis]) for each in exchanges)
 
     # -- with a pipeline
 
     def _through_pipeline(self, schedule: Schedule) -> int:
         """All microbatches through all stages, then the gradients; the position whose ranks come last."""
-        layout = self.layout
-        cuts = list(pairwise(bounds_of(layout, len(self.blocks))))
+        cuts = list(pairwise(bounds_of(self.layout, len(self.blocks))))
         stages = [self.blocks[lo:hi] for lo, hi in cuts]
         tensor = [
             (sum(self._exchanges(b.forwards) for b in stage), sum(self._exchanges(b.backwards) for b in stage))
             for stage in stages
         ]
-        again = [
-            (sum(b.forward for b in stage) + t[0]) * layout.recompute for stage, t in zip(stages, tensor, strict=True)
-        ]
+        forward = [sum(b.forward for b in stage) + t[0] for stage, t in zip(stages, tensor, strict=True)]
+        back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
+        early = [0.0, *back[1:]]  # nobody waits for the gradient of the first stage's input: it is left to the weights
         costs = Costs(
-            forward=[sum(b.forward for b in stage) + t[0] for stage, t in zip(stages, tensor, strict=True)],
-            input=[sum(b.input for b in stage) + t[1] + a for stage, t, a in zip(stages, tensor, again, strict=True)],
-            weight=[sum(b.weight for b in stage) for stage in stages],
+            forward=forward,
+            input=[seconds + again * self.layout.recompute for seconds, again in zip(early, forward, strict=True)],
+            # gradients are added or copied to where they belong, those of the first microbatch too (no in_place)
+            weight=[
+                sum(b.weight + b.later for b in stage) + late - soon
+                for stage, late, soon in zip(stages, back, early, strict=True)
+            ],
         )
         alone = [sum(costs.of(step) for step in steps) for steps in schedule.steps]
         ends = self._ends(schedule, costs, stages)
@@ -352,10 +356,9 @@ class _Step:
         reduced = []
         for rank, end in enumerate(ends):
             holds = self.predictor.held(self.layout, self.places, rank)
-            copied = holds.nbytes / self.machine.links.copy_rate * self.turns  # into flat memory
             whole = self.layout.zero == 0 and not self.places.overlaps
             each = sum(self._reductions(holds)) if not whole else self.seconds("all_reduce", holds.nbytes, self.shard)
-            reduced.append(end + copied + (each if self.layout.data > 1 else 0.0) + self._tied(schedule, rank))
+            reduced.append(end + (each if self.layout.data > 1 else 0.0) + self._tied(schedule, rank))
         last = max(range(len(reduced)), key=lambda rank: reduced[rank])
         self.parts["gradients"] += max(reduced) - max(ends)
         self._among_replicas(self.predictor.held(self.layout, self.places, last))

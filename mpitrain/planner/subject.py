@@ -24,8 +24,8 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks
-from mpitrain.planner.dividing import StandIn, divide
-from mpitrain.planner.model import Divided
+from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
+from mpitrain.planner.model import AxisExchange, Divided
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,6 +39,7 @@ class Cut:
         blocks: (name, module) in order; a model that lists none is one block without a name.
         loss: Of the last block's output and the target.
         axis: Of the tensor ranks; None for one rank.
+        data: Of the data-parallel ranks, as far as batch norms need them.
         fake: The mode in which its tensors are made and used; None where they are real.
         slices: Pieces of each sequence.
         samples: Makes (x, y) of so many samples, or of a slice of them.
@@ -49,6 +50,7 @@ class Cut:
     blocks: list[tuple[str, nn.Module]]
     loss: Callable[[Any, Any], torch.Tensor]
     axis: StandIn | None
+    data: DataStandIn
     fake: FakeTensorMode | None
     slices: int
     samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -57,6 +59,15 @@ class Cut:
     def mode(self) -> AbstractContextManager[Any]:
         """In which its passes run."""
         return self.fake if self.fake is not None else nullcontext()
+
+    def exchanged(self) -> tuple[AxisExchange, ...]:
+        """What has been exchanged since this was last asked."""
+        found: list[AxisExchange] = []
+        for axis in (self.axis, self.data):
+            if axis is not None:
+                found += axis.noted
+                axis.noted = []
+        return tuple(found)
 
     def autocast(self, device: str = "cpu") -> AbstractContextManager[Any]:
         """As the engine computes."""
@@ -89,6 +100,7 @@ class Subject:
         config: The configuration.
         listed: Whether the model lists its blocks.
         divisible: Whether it says how its layers are divided.
+        synchronous: Whether it has batch norms.
         shapes: Of a sample's x and y, with dtypes.
     """
 
@@ -99,6 +111,7 @@ class Subject:
         module = self._task.module
         self.listed = callable(getattr(module, "pipeline_blocks", None)) or isinstance(module, nn.Sequential)
         self.divisible = callable(getattr(module, "tensor_plan", None))
+        self.synchronous = any(isinstance(layer, _BatchNorm) for layer in module.modules())
         x_shape, y_shape = description.x_shape, description.y_shape
         if description.kind == "tokens":
             x_shape = y_shape = (config.model.sequence,)
@@ -131,7 +144,9 @@ class Subject:
         mode = (self._fake or FakeTensorMode()) if fake else None
         with mode if mode is not None else nullcontext():
             task = self._copied(mode)
-            module = task.module
+            module, data = task.module, DataStandIn()
+            if divided.synchronized:
+                module = synchronize(module, data)
             axis = divide(module, divided, times=device is not None)
             precision = self.config.train.precision
             _narrow(module, precision)
@@ -142,7 +157,7 @@ class Subject:
             on = device or torch.device("cpu")
             samples = _Samples(self.shapes, divided.slices, precision, self._values(), on)
         module.train()
-        return Cut(module, blocks, task.loss, axis, mode, divided.slices, samples, precision)
+        return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision)
 
     def _build(self, real: bool) -> Task:
         """The task; `self._fake` is the mode of its tensors where they have no values."""

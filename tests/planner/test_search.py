@@ -184,7 +184,9 @@ def test_every_candidate_is_one_that_the_runtime_takes():
             assert layout.data > 1 or layout.zero == 0
             assert not layout.offload and (layout.reshard or not layout.share_node)
             assert not layout.sequence or layout.tensor > 1
-    even = list(candidates(model, machine, 1, 8, LayoutRules(cut=False, even=True)))
+    model.synchronous = True
+    even = list(candidates(model, machine, 1, 8, LayoutRules(cut=False)))
+    model.synchronous = False
     assert {(each.pipeline, each.tensor) for each in even} == {(1, 1)}
     assert {each.microbatch for each in even} == {1, 3}
     assert shapes(model, 16, 3, 16, LayoutRules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
