@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpitrain.pipe.schedule import Schedule
+from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.pipe.simulate import held as in_flight
 from mpitrain.planner.held import StageHoldings, is_unit
@@ -81,8 +81,8 @@ def account(means: Means, held: StageHoldings, schedule: Schedule | None, rank: 
     states = elements * (4.0 * means.moments + wide) / shards
     gathered = _gathered(held) if means.gathers else 0.0
     activations, peak = _activations(layout, held, schedule, rank)
-    if schedule is not None:  # autograd's own gradients, until they are copied into flat memory
-        peak += held.numel * held.itemsize
+    if schedule is not None:
+        peak += _gradients_apart(layout, held, schedule, rank)
     scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
     found = {
         "parameters": parameters + held.frozen * held.itemsize,
@@ -97,6 +97,19 @@ def account(means: Means, held: StageHoldings, schedule: Schedule | None, rank: 
     building = 4.0 * (means.whole + held.numel * (means.whole > held.numel))
     found["working"] += max(0.0, building - total(found) + means.process)
     return found
+
+
+def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Schedule, rank: int) -> float:
+    """Bytes of gradients that a stage of a pipeline has beside those in flat memory.
+
+    Those of a weight come in memory of their own. With stages 2 and 3 they stay there until the last microbatch, and so
+    do those of a backward pass in halves, which runs no hooks; the first stage's backward pass is whole (`pipe.stage`).
+    """
+    halves = any(isinstance(step, BackwardInput) for step in schedule.steps[rank])
+    if layout.zero >= 2 or (halves and 0 not in schedule.stages_of(rank)):
+        return float(held.nbytes)
+    weights = [weight.numel for stage in held.stages for block in stage for weight in block.weights if weight.trained]
+    return float(max(weights, default=0) * held.itemsize)
 
 
 def _gathered(held: StageHoldings) -> float:

@@ -179,6 +179,11 @@ def refuse_what_does_not_go_together(config: Config, mesh: Mesh) -> None:
             "are larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 "
             "and use parallel.data or parallel.pipeline"
         )
+    if parallel.sequence and parallel.slices > 1 and mesh.tensor.size > 1 and mesh.pipeline.size > 1:
+        raise refusal(
+            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
+            "parallel.sequence to false, or parallel.slices to 1"
+        )
     if parallel.pipeline == 1 and not isinstance(parallel.cut, str):
         raise refusal(
             f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
