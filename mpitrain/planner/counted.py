@@ -13,8 +13,21 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.recorder import CountedOperation
 
 _FALLBACK = 4e10  # operations per second of a core or device whose profile says nothing
-_START = 1e-5  # seconds until an operation begins, from Python or autograd, on one core
-_PREPARED = {"convolution": 5e-5, "convolution_backward": 1e-4}  # further seconds of those that reorder their tensors
+_START = 1.5e-5  # seconds until an operation begins, from Python or autograd, on one core
+_PREPARED = {  # further seconds of those that reorder their tensors, or are made of several
+    "convolution": 1.2e-4,
+    "convolution_backward": 1.6e-4,
+    "native_batch_norm": 5e-5,
+    "native_batch_norm_backward": 5e-5,
+}
+_REACHED = {  # of the speed of a product of cold matrices of that size, on one core
+    "convolution": 0.75,
+    "convolution_backward": 0.7,
+    "_scaled_dot_product_flash_attention_for_cpu": 0.7,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 0.7,
+    "addmm": 0.9,
+    "mm": 0.9,
+}
 _LAUNCH = 6e-6  # the same of a device
 _HEAVY = {  # operations that compute more on each byte than a copy does, in times of moving it on one core
     "gelu": 6.0,
@@ -27,8 +40,8 @@ _HEAVY = {  # operations that compute more on each byte than a copy does, in tim
     "polar": 4.0,
     "native_layer_norm": 1.5,
     "native_layer_norm_backward": 2.0,
-    "native_batch_norm": 2.0,
-    "native_batch_norm_backward": 2.0,
+    "native_batch_norm": 4.5,
+    "native_batch_norm_backward": 3.5,
     "native_dropout": 4.0,
     "bernoulli_": 8.0,
 }
@@ -45,19 +58,37 @@ def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, pre
     """
     device = machine.device
     if device is not None:
-        rate, gain, start = device.memory_rate, 1.0, _LAUNCH
+        gain, start = 1.0, _LAUNCH
     else:
-        links = machine.links
-        rate = 2.0 * min(links.copy_rate, links.memory_rate / max(1, machine.cores))  # a copy reads and writes
-        gain, start = 1.0 + (threads - 1) * machine.threads, _START
+        gain, start = _gain(machine, threads), _START
+    rate = _memory_rate(machine)
     table = sorted((device.matrix if device is not None else machine.matrix).get(precision, ()))
     total = 0.0
     for each in operations:
         heavy = _HEAVY.get(each.name, 1.0) if device is None else 1.0
         moving = each.nbytes * heavy / rate
         begun = start + (_PREPARED.get(each.name, 0.0) if device is None else 0.0)
-        total += begun + max(each.flops / _speed(table, each.size) if each.flops else 0.0, moving) / gain
+        reached = _REACHED.get(each.name, 1.0) if device is None else 1.0
+        computing = each.flops / (reached * _speed(table, each.size)) if each.flops else 0.0
+        total += begun + max(computing, moving) / gain
     return total
+
+
+def moving(nbytes: float, machine: MachineProfile, threads: int = 1) -> float:
+    """How long a rank takes to read or write so many bytes, beside what else an operation does."""
+    return nbytes / _memory_rate(machine) / (_gain(machine, threads) if machine.device is None else 1.0)
+
+
+def _gain(machine: MachineProfile, threads: int) -> float:
+    return 1.0 + (threads - 1) * machine.threads
+
+
+def _memory_rate(machine: MachineProfile) -> float:
+    """Bytes per second, reads and writes together, of a rank's device or of a core while all others are as busy."""
+    if machine.device is not None:
+        return machine.device.memory_rate
+    links = machine.links
+    return 2.0 * min(links.copy_rate, links.memory_rate / max(1, machine.cores))  # a copy reads and writes
 
 
 def _speed(table: Sequence[tuple[int, float]], size: float) -> float:

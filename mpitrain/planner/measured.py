@@ -158,15 +158,16 @@ def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:
             again.append(_round(cut, x, y, places, wait, now))
     finally:
         places.remove()
-    first, second = np.median(np.array(rounds), axis=0), np.median(np.array(again), axis=0)  # [blocks, 2]
-    trains = [any(p.requires_grad for p in block.parameters()) for _, block in cut.blocks]
-    later = np.maximum(second[:, 1] - first[:, 1], 0.0) * trains
-    seconds = np.column_stack([first, later])
+    first, second = np.array(rounds), np.array(again)  # [rounds, blocks, 2]
+    later = np.median(second[..., 1] - first[..., 1], axis=0)  # of pairs: what else runs changes from round to round
+    seconds = np.column_stack([np.median(first, axis=0), later])
     alike: dict[Any, list[int]] = {}
     for number, (_, block) in enumerate(cut.blocks):
         alike.setdefault((signature(block), number in (0, len(cut.blocks) - 1)), []).append(number)
     for numbers in alike.values():
         seconds[numbers] = seconds[numbers].mean(0)
+    seconds[:, 2] = np.maximum(seconds[:, 2], 0.0)
+    seconds[[not any(p.requires_grad for p in block.parameters()) for _, block in cut.blocks], 2] = 0.0
     return [Timed(*map(float, each)) for each in seconds]
 
 

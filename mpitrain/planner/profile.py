@@ -27,6 +27,7 @@ from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.passes import Observed, between, observe
 from mpitrain.planner.recorder import CountedOperation
 from mpitrain.planner.subject import Cut, Subject
+from mpitrain.shard.in_place import LEAST
 
 _EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
 _LONG = 0.35  # seconds of a microbatch beyond which a larger one is not measured, but follows in a straight line
@@ -123,13 +124,16 @@ class BlockProfile(ModelProfile):
         machine, precision = self._machine, self.precision
         found = []
         for each, own in zip(observed, weights, strict=True):
-            sizes = [weight.numel * ITEMSIZE[precision] for weight in own if weight.trained]
-            added = [CountedOperation("add_", 0.0, 3.0 * nbytes) for nbytes in sizes]
-            forward, backward, later = (
+            trained = [weight.numel for weight in own if weight.trained]
+            # the first gradient of a small weight is copied to its place, the others are computed there (`in_place`)
+            itemsize = ITEMSIZE[precision]
+            copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
+            more = sum(n * itemsize * (1 if n < LEAST else 3) for n in trained)
+            forward, backward = (
                 counted.seconds(operations, machine, precision, threads)
-                for operations in (each.forward, each.backward, added)
+                for operations in (each.forward, (*each.backward, *copied))
             )
-            found.append(Timed(forward, backward, later))
+            found.append(Timed(forward, backward, counted.moving(more, machine, threads)))
         return found
 
     def _observe(self, samples: int, divided: Divided) -> list[Observed]:

@@ -9,9 +9,15 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
+from mpitrain.planner import measured
+from mpitrain.planner.candidates import candidates
 from mpitrain.planner.dividing import StandIn
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.planner.profile import profile_of
+from mpitrain.planner.step import Predictor
 from mpitrain.planner.subject import Subject
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.memory import ActivationMeter
@@ -79,6 +85,56 @@ def test_the_exchanges_of_a_block_are_those_of_its_pairs_of_layers():
         profile.blocks(4, Divided(tensor=3))
 
 
+def test_batch_norms_of_several_ranks_sum_up_over_the_data_axis(monkeypatch):
+    settings = config({"name": "resnet", "layers": 18, "width": 8})
+    profile = profile_of(settings, IMAGES, measure=False)
+    alone, together = profile.blocks(2), profile.blocks(2, Divided(synchronized=True))
+    forward, backward = (AxisExchange("all_reduce", n * 8, "data") for n in (2 * 8 + 1, 2 * 8))
+    at = [block.name for block in together].index("stages.0.0")
+    assert together[at].forwards == (forward,) * 2 and together[at].backwards == (backward,) * 2
+    assert not alone[at].forwards
+    assert together[at].forward > 1.2 * alone[at].forward and together[at].weights == alone[at].weights
+    assert profile.synchronous
+
+    monkeypatch.setattr(measured, "_SECONDS", 0.0)
+    cpu = torch.device("cpu")
+    cut = Subject(settings, IMAGES, real=True).cut(Divided(synchronized=True), fake=False, device=cpu)
+    timed = time_blocks(cut, 2, cpu)
+    assert len(timed) == len(together) and timed[at].forward > 0 < timed[at].backward
+
+
+def test_a_model_without_batch_norms_is_the_same_beside_other_ranks():
+    profile = profile_of(config({"factory": "planner.planned_models:sequential"}), IMAGES, measure=False)
+    assert not profile.synchronous
+    assert profile.blocks(2, Divided(synchronized=True)) is profile.blocks(2)
+    microbatch = ParallelLayout(data=3, microbatch=3)
+    assert microbatch in list(candidates(profile, MachineProfile("m", "s", 3, 1 << 33), 1, 3))  # 32 samples for 3 ranks
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_later_microbatches_of_a_step_add_to_the_gradients_of_earlier_ones(zero):
+    profile = profile_of(config({"factory": "planner.planned_models:sequential"}, batch=32), IMAGES, measure=False)
+    machine = MachineProfile("m", "s", 2, 1 << 33)
+    flatten, first, tanh, _ = blocks = profile.blocks(4)
+    assert flatten.later == tanh.later == 0 < first.later
+    step = Predictor(profile, machine, 1, 2).predict(ParallelLayout(data=2, microbatch=4, zero=zero))
+    once = sum(block.forward + block.input + block.weight for block in blocks)
+    added = 3 * sum(block.later for block in blocks) if zero == 0 else 0.0  # with 2, each pass is reduced by itself
+    assert step.parts["compute"] == pytest.approx(4 * once + added, rel=1e-9)
+
+
+def test_seconds_that_cannot_be_measured_are_counted_and_that_is_said(monkeypatch):
+    def fails(self, samples, divided):
+        raise MeasuringFailed("blocks cannot be measured: no memory")
+
+    monkeypatch.setattr(Workers, "__init__", lambda self, *args: None)
+    monkeypatch.setattr(Workers, "measure", fails)
+    settings = config({"factory": "planner.planned_models:sequential"})
+    with pytest.warns(UserWarning, match="counted, not measured.*no memory"):
+        blocks = profile_of(settings, IMAGES).blocks(4)
+    assert blocks == profile_of(settings, IMAGES, measure=False).blocks(4)
+
+
 def test_operations_and_sizes_of_linear_layers():
     profile = profile_of(config({"factory": "planner.planned_models:sequential"}), IMAGES, measure=False)
     _, first, tanh, last = profile.blocks(6)
@@ -94,12 +150,12 @@ def test_operations_and_sizes_of_linear_layers():
 
 def test_seconds_measured_and_counted_agree_roughly():
     settings = config({**GPT, "width": 128, "layers": 2})
-    measured, counted = (profile_of(settings, TOKENS, measure=measure) for measure in (True, False))
+    timed, counted = (profile_of(settings, TOKENS, measure=measure) for measure in (True, False))
     try:
-        blocks = measured.blocks(4)
-        scaled = measured.blocks(4, Divided(tensor=2, whole=("blocks.*.mlp.*",)))
+        blocks = timed.blocks(4)
+        scaled = timed.blocks(4, Divided(tensor=2, whole=("blocks.*.mlp.*",)))
     finally:
-        measured.close()
+        timed.close()
     seconds = [sum(b.forward + b.input + b.weight for b in each) for each in (blocks, counted.blocks(4), scaled)]
     assert 1 / 5 < seconds[0] / seconds[1] < 5  # of a machine of which nothing is known
     assert 0.5 * seconds[0] < seconds[2] < seconds[0]
