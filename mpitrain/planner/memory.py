@@ -105,11 +105,15 @@ def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Sche
     Those of a weight come in memory of their own. With stages 2 and 3 they stay there until the last microbatch, and so
     do those of a backward pass in halves, which runs no hooks; the first stage's backward pass is whole (`pipe.stage`).
     """
-    halves = any(isinstance(step, BackwardInput) for step in schedule.steps[rank])
-    if layout.zero >= 2 or (halves and 0 not in schedule.stages_of(rank)):
+    if layout.zero >= 2:
         return float(held.nbytes)
-    weights = [weight.numel for stage in held.stages for block in stage for weight in block.weights if weight.trained]
-    return float(max(weights, default=0) * held.itemsize)
+    halves = any(isinstance(step, BackwardInput) for step in schedule.steps[rank])
+    sizes = {
+        number: [weight.numel for block in stage for weight in block.weights if weight.trained]
+        for number, stage in zip(schedule.stages_of(rank), held.stages, strict=True)
+    }
+    stay = sum(sum(each) for number, each in sizes.items() if halves and number > 0)
+    return float(stay + max((n for each in sizes.values() for n in each), default=0)) * held.itemsize
 
 
 def _gathered(held: StageHoldings) -> float:

@@ -123,6 +123,19 @@ def test_later_microbatches_of_a_step_add_to_the_gradients_of_earlier_ones(zero)
     assert step.parts["compute"] == pytest.approx(4 * once + added, rel=1e-9)
 
 
+def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
+    profile = profile_of(config({"factory": "planner.planned_models:sequential"}, batch=32), IMAGES, measure=False)
+    predictor = Predictor(profile, MachineProfile("m", "s", 4, 1 << 33), 1, 4)
+
+    def working(**changes):
+        return predictor.memory(ParallelLayout(2, 2, microbatch=4, cut=(1, 3), **changes))["working"]
+
+    numel = sum(weight.numel for block in profile.blocks(4) for weight in block.weights)
+    largest = 64 * 48
+    assert working(schedule="zero-bubble") - working() == 4 * numel  # all of them are in the last stage
+    assert working(zero=2) - working() == pytest.approx(4 * (numel - largest), abs=4 * 64)  # padded
+
+
 def test_seconds_that_cannot_be_measured_are_counted_and_that_is_said(monkeypatch):
     def fails(self, samples, divided):
         raise MeasuringFailed("blocks cannot be measured: no memory")
