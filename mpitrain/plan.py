@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.config.settings import Config
-from mpitrain.data import Description, open_dataset, resolve
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
 from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.described import description_of
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import given_machines, read_machine
@@ -76,22 +76,6 @@ def _plan(argv: Sequence[str]) -> int:
         write(config, chosen, out)
         print(f"\nwritten: {out}; train with\n  {command(out, nodes, each)}")
     return EXIT_DONE
-
-
-def description_of(config: Config) -> Description:
-    """What a configuration's data hold; embedded ones that are not there yet are made.
-
-    Raises:
-        InputError: They cannot be read, or are too few for a batch.
-    """
-    folder = resolve(config.data.path)
-    data = open_dataset(folder, sequence=config.model.sequence)
-    if len(data) < config.train.batch:
-        raise refusal(
-            f"data set {folder} has {len(data)} samples, fewer than train.batch {config.train.batch}; give more data "
-            "or a smaller train.batch"
-        )
-    return data.description
 
 
 def explained(predictor: Predictor, layout: ParallelLayout) -> str:

@@ -16,7 +16,8 @@ from mpitrain.comm import init
 from mpitrain.comm.faults import ulfm
 from mpitrain.config.settings import Config, help_text
 from mpitrain.errors import EXIT_DONE
-from mpitrain.trainer.trainer import Trainer, shared_config
+from mpitrain.trainer.settings import shared_config
+from mpitrain.trainer.trainer import Trainer
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[s
 def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     """By rank count, the layouts of one model."""
     from mpitrain.config.settings import Config
-    from mpitrain.plan import description_of
+    from mpitrain.planner.described import description_of
     from mpitrain.planner.layouts import ParallelLayout
     from mpitrain.planner.notation import settings, text
     from mpitrain.planner.profile import profile_of

@@ -13,6 +13,7 @@ memory                 bytes of a rank, by category
 step                   seconds of a step, simulated: blocks, messages, buckets, update
 stages, parts          which blocks a pipeline stage gets; which layers are divided over tensor ranks
 refine                 the variants of a layout that these two give
+described              what the data of a configuration are
 candidates             all layouts that the runtime takes
 bounds                 what a layout takes at least, and a guess, in microseconds
 search                 the best layouts of all

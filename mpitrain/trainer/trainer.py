@@ -38,11 +38,12 @@ from mpitrain.trainer.device import choose, full_told
 from mpitrain.trainer.due import due, saves_after
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.evaluation import mean_loss
-from mpitrain.trainer.folder import RunFolder, settled
+from mpitrain.trainer.folder import RunFolder
 from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.saving import SaveSchedule
+from mpitrain.trainer.settings import config_of, shared_config
 from mpitrain.trainer.stopping import StopInTime
 from mpitrain.trainer.strategies import strategy_of
 from mpitrain.trainer.strategy import GroupPlaces
@@ -87,7 +88,7 @@ class Trainer:
         Raises InputError on all ranks for settings that are wrong.
         """
         self.world = world if world is not None else init()
-        self.config = shared_config(self.world, lambda: _config_of(config))
+        self.config = shared_config(self.world, lambda: config_of(config))
         self.strategy = strategy_of(self.config, self.world)
         place = choose(self.config.run.device, self.world)
         self.device, self.devices = place.device, place.text
@@ -373,14 +374,6 @@ class Trainer:
         return Restored(0, {}, own=False)
 
 
-def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
-    """The settings that rank 0 makes, on all ranks. Raises InputError, on all, where they are wrong."""
-    config = Config.from_dict(world.on_root(lambda: settled(make()).model_dump()))
-    if config.monitor.timeline:
-        raise refusal("monitor.timeline: not available in this version; leave it at its default")
-    return config
-
-
 def set_threads(world: Communicator, reproducible: bool) -> None:
     """A thread for each core that this rank has for itself, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
@@ -392,9 +385,3 @@ def any_rank(world: Communicator, *flags: bool) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.uint8)
     world.all_reduce(found, "max")
     return [bool(flag) for flag in found]
-
-
-def _config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:
-    if isinstance(config, Config):
-        return config
-    return Config.from_dict(config) if isinstance(config, Mapping) else Config.from_args([str(config)])

@@ -1,0 +1,27 @@
+"""The settings of a run, from what the caller of the trainer gives, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpitrain.comm import Communicator
+from mpitrain.config.settings import Config
+from mpitrain.errors import refusal
+from mpitrain.trainer.folder import settled
+
+
+def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
+    """The settings that rank 0 makes, on all ranks. Raises InputError, on all, where they are wrong."""
+    config = Config.from_dict(world.on_root(lambda: settled(make()).model_dump()))
+    if config.monitor.timeline:
+        raise refusal("monitor.timeline: not available in this version; leave it at its default")
+    return config
+
+
+def config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Settings that are given as they are, as nested values, or as the path of a TOML file."""
+    if isinstance(config, Config):
+        return config
+    return Config.from_dict(config) if isinstance(config, Mapping) else Config.from_args([str(config)])
