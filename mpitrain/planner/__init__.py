@@ -17,6 +17,7 @@ described              what the data of a configuration are
 candidates             all layouts that the runtime takes
 bounds                 what a layout takes at least, and a guess, in microseconds
 search                 the best layouts of all
+given                  the best layouts that keep what a configuration says explicitly
 notation, report       a layout as a line of text and as settings; what a plan says
 restart                how often to write checkpoints
 """

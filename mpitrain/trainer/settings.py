@@ -13,8 +13,11 @@ from mpitrain.trainer.folder import settled
 
 
 def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
-    """The settings that rank 0 makes, on all ranks. Raises InputError, on all, where they are wrong."""
-    config = Config.from_dict(world.on_root(lambda: settled(make()).model_dump()))
+    """The settings that rank 0 makes, on all ranks, which know what was set explicitly. Collective.
+
+    Raises InputError, on all ranks, where they are wrong.
+    """
+    config = Config.from_dict(world.on_root(lambda: settled(make()).model_dump(exclude_unset=True)))
     if config.monitor.timeline:
         raise refusal("monitor.timeline: not available in this version; leave it at its default")
     return config

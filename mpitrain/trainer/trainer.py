@@ -41,6 +41,7 @@ from mpitrain.trainer.evaluation import mean_loss
 from mpitrain.trainer.folder import RunFolder
 from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.planned import planned
 from mpitrain.trainer.records import Records, SampleIds
 from mpitrain.trainer.saving import SaveSchedule
 from mpitrain.trainer.settings import config_of, shared_config
@@ -88,10 +89,11 @@ class Trainer:
         Raises InputError on all ranks for settings that are wrong.
         """
         self.world = world if world is not None else init()
-        self.config = shared_config(self.world, lambda: config_of(config))
-        self.strategy = strategy_of(self.config, self.world)
-        place = choose(self.config.run.device, self.world)
+        asked = shared_config(self.world, lambda: config_of(config))
+        place = choose(asked.run.device, self.world)
         self.device, self.devices = place.device, place.text
+        self.config = planned(asked, self.world, self.device)
+        self.strategy = strategy_of(self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
         learning, self.records, self.saving = LearningCheck(), Records(), SaveSchedule(self.config)

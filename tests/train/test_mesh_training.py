@@ -20,6 +20,7 @@ from mpitrain.pipe.record import load
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.trainer import Trainer
 
 STEPS, BATCH = 6, 12
 GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}
@@ -130,6 +131,28 @@ def test_layers_kept_whole_train_and_are_saved_like_those_of_one_process(world, 
     lines = run(world, place / "whole-read", **sections)
     assert [m["step"] for m in lines] == [4, 5, 6]
     check(lines, wanted)
+
+
+@pytest.mark.ranks(2)
+def test_a_job_plans_at_its_start_and_trains_with_the_layout_found(world, place, text, capsys):
+    if world.rank == 0:
+        (place / "two.toml").write_text(
+            'node = { cores = 2, memory = "8 GiB", memory_bandwidth = "10 GB/s" }\n'
+            'core.matrix = { fp32 = "50 Gflop/s" }\n'
+        )
+    world.barrier()
+    sections = settings(text, auto=True, machine=str(place / "two.toml"), tensor=1, schedule="gpipe")
+    capsys.readouterr()
+    lines = run(world, place / "planned", **sections)
+    told = capsys.readouterr().out
+    chosen = Config.from_args([str(place / "planned/config.toml")]).parallel
+    assert (chosen.auto, chosen.tensor, chosen.schedule) == (False, 1, "gpipe") and chosen.data in (1, 2)
+    assert world.rank or f"parallel.auto: {chosen.data}x{chosen.pipeline}x1" in told
+    by_hand = settings(text, data=chosen.data, pipeline=chosen.pipeline, zero=chosen.zero, schedule="gpipe")
+    assert [m["loss"] for m in lines] == [m["loss"] for m in run(world, place / "by-hand", **by_hand)]
+    sections["parallel"]["zero"], sections["parallel"]["pipeline"] = 1, 2  # there is nothing to share out
+    with pytest.raises(InputError, match=r"no layout of 2 ranks with .*parallel.zero 1.*; leave some of these out"):
+        Trainer(Config.from_dict(sections), world=world)
 
 
 @pytest.mark.ranks(4)

@@ -1,0 +1,141 @@
+"""`parallel.auto`: at the start of a job the planner chooses how the training is spread over its ranks. Collective.
+
+Rank 0 plans: it reads the profile of the machine, measures the model's blocks by processes of its own where ranks
+compute on the processors, and searches; the other ranks sleep meanwhile, so that what is measured has all cores. Its
+choice is that of all ranks, and is what config.toml in the run folder says.
+
+What the configuration sets explicitly is kept (see `planner.given`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device as devices
+from mpitrain.config.settings import Config
+from mpitrain.errors import refusal
+from mpitrain.monitor.text import lasting
+from mpitrain.planner import notation
+from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.described import description_of
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.machine_file import read_machine
+
+_PATIENCE = 4.0  # seconds of predictions
+_MEASURING = 8.0  # seconds, after which costs of divided models are reckoned from those that were measured
+_TAG = 31_600  # apart from those of training's messages
+_PAUSE = 0.01  # seconds between two looks of a rank that waits
+
+
+def planned(config: Config, world: Communicator, device: torch.device) -> Config:
+    """The configuration with the layout that the planner chooses, where it asks for that. Collective.
+
+    Args:
+        config: The same on all ranks, with what was set explicitly in `model_fields_set` of its sections.
+        world: The ranks that train.
+        device: On which this rank computes.
+
+    Raises:
+        InputError: On all ranks, where no layout fits, or a profile or the data cannot be read.
+    """
+    if not config.parallel.auto:
+        return config
+    began = time.perf_counter()
+    each = world.size // world.num_nodes
+    if any(world.nodes.count(node) != each for node in range(world.num_nodes)):
+        raise refusal(
+            f"parallel.auto plans for as many ranks on each node, and {world.size} ranks are on {world.num_nodes} "
+            "nodes; start as many on each, or set parallel.auto to false"
+        )
+    on_device = devices.is_accelerator(device)
+    values, text = while_others_sleep(world, lambda: _chosen(config, world.num_nodes, each, on_device))
+    if world.rank == 0:
+        print(f"parallel.auto: {text} (planned in {lasting(time.perf_counter() - began)})", flush=True)
+    return Config.from_dict(values, "parallel.auto")
+
+
+def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
+    """As `world.on_root`, for what takes seconds and needs the cores: ranks that wait leave them. Collective."""
+    found, error = None, None
+    word = torch.zeros(1)
+    if world.rank == 0:
+        try:
+            found = act()
+        except Exception as caught:  # raised on all ranks below
+            error = caught
+        for sent in [world.isend(word, rank, _TAG) for rank in range(1, world.size)]:
+            sent.wait()
+    else:
+        arriving = world.irecv(word, 0, _TAG)
+        while not arriving.done():
+            time.sleep(_PAUSE)
+        arriving.wait()
+
+    def told() -> Any:
+        if error is not None:
+            raise error
+        return found
+
+    return world.on_root(told)
+
+
+def _chosen(config: Config, nodes: int, ranks_per_node: int, on_device: bool) -> tuple[dict[str, Any], str]:
+    """The values of the configuration with the best layout, and what is to be said of it."""
+    from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
+    from mpitrain.planner.profile import profile_of
+    from mpitrain.planner.step import Predictor
+
+    machine = _machine(config, on_device)
+    measure = not on_device and machine.origin.startswith("measured")
+    wanted = given(config)
+    with _all_cores(), closing(profile_of(config, description_of(config), machine, measure, _MEASURING)) as model:
+        predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
+        plan = best_with(predictor, rules_of(config), wanted, 1, _PATIENCE)
+    if not plan.found:
+        if not plan.excess:
+            raise refusal(f"parallel.auto: none of {plan.layouts} layouts can be trained; set parallel.auto to false")
+        least = plan.excess[0]
+        raise refusal(
+            f"parallel.auto: no layout fits in the {plan.room / 2**20:,.0f} MiB of a rank; "
+            f"{notation.text(least.layout)} lacks least, {least.missing / 2**20:,.0f} MiB; "
+            "take a smaller model or more nodes"
+        )
+    best = plan.found[0]
+    values = config.model_dump()
+    for section, keys in settings(best.layout, wanted).items():
+        values[section].update(keys)
+    if config.elastic.mode == "shrink" and "data" not in wanted:
+        values["parallel"]["data"] = "auto"  # ranks that are left make fewer
+    values["parallel"]["auto"] = False
+    return values, f"{notation.text(best.layout)}, predicted {lasting(best.seconds)} a step"
+
+
+def _machine(config: Config, on_device: bool) -> MachineProfile:
+    """The profile to plan with."""
+    machine = read_machine(config.parallel.machine)
+    if (on_device and machine.device is None) or (machine.device is not None and not on_device):
+        has = "no devices" if machine.device is None else f"devices of kind {machine.device.kind}"
+        raise refusal(
+            f"parallel.machine {config.parallel.machine}: it has {has}, and ranks compute on "
+            f"{'such' if on_device else 'the processors'}; give another profile, or another run.device"
+        )
+    return machine
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let this process have all cores inside, whichever its launcher has bound it to."""
+    bound = os.sched_getaffinity(0)
+    with suppress(OSError):  # it may not
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
