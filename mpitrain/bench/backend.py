@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import fully_sharded, gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, interleaved, plain
 from mpitrain.errors import CommunicationError
 from mpitrain.models.gpt import GPT
+from mpitrain.speeds.timing import Contender, interleaved, plain
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -22,9 +22,9 @@ import torch
 from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.layout import Box, Piece
+from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.storage.crc import crc32
 
 if TYPE_CHECKING:

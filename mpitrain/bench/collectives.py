@@ -42,13 +42,13 @@ from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import predicted
 from mpitrain.bench.report import Report
-from mpitrain.bench.timing import interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from mpitrain.comm.process.topology import this_machine
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.errors import InputError
+from mpitrain.speeds.timing import interleaved, plain
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB

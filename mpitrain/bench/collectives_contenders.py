@@ -11,13 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpitrain.bench.prediction import Probes
-from mpitrain.bench.timing import Contender
 from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.selection.registry import Algorithms
+from mpitrain.speeds.probes import Probes
+from mpitrain.speeds.timing import Contender
 
 _SINGLE_FROM = 1 << 20  # bytes
 

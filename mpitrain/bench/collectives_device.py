@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
+from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
 
 WAYS = ("staged", "mpi", "peer", "nccl")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

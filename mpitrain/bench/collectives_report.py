@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import geometric_mean, rank_correlation
 from mpitrain.comm.selection.tuning import describe
+from mpitrain.speeds.timing import geometric_mean, rank_correlation
 
 KIB, MIB = 1 << 10, 1 << 20
 _LARGE = 256 * KIB  # the sizes that geometric means are over begin here

@@ -28,13 +28,13 @@ import torch
 from mpitrain.bench.jobs import Benchmark, parser, run, temporary_folder
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.step_contenders import RATE, Shape
-from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.comm import Communicator
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.shard.sharding import Options
+from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.trainer.engine import Engine
 
 SEQUENCE = 128  # tokens of a sample

@@ -3,12 +3,12 @@
 What is measured goes into machine.toml in --out, from which `python -m mpitrain.plan --machine` predicts. The figures
 are those of one rank that has a core for itself while all other cores of its node are as busy, as in training.
 
-    cores        matrix products by size and precision, copies, AdamW, on all cores at once; see `machine_cores`
-    messages     latency and bandwidth inside a node and between nodes; see `prediction`
+    cores        matrix products by size and precision, copies, AdamW, on all cores at once; see `speeds.cores`
+    messages     latency and bandwidth inside a node and between nodes; see `speeds.links`
     collectives  every algorithm of all_reduce, reduce_scatter, all_gather and broadcast at some sizes
     folder       what ranks write into a folder, until it is on the disk; --folder names the run folder's file system
     a rank       its memory before it has a model, and what a step takes beside its model; see `machine_rank`
-    devices      see `machine_device`
+    devices      see `speeds.device`
 
 Started under mpirun or srun it measures the nodes of that job. Started plainly it measures this node: cores, folder,
 rank and devices at the first rank count, messages and collectives at each; those with more ranks than cores tell what
@@ -20,36 +20,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from mpitrain.bench import machine_cores, machine_device
 from mpitrain.bench.collectives_contenders import CollectiveContenders
 from mpitrain.bench.jobs import Benchmark, parser, run, started_here, temporary_folder
 from mpitrain.bench.machine_rank import folder_speeds, overhead
-from mpitrain.bench.machine_report import report, shown_values, values_from
-from mpitrain.bench.timing import Times, interleaved
+from mpitrain.bench.machine_report import report, shown_values
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from mpitrain.comm.process.topology import processor_name
-from mpitrain.comm.selection.setting import RING_SEGMENT
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.text import counted
 from mpitrain.planner.machine_file import write_values
+from mpitrain.speeds import cores, device, links
+from mpitrain.speeds.timing import interleaved
+from mpitrain.speeds.values import values_from
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES, QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), (64 * KIB,)
 _TABLES = [module.ALGORITHMS for module in (all_reduce, reduce_scatter, all_gather, broadcast)]
-_QUIET = 0.25  # quantile of the times of messages: what other work of the machine delays is not theirs
-_PROBED, _MOST = 16 * MIB, 64 * MIB  # bytes of the vector that probes take blocks of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,17 +66,17 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     whole = not started_here() or world.size == options.ranks[0]
     if whole:
         with _told(world, "cores"):
-            result["cores"] = machine_cores.measure(world, options.quick)
+            result["cores"] = cores.measure(world, options.quick)
         result["machine"] = processor_name()
         result["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         with _told(world, "devices"):
-            result["device"] = machine_device.measure(world, options.device, options.quick)
+            result["device"] = device.measure(world, options.device, options.quick)
         with _told(world, "folder"), temporary_folder(world, options, "machine") as folder:
             result["folder"] = folder_speeds(world, folder, options.quick)
     if world.size > 1:
         bench = CollectiveContenders(world)
         with _told(world, "messages"):
-            result["links"] = _links(world, bench, options.quick)
+            result["links"] = links.measure(world, bench.plain, options.quick)
         with _told(world, "collectives"):
             result["collectives"] = _collectives(world, bench, options.quick)
         bench.plain.free()
@@ -108,49 +101,6 @@ def _told(world: Communicator, what: str) -> Iterator[None]:
     yield
     if world.rank == 0:
         print(f"  {counted(world.size, 'rank')}, {what}: {time.perf_counter() - began:.1f} s", flush=True)
-
-
-def _links(world: Communicator, bench: CollectiveContenders, quick: bool) -> dict[str, Any]:
-    """The speeds of `comm.programs.simulate.Machine` that messages give. Collective."""
-    size = 1 * MIB if quick else min(_MOST, max(_PROBED, world.size * RING_SEGMENT))
-    repeats, seconds = (5, 0.3) if quick else (21, 3.0)
-    with bench.probes(size) as probes:
-        times = interleaved(world, probes.contenders(), repeats, seconds)
-        quiet = {name: Times([float(np.quantile(of.all, _QUIET))]) for name, of in times.items()}
-        found = asdict(probes.machine(quiet))
-    if world.num_nodes > 1:
-        tiny, segment = (_between_nodes(world, bench, nbytes, quick) for nbytes in (8, RING_SEGMENT))
-        found["latency"] = max(1e-8, tiny - found["step"])
-        found["bandwidth"] = RING_SEGMENT / max(1e-8, segment - tiny)
-    return found
-
-
-def _between_nodes(world: Communicator, bench: CollectiveContenders, nbytes: int, quick: bool) -> float:
-    """Seconds in which rank 0 and the first rank of another node send each other so many bytes at once. Collective.
-
-    By many exchanges one after the other: where a message takes milliseconds, ranks do not begin at the same time.
-    """
-    other = next(rank for rank in range(world.size) if world.nodes[rank] != world.nodes[0])
-    taken, repeats, enough = [0.0], (3 if quick else 9), (0.02 if quick else 0.1)
-    if world.rank in (0, other):
-        peer = other if world.rank == 0 else 0
-        call = bench.plain.exchange(torch.zeros(nbytes // 4), torch.zeros(nbytes // 4), peer, peer)
-        call()
-        began = time.perf_counter()
-        call()
-        count = torch.tensor([max(4.0, min(1000.0, enough / (time.perf_counter() - began)))])
-        told = torch.zeros(1)
-        bench.plain.exchange(told, count, peer, peer)()
-        calls = range(int(count if world.rank == 0 else told))
-        taken = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            for _ in calls:
-                call()
-            taken.append((time.perf_counter() - began) / len(calls))
-    seconds = torch.tensor([statistics.median(taken)], dtype=torch.float64)
-    world.broadcast(seconds, 0)
-    return float(seconds)
 
 
 def _collectives(world: Communicator, bench: CollectiveContenders, quick: bool) -> list[list[Any]]:

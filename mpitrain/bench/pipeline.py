@@ -35,7 +35,6 @@ from torch import nn
 from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
@@ -46,6 +45,7 @@ from mpitrain.pipe.record import from_json
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank

@@ -30,9 +30,9 @@ from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, repeated, run, te
 from mpitrain.bench.report import Report, ReportTable
 from mpitrain.bench.server_carriers import SERVER
 from mpitrain.bench.server_contenders import carriers, contenders
-from mpitrain.bench.timing import interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
+from mpitrain.speeds.timing import interleaved, plain
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 QUICK_SIZES = (1 << 20,)

@@ -12,10 +12,10 @@ import torch
 from mpitrain.bench.peers import rpc
 from mpitrain.bench.server_carriers import SERVER, Carrier, Desk
 from mpitrain.bench.server_mode import ModeServer
-from mpitrain.bench.timing import Contender
 from mpitrain.comm import Arena, Communicator, Letter
 from mpitrain.comm.plain_mpi import PlainMPI, Window
 from mpitrain.errors import CommunicationError
+from mpitrain.speeds.timing import Contender
 
 
 class Memcpy(Carrier):

@@ -42,9 +42,9 @@ from mpitrain.bench.report import Report
 from mpitrain.bench.step_contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders
 from mpitrain.bench.step_memory import measured_apart, remembered
 from mpitrain.bench.step_report import HEAVY, LIGHT, report
-from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, CommunicationError, InputError
+from mpitrain.speeds.timing import Contender, interleaved
 
 SHAPE = Shape(vocabulary=2048, layers=6, width=512, tokens=128)
 QUICK_SHAPE = Shape(vocabulary=256, layers=2, width=64, tokens=32)

@@ -28,12 +28,12 @@ from torch import nn
 from mpitrain.bench.peers import on_device
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
 from mpitrain.bench.step_contenders import ALONE, RATE, Shape
-from mpitrain.bench.timing import Contender, interleaved
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import CommunicationError
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.sharding import Options
+from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.trainer.engine import Engine
 
 SHAPE = Shape(vocabulary=50304, layers=24, width=1024, tokens=1024)  # 354 M parameters

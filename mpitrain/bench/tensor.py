@@ -26,10 +26,10 @@ from torch.nn import functional
 from mpitrain.bench.jobs import Benchmark, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report, ReportTable, ReportTarget
-from mpitrain.bench.timing import Contender, geometric_mean, interleaved, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
+from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width

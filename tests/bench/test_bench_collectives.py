@@ -18,9 +18,8 @@ from support import clean_environment, job, one_line
 from mpitrain.bench.__main__ import names, usage
 from mpitrain.bench.collectives_report import correlation, report
 from mpitrain.bench.jobs import byte_sizes
-from mpitrain.bench.prediction import Probes, predicted
+from mpitrain.bench.prediction import predicted
 from mpitrain.bench.report import Report, ReportTable, ReportTarget, markdown
-from mpitrain.bench.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.collectives import all_reduce
@@ -28,6 +27,8 @@ from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
+from mpitrain.speeds.probes import Probes
+from mpitrain.speeds.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
 
 KIB, MIB = 1 << 10, 1 << 20
 

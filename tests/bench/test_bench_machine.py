@@ -10,8 +10,9 @@ from argparse import Namespace
 import pytest
 from support import job
 
-from mpitrain.bench.machine_report import report, values_from
+from mpitrain.bench.machine_report import report
 from mpitrain.planner.machine_file import read_machine
+from mpitrain.speeds.values import values_from
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ to one of them; the ranks sleep meanwhile. All go by the clock: in the same inte
 task is the median of its repetitions in the interval, and over the cores the median again, in processor seconds: what
 else takes its turn on a core meanwhile does not count (but for several threads: the least wall-clock seconds).
 
-    python -m mpitrain.bench.machine_cores 0,1,2,3 full      what a rank starts; a line of JSON comes back
+    python -m mpitrain.speeds.cores 0,1,2,3 full      what a rank starts; a line of JSON comes back
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _told(job: subprocess.Popen[str], plan: _Plan) -> str:
 def _start(cores: list[int], quick: bool) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return subprocess.Popen(
-        [sys.executable, "-m", "mpitrain.bench.machine_cores", ",".join(map(str, cores)), "quick" if quick else "full"],
+        [sys.executable, "-m", "mpitrain.speeds.cores", ",".join(map(str, cores)), "quick" if quick else "full"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mpitrain.bench.machine_cores import PRECISIONS
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
+from mpitrain.speeds.cores import PRECISIONS
 
 _SIZES, _QUICK_SIZES = (256, 512, 1024, 2048, 4096, 8192), (64, 256)
 

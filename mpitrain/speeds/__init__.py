@@ -1,0 +1,9 @@
+"""How fast this machine is, measured by the ranks of a job together: the figures of the planner's machine profile.
+
+cores      what one core does while all do the same
+device     what an accelerator does
+probes, links
+           messages, copies and sums of ranks
+values     all of it as values of machine.toml
+timing     times of operations that ranks make together
+"""
