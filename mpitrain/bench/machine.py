@@ -36,7 +36,7 @@ from mpitrain.comm.process.topology import processor_name
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.text import counted
 from mpitrain.planner.machine_file import write_values
-from mpitrain.speeds import cores, device, links
+from mpitrain.speeds import cores, device, kept, links
 from mpitrain.speeds.timing import interleaved
 from mpitrain.speeds.values import values_from
 
@@ -66,7 +66,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     whole = not started_here() or world.size == options.ranks[0]
     if whole:
         with _told(world, "cores"):
-            result["cores"] = cores.measure(world, options.quick)
+            result["cores"] = cores.measure(world, "quick" if options.quick else "full")
         result["machine"] = processor_name()
         result["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         with _told(world, "devices"):
@@ -87,11 +87,12 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep(results: dict[int, Any], options: argparse.Namespace) -> list[Path]:
-    """Print what was found, and write machine.toml."""
+    """Print what was found, and write machine.toml; a whole measurement also where `parallel.auto` looks for it."""
     values, path = values_from(results, options.quick), options.out / "machine.toml"
     print(shown_values(values))
     write_values(values, path)
-    return [path]
+    at = None if options.quick else kept.keep(values)
+    return [path, at] if at else [path]
 
 
 @contextmanager

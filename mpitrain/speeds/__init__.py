@@ -5,5 +5,6 @@ device     what an accelerator does
 probes, links
            messages, copies and sums of ranks
 values     all of it as values of machine.toml
+kept       the profile of this kind of machine, kept for jobs to come
 timing     times of operations that ranks make together
 """

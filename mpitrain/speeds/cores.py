@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ _REST = 0.05  # seconds between two intervals
 _STRETCH = 1e-3  # seconds that calls are timed together for
 _LONGEST = 2.0  # intervals that one product may take, or it is left out
 
+Effort = Literal["quick", "short", "full"]  # to try whether it works; at the start of a job; for a profile
 Task = tuple[str, Callable[[], Callable[[], object]]]  # its name, and what prepares it
 
 
@@ -44,11 +45,11 @@ class _Plan:
     that several threads multiply.
     """
 
-    def __init__(self, quick: bool) -> None:
-        self.interval = 0.06 if quick else 0.5
-        self.sizes = (64, 256) if quick else (64, 128, 256, 512, 1024, 2048)
-        self.copied, self.updated = (4 << 20, 1 << 19) if quick else (32 << 20, 4 << 20)
-        self.threaded = 256 if quick else 1024
+    def __init__(self, effort: Effort) -> None:
+        self.interval = {"quick": 0.06, "short": 0.2, "full": 0.5}[effort]
+        self.sizes = {"quick": (64, 256), "short": (64, 256, 512), "full": (64, 128, 256, 512, 1024, 2048)}[effort]
+        self.copied, self.updated = (4 << 20, 1 << 19) if effort == "quick" else (32 << 20, 4 << 20)
+        self.threaded = {"quick": 256, "short": 512, "full": 1024}[effort]
 
     @property
     def seconds(self) -> float:
@@ -59,7 +60,7 @@ class _Plan:
 # -- on a rank
 
 
-def measure(world: Communicator, quick: bool) -> dict[str, Any]:
+def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     """Speeds of a core of these nodes. Collective.
 
     Returns:
@@ -74,8 +75,8 @@ def measure(world: Communicator, quick: bool) -> dict[str, Any]:
     allowed = world.all_gather_object(sorted(_allowed()))
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
     groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
-    plan, told = _Plan(quick), ""
-    job = next((_start(cores, quick) for leader, cores in groups if leader == world.rank), None)
+    plan, told = _Plan(effort), ""
+    job = next((_start(cores, effort) for leader, cores in groups if leader == world.rank), None)
     ready = job is not None and job.stdout is not None and job.stdout.readline() == "ready\n"
     world.barrier()
     if job is None:
@@ -113,10 +114,10 @@ def _told(job: subprocess.Popen[str], plan: _Plan) -> str:
     return "" if job.returncode else told
 
 
-def _start(cores: list[int], quick: bool) -> subprocess.Popen[str]:
+def _start(cores: list[int], effort: Effort) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return subprocess.Popen(
-        [sys.executable, "-m", "mpitrain.speeds.cores", ",".join(map(str, cores)), "quick" if quick else "full"],
+        [sys.executable, "-m", "mpitrain.speeds.cores", ",".join(map(str, cores)), effort],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -237,4 +238,4 @@ def _update(numel: int) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    sys.exit(_lead([int(core) for core in sys.argv[1].split(",")], _Plan(sys.argv[2] == "quick")))
+    sys.exit(_lead([int(core) for core in sys.argv[1].split(",")], _Plan(cast(Effort, sys.argv[2]))))

@@ -30,12 +30,12 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
         "origin": f"measured {time.strftime('%Y-%m-%d')} on {counted(nodes, 'node')}, {how}",
         "node": {"cores": cores, "memory": first["memory"]},
         "core": dict(_of_core(first["cores"])),
-        "rank": {"overhead": first["overhead"], "process": first["process"]},
-        "folder": first["folder"],
+        "rank": {key: first[key] for key in ("overhead", "process") if key in first},
+        "folder": first.get("folder", {}),
     }
     values["node"]["memory_bandwidth"] = 2 * cores * first["cores"]["copied"] / first["cores"]["seconds"][COPY]
     _add_links(values, results, cores)
-    if device := first["device"]:
+    if device := first.get("device"):
         values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
         matrix = device["matrix"].items()  # whose sizes have become text on the way here
         values["device"]["matrix"] = {name: {int(n): rate for n, rate in table.items()} for name, table in matrix}
@@ -47,7 +47,7 @@ def values_from(results: dict[int, Any], quick: bool) -> Values:
 
 def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     seconds = found["seconds"]
-    if found["threads"] > 1:
+    if found["threads"] > 1 and f"fp32 {found['threaded']}" in seconds:
         alone, together = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
         share = (alone / together - 1) / (found["threads"] - 1)
         if share >= _LEAST_SHARE:

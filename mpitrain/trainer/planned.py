@@ -26,10 +26,12 @@ from mpitrain.planner import notation
 from mpitrain.planner.candidates import rules_of
 from mpitrain.planner.described import description_of
 from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.machine_file import profile_of as profile_of_values
 from mpitrain.planner.machine_file import read_machine
+from mpitrain.speeds import kept
 
-_PATIENCE = 4.0  # seconds of predictions
-_MEASURING = 8.0  # seconds, after which costs of divided models are reckoned from those that were measured
+_PATIENCE = 3.0  # seconds of predictions
+_MEASURING = 5.0  # seconds, after which costs of divided models are reckoned from those that were measured
 _TAG = 31_600  # apart from those of training's messages
 _PAUSE = 0.01  # seconds between two looks of a rank that waits
 
@@ -55,7 +57,8 @@ def planned(config: Config, world: Communicator, device: torch.device) -> Config
             "nodes; start as many on each, or set parallel.auto to false"
         )
     on_device = devices.is_accelerator(device)
-    values, text = while_others_sleep(world, lambda: _chosen(config, world.num_nodes, each, on_device))
+    machine = _machine(config, world, on_device)
+    values, text = while_others_sleep(world, lambda: _chosen(config, machine(), world.num_nodes, each, on_device))
     if world.rank == 0:
         print(f"parallel.auto: {text} (planned in {lasting(time.perf_counter() - began)})", flush=True)
     return Config.from_dict(values, "parallel.auto")
@@ -86,13 +89,14 @@ def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
     return world.on_root(told)
 
 
-def _chosen(config: Config, nodes: int, ranks_per_node: int, on_device: bool) -> tuple[dict[str, Any], str]:
+def _chosen(
+    config: Config, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
+) -> tuple[dict[str, Any], str]:
     """The values of the configuration with the best layout, and what is to be said of it."""
     from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.step import Predictor
 
-    machine = _machine(config, on_device)
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
     with _all_cores(), closing(profile_of(config, description_of(config), machine, measure, _MEASURING)) as model:
@@ -117,14 +121,26 @@ def _chosen(config: Config, nodes: int, ranks_per_node: int, on_device: bool) ->
     return values, f"{notation.text(best.layout)}, predicted {lasting(best.seconds)} a step"
 
 
-def _machine(config: Config, on_device: bool) -> MachineProfile:
-    """The profile to plan with."""
-    machine = read_machine(config.parallel.machine)
-    if (on_device and machine.device is None) or (machine.device is not None and not on_device):
-        has = "no devices" if machine.device is None else f"devices of kind {machine.device.kind}"
+def _machine(config: Config, world: Communicator, on_device: bool) -> Callable[[], MachineProfile]:
+    """What gives rank 0 the profile to plan with, once what is not known is measured. Collective."""
+    file = config.parallel.machine
+    if file:
+        return lambda: _fitting(read_machine(file), f"parallel.machine {file}", config.run.device, on_device)
+    values = kept.kept() if world.rank == 0 else {}
+    if not world.on_root(lambda: kept.tells(values, world, on_device)):
+        values = kept.measured(world, on_device, config.run.device)
+    if not on_device:
+        values = {name: value for name, value in values.items() if name != "device"}
+    return lambda: profile_of_values(values, str(kept.profile_path()))
+
+
+def _fitting(machine: MachineProfile, where: str, kind: str, on_device: bool) -> MachineProfile:
+    """A given profile, if it has what ranks compute on."""
+    if (machine.device is not None) != on_device:
+        has = "no device" if machine.device is None else "devices"
         raise refusal(
-            f"parallel.machine {config.parallel.machine}: it has {has}, and ranks compute on "
-            f"{'such' if on_device else 'the processors'}; give another profile, or another run.device"
+            f"{where} has {has}, and run.device {kind} is {'one' if on_device else 'none'} here; give another profile, "
+            "or leave it out to have this machine measured"
         )
     return machine
 
