@@ -37,7 +37,7 @@ _PAUSE = 0.01  # seconds between two looks of a rank that waits
 
 
 def planned(config: Config, world: Communicator, device: torch.device) -> Config:
-    """The configuration with the layout that the planner chooses, where it asks for that. Collective.
+    """All settings, with the layout that the planner chooses where they ask for that. Collective.
 
     Args:
         config: The same on all ranks, with what was set explicitly in `model_fields_set` of its sections.
@@ -48,7 +48,7 @@ def planned(config: Config, world: Communicator, device: torch.device) -> Config
         InputError: On all ranks, where no layout fits, or a profile or the data cannot be read.
     """
     if not config.parallel.auto:
-        return config
+        return Config.from_dict(config.model_dump())
     began = time.perf_counter()
     each = world.size // world.num_nodes
     if any(world.nodes.count(node) != each for node in range(world.num_nodes)):

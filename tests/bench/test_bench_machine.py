@@ -36,6 +36,23 @@ def test_a_quick_run_writes_a_profile_with_plausible_figures(tmp_path):
     assert json.loads((tmp_path / "BENCH-machine.json").read_text())["results"]["2"]["links"]["cores"] >= 1
 
 
+@pytest.mark.campaign
+def test_a_job_that_plans_measures_its_machine_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = {"run.dir": tmp_path / "run", "run.device": "cpu", "parallel.auto": "true", "parallel.tensor": 1}
+    settings |= {"model.layers": 2, "model.width": 16, "model.heads": 2, "model.sequence": 16, "train.steps": 2}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    written = []
+    for _ in range(2):
+        done = job(2, [sys.executable, "-m", "mpitrain.train", *words, "--checkpoint.resume", "never"], timeout=100)
+        assert done.returncode == 0 and "parallel.auto: " in done.stdout, done.stdout + done.stderr
+        (kept,) = (tmp_path / "mpitrain").glob("machine-*.toml")
+        written.append(kept.stat().st_mtime_ns)
+    machine = read_machine(kept)
+    assert machine.origin.endswith("at the start of a job") and machine.links.local_latency > 0
+    assert written[0] == written[1]
+
+
 @pytest.mark.serial
 def test_several_rank_counts_make_one_profile():
     links = {"latency": 1.0, "bandwidth": 2.0, "local_latency": 3.0, "local_bandwidth": 4.0, "copy_rate": 5.0}
