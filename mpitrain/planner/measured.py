@@ -38,6 +38,7 @@ from mpitrain.shard.in_place import InPlace
 if TYPE_CHECKING:
     from mpitrain.shard.protocols import Gradients
 
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 _SECONDS = 0.8  # of rounds, for one number of samples
 _LEAST, _MOST = 3, 9  # rounds
 
@@ -77,7 +78,7 @@ class Workers:
 
     def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
         subject = {"config": config.model_dump(), "description": _told(description), "threads": threads}
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = unlaunched_environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
         # what they say for people, of which the end is told if one fails
         self._told = tempfile.TemporaryFile()  # noqa: SIM115 as long as they run
@@ -132,6 +133,11 @@ class Workers:
         self._told.seek(0)
         last = self._told.read().decode(errors="replace").strip().splitlines()
         return MeasuringFailed(f"a process that measures blocks ended: {last[-1] if last else process.returncode}")
+
+
+def unlaunched_environment() -> dict[str, str]:
+    """The environment of a process that a rank starts and that is none: an MPI loaded in it would look for the job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
 
 
 def time_blocks(cut: Cut, samples: int, device: torch.device) -> list[Timed]:

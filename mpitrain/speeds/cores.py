@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from mpitrain.errors import CommunicationError
+from mpitrain.planner.measured import unlaunched_environment
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPY, COPY_ALONE, UPDATE, THREADS = "copy", "copy alone", "update", "threads"
-_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 _LEAD = 0.3  # seconds from telling when to begin until then
 _REST = 0.05  # seconds between two intervals
 _STRETCH = 1e-3  # seconds that calls are timed together for
@@ -115,13 +115,12 @@ def _told(job: subprocess.Popen[str], plan: _Plan) -> str:
 
 
 def _start(cores: list[int], effort: Effort) -> subprocess.Popen[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return subprocess.Popen(
         [sys.executable, "-m", "mpitrain.speeds.cores", ",".join(map(str, cores)), effort],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=clean | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env=unlaunched_environment() | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
 
 
