@@ -74,7 +74,7 @@ class MachineProfile:
         write_rate: Bytes per second that one node writes into the run folder.
         rank_write_rate: Bytes per second that one rank alone writes there.
         write_limit: Bytes per second that all nodes together write there.
-        process: Bytes of a rank before it has a model.
+        process: Bytes of a rank that trains next to nothing.
         device: The accelerators; None where there are none.
         collectives: What collective operations took where they were measured; empty: nowhere.
     """
@@ -91,6 +91,6 @@ class MachineProfile:
     write_rate: float = 1e9
     rank_write_rate: float = 5e8
     write_limit: float = 1e11
-    process: int = 300 << 20
+    process: int = 360 << 20
     device: Device | None = None
     collectives: tuple[Measured, ...] = ()

@@ -67,7 +67,7 @@ SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "rank": {
         "overhead": MachineKey(SECONDS, "overhead", "of a training step, beside blocks, messages and the update"),
         "step": MachineKey(SECONDS, "links.step", "of starting one step of a collective"),
-        "process": MachineKey(BYTES, "process", "before it has a model"),
+        "process": MachineKey(BYTES, "process", "that trains next to nothing"),
     },
     "network": {
         "latency": MachineKey(SECONDS, "links.latency", "of a message between nodes"),
@@ -119,7 +119,7 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
         "core.add_rate": 0.8 * copy,
         "rank.overhead": 2e-3,
         "rank.step": _DEFAULT.step,
-        "rank.process": 300 << 20,
+        "rank.process": 360 << 20,
         "network.latency": _DEFAULT.latency,
         "network.bandwidth": _DEFAULT.bandwidth,
         "inside.latency": min(_DEFAULT.local_latency, given.get("network.latency", 1.0)),
