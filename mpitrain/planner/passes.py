@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from mpitrain.pipe.stage import _begins_in_place
 from mpitrain.pipe.wire import as_tuple
+from mpitrain.planner.alike import signature
 from mpitrain.planner.model import AxisExchange
 from mpitrain.planner.recorder import CountedOperation, OperationRecorder
 from mpitrain.planner.subject import Cut
@@ -72,8 +72,9 @@ def observe(cut: Cut, samples: int) -> list[Observed]:
         single = True
         values: tuple[Any, ...] = (x,)
         last = len(cut.blocks) - 1
+        same = {block: signature(block) for _, block in cut.blocks}
         for number, (_, block) in enumerate(cut.blocks):
-            key = (signature(block), inputs, single, number == last)
+            key = (same[block], inputs, single, number == last)
             if key in known and (cut.fake is not None or number < last):
                 observed, outputs, single = known[key]
                 if cut.fake is None:
@@ -217,18 +218,6 @@ class _Kept:
             self.nbytes += nbytes
             self.new += nbytes if self._recorder.number(tensor) is not None else 0
         return tensor
-
-
-def signature(block: nn.Module) -> Any:
-    """Equal for blocks that do the same: their structure, attributes, and parameters' shapes."""
-    simple = (int, float, str, bool, tuple, type(None))
-    told: list[Any] = []
-    for name, module in block.named_modules():
-        own = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, simple))
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        told.append((name, type(module), own, hooks))
-    shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
-    return tuple(told), shapes
 
 
 def between(a: Observed, b: Observed, along: float) -> Observed:

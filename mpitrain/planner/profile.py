@@ -30,6 +30,7 @@ from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.in_place import LEAST
 
 _EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
+_POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; counting makes no others
 _LONG = 0.35  # seconds of a microbatch beyond which a larger one is not measured, but follows in a straight line
 _BUDGET = 25.0  # seconds of measuring, after which what is asked is reckoned from what is known
 
@@ -122,9 +123,14 @@ class BlockProfile(ModelProfile):
     def _reckoned(self, observed: Sequence[Observed], weights: Sequence[Sequence[Weight]], threads: int) -> list[Timed]:
         """Seconds of each block, counted."""
         machine, precision = self._machine, self.precision
-        found = []
+        found: list[Timed] = []
+        once: dict[tuple[int, tuple[int, ...]], Timed] = {}  # blocks that are alike share what was observed
         for each, own in zip(observed, weights, strict=True):
             trained = [weight.numel for weight in own if weight.trained]
+            key = id(each), tuple(trained)
+            if key in once:
+                found.append(once[key])
+                continue
             # the first gradient of a small weight is copied to its place, the others are computed there (`in_place`)
             itemsize = ITEMSIZE[precision]
             copied = [CountedOperation("copy_", 0.0, 2.0 * n * itemsize) for n in trained if n < LEAST]
@@ -133,11 +139,12 @@ class BlockProfile(ModelProfile):
                 counted.seconds(operations, machine, precision, threads)
                 for operations in (each.forward, (*each.backward, *copied))
             )
-            found.append(Timed(forward, backward, counted.moving(more, machine, threads)))
+            once[key] = Timed(forward, backward, counted.moving(more, machine, threads))
+            found.append(once[key])
         return found
 
     def _observe(self, samples: int, divided: Divided) -> list[Observed]:
-        if samples > _EXACT:
+        if samples > _EXACT or (self._times is None and samples not in _POINTS):
             return self._in_line(samples, divided)
         try:
             return observe(self._cut(divided, True), samples)
@@ -156,9 +163,13 @@ class BlockProfile(ModelProfile):
             raise InputError(f"a pass through the model fails for {samples} samples: {text}") from error
 
     def _in_line(self, samples: int, divided: Divided) -> list[Observed]:
-        few, more = self._observed(_EXACT // 2, divided), self._observed(_EXACT, divided)
-        along = (samples - _EXACT // 2) / (_EXACT - _EXACT // 2)
-        return [between(a, b, along) for a, b in zip(few, more, strict=True)]
+        few, more = (self._observed(size, divided) for size in _POINTS)
+        along = (samples - _POINTS[0]) / (_POINTS[1] - _POINTS[0])
+        made: dict[tuple[int, int], Observed] = {}
+        for a, b in zip(few, more, strict=True):
+            if (id(a), id(b)) not in made:
+                made[id(a), id(b)] = between(a, b, along)
+        return [made[id(a), id(b)] for a, b in zip(few, more, strict=True)]
 
     @lru_cache(8)  # noqa: B019 a profile lives as long as the plan
     def _cut(self, divided: Divided, fake: bool) -> Cut:
@@ -168,7 +179,15 @@ class BlockProfile(ModelProfile):
         """Names of the blocks, and what each has."""
         first: dict[int, str] = {}
         names, found = [], []
-        for name, block in self._cut(divided, True).blocks:
+        cut = self._cut(divided, True)
+        for number, (name, block) in enumerate(cut.blocks):
+            like = cut.like[number]
+            if like != number:
+                length = len(names[like])
+                own = [replace(weight, name=name + weight.name[length:]) for weight in found[like]]
+                names.append(name)
+                found.append(tuple(own))
+                continue
             own = []
             for key, p in block.named_parameters(prefix=name):
                 before = first.setdefault(id(p), key)

@@ -7,7 +7,7 @@ FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -24,8 +24,10 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks
+from mpitrain.planner.alike import Double, alike
 from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
 from mpitrain.planner.model import AxisExchange, Divided
+from mpitrain.tensor.plan import plan_for
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,6 +46,8 @@ class Cut:
         slices: Pieces of each sequence.
         samples: Makes (x, y) of so many samples, or of a slice of them.
         precision: Of its parameters.
+        like: Of each block, the number of the first that it is like. Without values, one module stands for all of
+            these in `blocks`, and the others' are not in the model.
     """
 
     module: nn.Module
@@ -55,6 +59,7 @@ class Cut:
     slices: int
     samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     precision: Precision
+    like: list[int]
 
     def mode(self) -> AbstractContextManager[Any]:
         """In which its passes run."""
@@ -143,7 +148,8 @@ class Subject:
         """
         mode = (self._fake or FakeTensorMode()) if fake else None
         with mode if mode is not None else nullcontext():
-            task = self._copied(mode)
+            like = self._alike(divided) if fake else []
+            task = self._copied(mode, like)
             module, data = task.module, DataStandIn()
             if divided.synchronized:
                 module = synchronize(module, data)
@@ -153,11 +159,13 @@ class Subject:
             if device is not None and device.type != "cpu":
                 module.to(device)
             blocks = listed_blocks(module) if self.listed else [("", module)]
+            like = like or list(range(len(blocks)))
+            blocks = [(name, blocks[first][1]) for (name, _), first in zip(blocks, like, strict=True)]
             self._check_slices(blocks, divided.slices)
             on = device or torch.device("cpu")
             samples = _Samples(self.shapes, divided.slices, precision, self._values(), on)
         module.train()
-        return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision)
+        return Cut(module, blocks, task.loss, axis, data, mode, divided.slices, samples, precision, like)
 
     def _build(self, real: bool) -> Task:
         """The task; `self._fake` is the mode of its tensors where they have no values."""
@@ -178,12 +186,26 @@ class Subject:
     def _built(self) -> Task:
         return build_model(self.config.model, self._description)
 
-    def _copied(self, mode: FakeTensorMode | None) -> Task:
+    def _alike(self, divided: Divided) -> list[int]:
+        """See `Cut.like`."""
+        if not self.listed:
+            return []
+        plan = plan_for(self.module) if divided.tensor > 1 else {}
+        return alike(self.module, listed_blocks(self.module), [*plan, *divided.whole])
+
+    def _copied(self, mode: FakeTensorMode | None, like: Sequence[int]) -> Task:
+        """A copy of the task, with a `Double` in the place of each block that is like an earlier one."""
         memo: dict[int, Any] = {}
         if mode is None and self._fake is not None:
             return self._built()
+        blocks = listed_blocks(self.module) if like else []
+        doubles = [blocks[number][1] for number, first in enumerate(like) if first != number]
+        memo.update((id(block), Double()) for block in doubles)
         if mode is not None:
+            left = {id(t) for block in doubles for t in (*block.parameters(), *block.buffers())}
             for tensor in (*self.module.parameters(), *self.module.buffers()):
+                if id(tensor) in left:
+                    continue
                 fake: torch.Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                 if isinstance(tensor, nn.Parameter):
                     fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
