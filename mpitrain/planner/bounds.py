@@ -12,7 +12,7 @@ so one stage is not done before. r is 1 where backward is whole, else the forwar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mpitrain.planner.held import ITEMSIZE, is_unit
@@ -79,18 +79,19 @@ class Bounds:
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step: the order in which layouts are looked at."""
         count, stages = self._count(layout), layout.pipeline
+        known = replace(layout, slices=1, sequence=False)  # a pass through each division of the model would take long
         idle = 1.0
         if stages > 1:
             pieces = {"zero-bubble": 3.0}.get(layout.schedule, 1.0) * layout.chunks * layout.slices
             idle += (stages - 1) / (count * pieces)
-        compute = self._seconds(layout, 0.0) * idle
+        compute = self._seconds(known, 0.0) * idle
         each_pass, once = self._comm(
             layout.data, stages, layout.tensor, layout.zero, layout.share_node, layout.shard_within, layout.reshard
         )
         talk = each_pass * count + once
         if self._places(layout).overlaps:
             talk = max(talk - _HIDDEN * compute, 0.1 * talk)
-        work = self._work_of(layout)
+        work = self._work_of(known)
         shards = layout.data if layout.zero else 1
         return compute + talk + work.numel / stages / shards / self._of.machine.update_rate
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpitrain.config.settings import Config
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import refusal
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import Divided, ModelProfile
@@ -99,7 +99,7 @@ def shapes(
     """(data, pipeline, tensor) of all meshes that the model and its batch can be divided over."""
     found = []
     for tensor in _divisors(ranks):
-        if tensor > 1 and not (rules.cut and model.divisible and _takes(model, Divided(tensor))):
+        if tensor > 1 and not (rules.cut and model.divisible and model.takes(Divided(tensor))):
             continue
         for pipeline in _divisors(ranks // tensor):
             data = ranks // (tensor * pipeline)
@@ -137,13 +137,13 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int, rules: Layout
     """The ways to take a rank's share of a batch through its part of the model."""
     divided = Divided(base.tensor)
     sequences = [False]
-    if base.tensor > 1 and _takes(model, replace(divided, sequence=True)):
+    if base.tensor > 1 and model.takes(replace(divided, sequence=True)):
         sequences.append(True)
     schedules = [each for each in _OF_PIPELINE if base.pipeline * each[1] <= blocks]
     for sequence in sequences:
         sliced = [1]
         if base.pipeline > 1 and rules.slices and not sequence:
-            sliced += [n for n in _SLICES if _takes(model, Divided(base.tensor, slices=n))]
+            sliced += [n for n in _SLICES if model.takes(Divided(base.tensor, slices=n))]
         for microbatch in microbatches(model.batch, base.data, model.synchronous):
             for recompute in (False, True):
                 layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
@@ -174,12 +174,3 @@ def microbatches(batch: int, data: int, even: bool = False) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _takes(model: ModelProfile, divided: Divided) -> bool:
-    """Whether a model can be divided so."""
-    try:
-        model.blocks(1, divided)
-    except InputError:
-        return False
-    return True

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpitrain.errors import InputError
+
 
 @dataclass(frozen=True)
 class AxisExchange:
@@ -108,6 +110,7 @@ class ModelProfile(ABC):
         divisible: Whether the model says how its layers are divided over tensor ranks.
         synchronous: Whether it has batch norms, so that every rank needs as many microbatches as any other.
         order: Names of all parameters in the order of registration, which is that of flat gradients reversed.
+        measures: Whether blocks are timed when they are asked for first, which takes seconds.
     """
 
     batch: int
@@ -118,6 +121,7 @@ class ModelProfile(ABC):
     divisible: bool
     synchronous: bool = False
     order: Sequence[str]
+    measures: bool = False
 
     @abstractmethod
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
@@ -131,3 +135,11 @@ class ModelProfile(ABC):
         Raises:
             InputError: The model cannot be divided so.
         """
+
+    def takes(self, divided: Divided) -> bool:
+        """Whether the model can be divided so, as far as that is known without a pass through it."""
+        try:
+            self.blocks(1, divided)
+        except InputError:
+            return False
+        return True

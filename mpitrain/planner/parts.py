@@ -22,7 +22,6 @@ from math import prod
 
 import numpy as np
 
-from mpitrain.errors import InputError
 from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
 _FEW = 1 << 12  # combinations that are all tried
@@ -133,7 +132,7 @@ def pairs_of(model: ModelProfile, samples: int, divided: Divided, prices: Prices
     blocks = model.blocks(samples, base, threads)
     before = _cost(blocks, prices)
     found: list[Pairs] = []
-    for patterns in _classes(model, samples, base, threads, _units(blocks)):
+    for patterns in _classes(model, base, _units(blocks)):
         whole = replace(base, whole=tuple(name for each in patterns for name in each))
         seconds, nbytes = _cost(model.blocks(samples, whole, threads), prices)
         count = len(patterns)
@@ -178,7 +177,7 @@ def _shared(key: str, layers: Sequence[str]) -> bool:
 
 
 def _classes(
-    model: ModelProfile, samples: int, base: Divided, threads: int, units: Sequence[tuple[str, ...]]
+    model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]]
 ) -> list[list[tuple[str, ...]]]:
     """Units in classes of equal ones, each of which can be whole by itself; what cannot is left out."""
     classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -186,11 +185,7 @@ def _classes(
         classes.setdefault(tuple(map(_class_of, unit)), []).append(unit)
 
     def possible(whole: tuple[str, ...]) -> bool:
-        try:
-            model.blocks(samples, replace(base, whole=whole), threads)
-        except InputError:
-            return False
-        return True
+        return model.takes(replace(base, whole=whole))
 
     found: list[list[tuple[str, ...]]] = []
     waiting: list[tuple[str, ...]] = []

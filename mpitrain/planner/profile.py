@@ -65,6 +65,7 @@ class BlockProfile(ModelProfile):
         self, subject: Subject, description: Description, machine: MachineProfile | None, measure: bool, budget: float
     ) -> None:
         config = subject.config
+        self.measures = measure
         self.batch, self.precision = config.train.batch, config.train.precision
         self.moments = moments(config.optim)
         self.sample_bytes = subject.sample_bytes
@@ -82,6 +83,16 @@ class BlockProfile(ModelProfile):
         if divided.synchronized and not self.synchronous:
             divided = replace(divided, synchronized=False)
         return self._made(samples, divided, threads)
+
+    def takes(self, divided: Divided) -> bool:
+        """As `ModelProfile.takes` says."""
+        try:
+            self._cut(divided, True)
+        except InputError:
+            return False
+        except Exception:  # of whatever the model does without values
+            return super().takes(divided)
+        return True
 
     def close(self) -> None:
         """End the processes that measure, if there are any; what has been asked before can be asked still."""
@@ -171,7 +182,7 @@ class BlockProfile(ModelProfile):
                 made[id(a), id(b)] = between(a, b, along)
         return [made[id(a), id(b)] for a, b in zip(few, more, strict=True)]
 
-    @lru_cache(8)  # noqa: B019 a profile lives as long as the plan
+    @lru_cache(64)  # noqa: B019 a profile lives as long as the plan
     def _cut(self, divided: Divided, fake: bool) -> Cut:
         return self._subject.cut(divided, fake=fake)
 

@@ -48,10 +48,13 @@ class WithBatch(ModelProfile):
         self._model, self.batch = model, batch
         self.precision, self.moments, self.sample_bytes = model.precision, model.moments, model.sample_bytes
         self.listed, self.divisible, self.order = model.listed, model.divisible, model.order
-        self.synchronous = model.synchronous
+        self.synchronous, self.measures = model.synchronous, model.measures
 
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
         return self._model.blocks(samples, divided, threads)
+
+    def takes(self, divided: Divided) -> bool:
+        return self._model.takes(divided)
 
 
 def scaling(

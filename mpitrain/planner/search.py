@@ -88,8 +88,9 @@ class LayoutPlan:
         room: Bytes that a rank may take.
         layouts: How many there are.
         predicted: How many were predicted.
-        beyond: Where time was up: the seconds that layouts not looked at take at least; else infinite, and the result
-            is that of predicting all.
+        beyond: Where time was up: the least guess of the seconds of a layout that was not looked at; else infinite, and
+            the result is that of predicting all.
+        left: Layouts that were not looked at.
     """
 
     found: Sequence[Prediction]
@@ -98,6 +99,7 @@ class LayoutPlan:
     layouts: int
     predicted: int
     beyond: float = float("inf")
+    left: int = 0
 
 
 @dataclass
@@ -108,6 +110,7 @@ class _Looked:
     excess: list[Excess] = field(default_factory=list)
     predicted: int = 0
     beyond: float = float("inf")
+    left: int = 0
 
     def slower_than(self, count: int, at_least: float) -> bool:
         """Whether so many are known that are faster."""
@@ -126,7 +129,8 @@ def best(
         patience: Seconds after which no more layouts are predicted, if one was found.
     """
     layouts = candidates(predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node, rules)
-    return best_of(Bounds(predictor), layouts, count, Refinement(predictor), patience)
+    bounds, refinement = Bounds(predictor), Refinement(predictor)
+    return best_of(bounds, layouts, count, refinement, patience, predictor.model.measures)
 
 
 def best_of(
@@ -135,6 +139,7 @@ def best_of(
     count: int = COUNT,
     variants: Variants = lambda layout: (layout,),
     patience: float = float("inf"),
+    ahead: bool = False,
 ) -> LayoutPlan:
     """The best of some layouts.
 
@@ -144,31 +149,38 @@ def best_of(
         count: How many are wanted.
         variants: Of a layout, the ways to cut it into stages and to divide its layers: what its bound holds for.
         patience: Seconds after which no more layouts are predicted, if one was found.
+        ahead: Ask for all bounds first, before time is counted: where blocks are timed for them.
     """
     room = predictor.room()
     entries = []
     for layout in layouts:
         try:
-            entries.append((predictor.guess(layout), simplicity(layout), predictor.at_least(layout), layout))
+            if ahead:
+                predictor.at_least(layout)
+            entries.append((predictor.guess(layout), simplicity(layout), layout))
         except InputError:
             continue
     entries.sort(key=lambda entry: entry[:2])
     until = time.monotonic() + patience
     seen, fitting = _Looked(), set[ParallelLayout]()
-    for number, (_, _, at_least, layout) in enumerate(entries):
-        if seen.slower_than(count, at_least) or (layout.offload and replace(layout, offload="") in fitting):
-            continue
+    for number, (guess, _, layout) in enumerate(entries):
         now = time.monotonic()
         if now > until and (seen.best or now > until + patience):
-            seen.beyond = min(entry[2] for entry in entries[number:])
+            seen.beyond, seen.left = guess, len(entries) - number
             break
+        try:
+            at_least = predictor.at_least(layout)
+        except InputError:
+            continue
+        if seen.slower_than(count, at_least) or (layout.offload and replace(layout, offload="") in fitting):
+            continue
         least = predictor.least_memory(layout)
         if sum(least.values()) > room:
             seen.excess.append(Excess(layout, least, room, at_least))
         elif _look(predictor, variants(layout), at_least, room, seen):
             fitting.add(layout)
             seen.best = ranked(seen.best)[:count]
-    return LayoutPlan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond)
+    return LayoutPlan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond, seen.left)
 
 
 def _look(
