@@ -6,10 +6,12 @@ machine_file, machine_keys, units
                        `machine.toml`: read, merged, written; its keys; "100 Gbit/s"; machines/: some that are given
 model, profile         a model profile: what each block costs in time and memory
 subject, dividing      the model as one rank has it, divided without the other ranks
+alike                  blocks that do the same, of which one is observed
 recorder, passes       sizes and operations of blocks, from passes without values
 measured, counted      seconds of blocks, measured in processes side by side or reckoned from operations
 collectives            seconds of the collective that would run, simulated
 memory                 bytes of a rank, by category
+flow                   microbatches through a pipeline's stages: when ranks are done, what they hold
 step                   seconds of a step, simulated: blocks, messages, buckets, update
 stages, parts          which blocks a pipeline stage gets; which layers are divided over tensor ranks
 refine                 the variants of a layout that these two give

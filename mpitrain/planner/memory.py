@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpitrain.pipe.schedule import BackwardInput, Schedule
-from mpitrain.pipe.simulate import Costs
-from mpitrain.pipe.simulate import held as in_flight
+from mpitrain.planner.flow import Flow
 from mpitrain.planner.held import StageHoldings, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.places import LayoutPlaces
@@ -53,14 +52,17 @@ class Means:
         return self.layout.zero == 3 and not self.shared and self.places.shards()[0].size > 1
 
 
-def account(means: Means, held: StageHoldings, schedule: Schedule | None, rank: int) -> dict[str, float]:
+def account(
+    means: Means, held: StageHoldings, flow: Flow | None = None, rank: int = 0, flying: float = 0.0
+) -> dict[str, float]:
     """Bytes of a rank at one pipeline position, by category.
 
     Args:
         means: Where memory is.
         held: What the rank holds.
-        schedule: Of the pipeline; None without one.
+        flow: Of a pipeline, its schedule; None without one.
         rank: The pipeline position.
+        flying: Of a pipeline, the bytes of activations between forward and backward (`in_flight`).
     """
     layout, places = means.layout, means.places
     stage = STAGES[layout.zero]
@@ -80,9 +82,9 @@ def account(means: Means, held: StageHoldings, schedule: Schedule | None, rank: 
     elements = held.flat.numel if stage.states else held.numel
     states = elements * (4.0 * means.moments + wide) / shards
     gathered = _gathered(held) if means.gathers else 0.0
-    activations, peak = _activations(layout, held, schedule, rank)
-    if schedule is not None:
-        peak += _gradients_apart(layout, held, schedule, rank)
+    activations, peak = _activations(layout, held, flying)
+    if flow is not None:
+        peak += _gradients_apart(layout, held, flow.shape, rank)
     scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
     found = {
         "parameters": parameters + held.frozen * held.itemsize,
@@ -122,28 +124,31 @@ def _gathered(held: StageHoldings) -> float:
     return root + 2.0 * max(units, default=0)
 
 
-def _activations(
-    layout: ParallelLayout, held: StageHoldings, schedule: Schedule | None, rank: int
-) -> tuple[float, float]:
+def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:
+    """Bytes of activations between forward and backward at most, at each position of a pipeline."""
+    keeps = [0.0] * flow.shape.stages
+    for rank, held in enumerate(holds):
+        for number, stage in zip(flow.shape.stages_of(rank), held.stages, strict=True):
+            whole = float(sum(block.kept for block in stage))
+            keeps[number] = float(stage[0].taken) if layout.recompute and stage else whole
+    return flow.held(tuple(keeps))
+
+
+def _activations(layout: ParallelLayout, held: StageHoldings, flying: float) -> tuple[float, float]:
     """Bytes kept at most between forward and backward, and those needed beside them while a block computes."""
     every = [block for stage in held.stages for block in stage]
     working = float(max((block.working for block in every), default=0))
     once: float
-    if schedule is None:
+    if layout.pipeline == 1:
         again = [layout.recompute and is_unit(block) for block in every]
         kept = sum(block.taken if r else block.kept for block, r in zip(every, again, strict=True))
         once = max((block.kept for block, r in zip(every, again, strict=True) if r), default=0)
         return float(kept), working + once
-    keeps: dict[int, float] = {}
-    once = 0
-    for number, stage in zip(schedule.stages_of(rank), held.stages, strict=True):
-        whole = float(sum(block.kept for block in stage))
-        keeps[number] = float(stage[0].taken) if layout.recompute and stage else whole
-        once = max(once, whole if layout.recompute else 0.0)
-    costs = [keeps.get(number, 0.0) for number in range(schedule.stages)]
-    _, most = in_flight(schedule.steps[rank], Costs(activation=costs))
+    once = 0.0
+    if layout.recompute:
+        once = float(max((sum(block.kept for block in stage) for stage in held.stages), default=0))
     ends = max((stage[-1].given for stage in held.stages if stage), default=0)
-    return most + 2.0 * ends, working + once
+    return flying + 2.0 * ends, working + once
 
 
 def total(memory: Mapping[str, float]) -> float:

@@ -176,9 +176,7 @@ def _shared(key: str, layers: Sequence[str]) -> bool:
     return all(layer.startswith(f"{key}.") for layer in layers)
 
 
-def _classes(
-    model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]]
-) -> list[list[tuple[str, ...]]]:
+def _classes(model: ModelProfile, base: Divided, units: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
     """Units in classes of equal ones, each of which can be whole by itself; what cannot is left out."""
     classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for unit in units:

@@ -81,7 +81,9 @@ def report(plan: LayoutPlan, title: str) -> str:
     if plan.found:
         parts += [table(plan.found), details(plan.found[0], plan.room)]
     if not math.isinf(plan.beyond):
-        parts.append(f"not looked at, as time was up: layouts of {seconds_text(plan.beyond)} or more a step")
+        parts.append(
+            f"not looked at, as time was up: {plan.left:,} layouts of about {seconds_text(plan.beyond)} or more a step"
+        )
     if plan.excess:
         head = "faster, maybe, but too large" if plan.found else "nothing fits; what lacks least"
         parts.append(f"{head}:\n{refused(plan.excess)}")

@@ -11,20 +11,20 @@ node's cores compute in turns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from mpitrain.errors import refusal
-from mpitrain.pipe import simulate as at_full_speed
 from mpitrain.pipe.schedule import Schedule
-from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.planner import turns
 from mpitrain.planner.collectives import CollectiveTimes, Group
+from mpitrain.planner.flow import Flow
 from mpitrain.planner.held import StageHoldings, bounds_of, held, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import Means, account, total
+from mpitrain.planner.memory import Means, account, in_flight, total
 from mpitrain.planner.model import AxisExchange, BlockCost, ModelProfile
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
@@ -59,7 +59,8 @@ class Predictor:
         self._collectives = CollectiveTimes(machine.links)
         self._numel: int | None = None
         self._held = lru_cache(maxsize=4096)(self._find_held)
-        self._schedule = lru_cache(maxsize=256)(make_schedule)
+        self._flow = lru_cache(maxsize=256)(Flow)
+        self._flat = lru_cache(maxsize=4096)(self._lay_out)
 
     @property
     def ranks(self) -> int:
@@ -99,8 +100,10 @@ class Predictor:
         means = Means(
             places, self.machine.device is not None, self.model.moments, self.machine.process, self._elements()
         )
-        schedule = self.schedule(layout)
-        accounts = [account(means, self.held(layout, places, rank), schedule, rank) for rank in range(layout.pipeline)]
+        flow = self.flow(layout)
+        holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
+        flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
+        accounts = [account(means, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
         return max(accounts, key=total)
 
     def _elements(self) -> int:
@@ -137,13 +140,13 @@ class Predictor:
         """Of so many samples."""
         return max(1, -(-samples // layout.microbatch))
 
-    def schedule(self, layout: ParallelLayout) -> Schedule | None:
-        """Of the pipeline; None without one."""
+    def flow(self, layout: ParallelLayout) -> Flow | None:
+        """Through the pipeline; None without one."""
         if layout.pipeline == 1:
             return None
         share = -(-self.model.batch // layout.data)
         count = self.microbatches(share, layout)
-        return self._schedule(layout.schedule, layout.pipeline, count, layout.chunks, layout.slices)
+        return self._flow(layout.schedule, layout.pipeline, count, layout.chunks, layout.slices)
 
     def held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         """What the ranks at a pipeline position hold."""
@@ -155,8 +158,9 @@ class Predictor:
         if layout.pipeline == 1:
             stages: list[Sequence[BlockCost]] = [blocks]
         else:
-            schedule = self.schedule(layout)
-            assert schedule is not None
+            flow = self.flow(layout)
+            assert flow is not None
+            schedule = flow.shape
             if len(bounds) != schedule.stages + 1 or bounds[-1] != len(blocks):
                 raise refusal(f"{schedule.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
             cuts = list(pairwise(bounds))
@@ -165,7 +169,24 @@ class Predictor:
         parts = places.shards()[0].size if layout.zero else 1
         cached = layout.zero >= 2 and not places.overlaps and places.nodes == 1 and self.machine.device is None
         bucket_mb = min(self._bucket_mb, CACHED_MB) if cached else self._bucket_mb
-        return held(stages, self.model.order, parts, bucket_mb, self.model.precision, by_unit=means.gathers)
+        divided = Divided(layout.tensor, layout.sequence, layout.whole, layout.slices)
+        spans = ((0, len(blocks)),) if layout.pipeline == 1 else tuple(cuts[n] for n in schedule.stages_of(rank))
+        flat = self._flat(divided, spans, parts, bucket_mb, means.gathers, places.threads)
+        return replace(flat, stages=tuple(map(tuple, stages)))
+
+    def _lay_out(
+        self,
+        divided: Divided,
+        spans: Sequence[tuple[int, int]],
+        parts: int,
+        bucket_mb: float,
+        by_unit: bool,
+        threads: int,
+    ) -> StageHoldings:
+        """What is held of some blocks: the same for every microbatch, but for the seconds and bytes of a pass."""
+        blocks = self.model.blocks(1, divided, threads)
+        stages = [blocks[lo:hi] for lo, hi in spans]
+        return held(stages, self.model.order, parts, bucket_mb, self.model.precision, by_unit=by_unit)
 
     @property
     def collectives(self) -> CollectiveTimes:
@@ -189,12 +210,12 @@ class _Step:
 
     def run(self) -> dict[str, float]:
         """Seconds by part."""
-        schedule = self.predictor.schedule(self.layout)
-        if schedule is None:
+        flow = self.predictor.flow(self.layout)
+        if flow is None:
             self._passes()
             position = 0
         else:
-            position = self._through_pipeline(schedule)
+            position = self._through_pipeline(flow)
         holds = self.predictor.held(self.layout, self.places, position)
         self._update(holds)
         self.parts["other"] += self.machine.overhead * self.turns
@@ -303,8 +324,9 @@ class _Step:
 
     # -- with a pipeline
 
-    def _through_pipeline(self, schedule: Schedule) -> int:
+    def _through_pipeline(self, flow: Flow) -> int:
         """All microbatches through all stages, then the gradients; the position whose ranks come last."""
+        schedule = flow.shape
         cuts = list(pairwise(bounds_of(self.layout, len(self.blocks))))
         stages = [self.blocks[lo:hi] for lo, hi in cuts]
         tensor = [
@@ -323,19 +345,20 @@ class _Step:
                 for stage, late, soon in zip(stages, back, early, strict=True)
             ],
         )
-        alone = [sum(costs.of(step) for step in steps) for steps in schedule.steps]
-        ends = self._ends(schedule, costs, stages)
+        each = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight, strict=True)]  # type: ignore[arg-type]
+        alone = [sum(each[n] for n in schedule.stages_of(rank)) * flow.microbatches for rank in range(schedule.ranks)]
+        ends = self._ends(flow, costs, stages)
         here = max(range(len(ends)), key=lambda rank: ends[rank])
-        talk = sum((t[0] + t[1]) * schedule.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
+        talk = sum((t[0] + t[1]) * flow.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
         compute = min((alone[here] - talk) * self.turns, ends[here] - talk)
         self.parts["compute"] += compute
         self.parts["tensor"] += talk
         self.parts["pipeline"] += ends[here] - compute - talk
         return self._reduce_stages(schedule, ends)
 
-    def _ends(self, schedule: Schedule, costs: Costs, stages: Sequence[Sequence[BlockCost]]) -> Sequence[float]:
+    def _ends(self, flow: Flow, costs: Costs, stages: Sequence[Sequence[BlockCost]]) -> Sequence[float]:
         """When each rank of a pipeline has done its last step."""
-        nodes = self.places.pipeline
+        nodes, schedule = self.places.pipeline, flow.shape
         local = nodes.count(nodes[0])
         beside = self.places.each // max(1, local)  # pipelines (and tensor ranks) whose messages leave a node at once
 
@@ -346,10 +369,9 @@ class _Step:
 
         if self.turns > 1.0:
             cores = local / self.turns
-            return turns.run(schedule, costs, nodes, cores, message).ends
+            return turns.run(flow.whole, costs, nodes, cores, message).ends
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
-        timed = at_full_speed.simulate(schedule, Costs(costs.forward, costs.input, costs.weight, longest))
-        return [runs[-1].end if runs else 0.0 for runs in timed.runs]
+        return flow.ends(Costs(costs.forward, costs.input, costs.weight, longest))
 
     def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> int:
         """The gradients of each position's ranks, from when those are done; the position that is done last."""
