@@ -12,16 +12,18 @@ from typing import NoReturn
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
-from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.described import description_of
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import given_machines, read_machine
+from mpitrain.planner.model import ModelProfile
 from mpitrain.planner.report import details, refused, report
+from mpitrain.planner.scaling import HEAD, picture, row, scaling
 from mpitrain.planner.search import COUNT, Excess, best
 from mpitrain.planner.step import Predictor
 
-PATIENCE = 6.0  # seconds of predictions
+PATIENCE = 4.5  # seconds of predictions; of each number of ranks with --scale
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -51,14 +53,18 @@ def _plan(argv: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(list(argv))
     config = Config.from_args(rest)
     rules = rules_of(config)
+    counts = nodes_of(options) if options.scale else []
     asked = notation.read(options.explain) if options.explain not in ("", OWN) else None
-    out = Path(options.out or "plan.toml") if options.out or not options.explain else None
+    out = Path(options.out or "plan.toml") if options.out or not (options.explain or counts) else None
     if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
         raise refusal(f"--out {out} is the configuration that is planned for; give another file")
     from mpitrain.planner.profile import profile_of  # loads what takes seconds
 
     machine = read_machine(options.machine or _default_machine())
     model = profile_of(config, description_of(config), machine, measure=_measures(options, machine))
+    if counts:
+        scaled(options, model, machine, counts, rules, out)
+        return EXIT_DONE
     nodes, each = options.nodes, options.ranks_per_node
     bucket_mb = config.comm.bucket_mb
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=bucket_mb)
@@ -85,6 +91,50 @@ def explained(predictor: Predictor, layout: ParallelLayout) -> str:
     if sum(memory.values()) > room:
         told += f"\n\ndoes not fit:\n{refused([Excess(layout, memory, room, 0.0)])}"
     return told
+
+
+def nodes_of(options: argparse.Namespace) -> list[int]:
+    """Nodes of each number of ranks that --scale names. Raises InputError for what is no whole number of nodes."""
+    each, ranks = options.ranks_per_node, sorted(set(options.scale))
+    if wrong := [count for count in ranks if count % each]:
+        raise refusal(f"--scale {wrong[0]}: {each} ranks a node do not make {wrong[0]}; give multiples of {each}")
+    if options.explain or options.nodes != 1:
+        raise refusal("--scale goes through numbers of ranks itself; leave out --nodes and --explain")
+    return [count // each for count in ranks]
+
+
+def scaled(
+    options: argparse.Namespace,
+    model: ModelProfile,
+    machine: MachineProfile,
+    nodes: Sequence[int],
+    rules: LayoutRules,
+    out: Path | None,
+) -> None:
+    """Print the best layouts at several numbers of nodes, and draw them. Raises InputError where that is impossible."""
+    lines = {}
+    for weak in (False, True):
+        print(f"{'weak' if weak else 'strong'} scaling on {machine.name} ({machine.origin})\n{HEAD}")
+        lines[weak] = scaling(
+            model,
+            machine,
+            options.ranks_per_node,
+            nodes,
+            weak=weak,
+            memory=options.memory,
+            rules=rules,
+            patience=PATIENCE,
+            told=lambda points: print(row(points), flush=True),
+        )
+        print()
+    if out is not None:
+        try:
+            picture(out, lines[False], lines[True], f"{machine.name} ({machine.origin})")
+        except ImportError:
+            raise refusal("a picture needs matplotlib; install mpitrain[monitor], or leave out --out") from None
+        except (OSError, ValueError) as error:
+            raise refusal(f"--out {out} cannot be drawn: {error}; give a file as scaling.png") from None
+        print(f"drawn: {out}")
 
 
 def write(config: Config, layout: ParallelLayout, out: Path) -> None:
@@ -139,6 +189,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _counts(text: str) -> list[int]:
+    return [_count(each) for each in text.split(",")]
+
+
 def _parser() -> argparse.ArgumentParser:
     notes = (notation.__doc__ or "").partition("\n\n")[2]
     parser = _Parser(
@@ -159,8 +213,20 @@ def _parser() -> argparse.ArgumentParser:
     ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")
     ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")
     add("--explain", default="", metavar="LAYOUT", help=f"tell about this one alone; {OWN}: the configuration's own")
+    add(
+        "--scale",
+        type=_counts,
+        default=[],
+        metavar="N,N...",
+        help="numbers of ranks: how the best layouts go with them",
+    )
     add("--top", type=_count, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
-    add("--out", default="", metavar="FILE", help="file for the configuration with the best layout [plan.toml]")
+    add(
+        "--out",
+        default="",
+        metavar="FILE",
+        help="file for the best layout's configuration [plan.toml]; with --scale, for a picture",
+    )
     return parser
 
 

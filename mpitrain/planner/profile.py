@@ -189,7 +189,8 @@ class BlockProfile(ModelProfile):
     def _list_weights(self, divided: Divided) -> tuple[list[str], list[tuple[Weight, ...]]]:
         """Names of the blocks, and what each has."""
         first: dict[int, str] = {}
-        names, found = [], []
+        names: list[str] = []
+        found: list[tuple[Weight, ...]] = []
         cut = self._cut(divided, True)
         for number, (name, block) in enumerate(cut.blocks):
             like = cut.like[number]

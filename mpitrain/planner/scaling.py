@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpitrain.planner import notation
+from mpitrain.planner.candidates import LayoutRules
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile
 from mpitrain.planner.prediction import Prediction
+from mpitrain.planner.report import bytes_text, seconds_text
 from mpitrain.planner.search import best
 from mpitrain.planner.step import Predictor
 
@@ -65,7 +68,9 @@ def scaling(
     *,
     weak: bool,
     memory: float | None = None,
-    told: Callable[[Point], None] = lambda point: None,
+    rules: LayoutRules = LayoutRules(),
+    patience: float = float("inf"),
+    told: Callable[[Sequence[Point]], None] = lambda points: None,
 ) -> list[Point]:
     """The best layout at each number of nodes.
 
@@ -76,20 +81,42 @@ def scaling(
         nodes: From least to most.
         weak: Whether the batch grows with the nodes.
         memory: Bytes that a rank may take.
-        told: Called with each point once it is known.
+        rules: What the rest of the configuration allows.
+        patience: Seconds for each number of nodes, as `search.best` says.
+        told: Called with the points so far, once another is known.
     """
     points = []
     for count in nodes:
         batch = model.batch * count // nodes[0] if weak else model.batch
         predictor = Predictor(WithBatch(model, batch), machine, count, ranks_per_node, memory)
-        found = best(predictor, count=1).found
+        found = best(predictor, rules, 1, patience).found
         points.append(Point(count, predictor.ranks, found[0] if found else None))
-        told(points[-1])
+        told(points)
     return points
 
 
-def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point]) -> None:
+def efficiency_of(points: Sequence[Point]) -> float:
+    """Throughput of a rank at the last of some points, against that at the first that has a layout; 0 without any."""
+    first = next((point.rate for point in points if point.rate), 0.0)
+    return points[-1].rate / first if first else 0.0
+
+
+HEAD = "  ranks       step   samples/s  efficiency      memory   batch  layout"
+
+
+def row(points: Sequence[Point]) -> str:
+    """The line of a table about the last of some points; see `HEAD`."""
+    point, found = points[-1], points[-1].prediction
+    if found is None:
+        return f"{point.ranks:7,}  nothing fits"
+    told = f"{seconds_text(found.seconds):>9}  {found.samples / found.seconds:10,.1f}  {efficiency_of(points):10.0%}"
+    memory = bytes_text(found.total_memory)
+    return f"{point.ranks:7,}  {told}  {memory:>10}  {found.samples:6,}  {notation.text(found.layout)}"[:118]
+
+
+def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str = "") -> None:
     """Step time, efficiency and memory over ranks, on a matplotlib figure."""
+    figure.suptitle(title, fontsize=10)
     figure.set_size_inches(13, 4.2)
     time, efficiency, memory = figure.subplots(1, 3)
     for points, name, style in ((strong, "strong", "o-"), (weak, "weak", "s--")):
@@ -99,7 +126,7 @@ def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point]) -> None:
         ranks = [point.ranks for point in fits]
         predictions = [point.prediction for point in fits if point.prediction is not None]
         time.plot(ranks, [each.seconds for each in predictions], style, label=name)
-        efficiency.plot(ranks, [point.rate / fits[0].rate for point in fits], style, label=name)
+        efficiency.plot(ranks, [efficiency_of(fits[: n + 1]) for n in range(len(fits))], style, label=name)
         memory.plot(ranks, [each.total_memory / GIB for each in predictions], style, label=name)
     time.set(ylabel="seconds a step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
@@ -111,10 +138,10 @@ def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point]) -> None:
         axis.legend()
 
 
-def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point]) -> None:
+def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: str = "") -> None:
     """Draw into a file, whose name says the format. Raises ImportError without matplotlib (extra `monitor`)."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    draw(figure, strong, weak)
+    draw(figure, strong, weak, title)
     figure.savefig(path, dpi=120)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 from mpitrain.errors import refusal
 from mpitrain.pipe.schedule import Schedule
@@ -60,7 +61,7 @@ class Predictor:
         self._numel: int | None = None
         self._held = lru_cache(maxsize=4096)(self._find_held)
         self._flow = lru_cache(maxsize=256)(Flow)
-        self._flat = lru_cache(maxsize=4096)(self._lay_out)
+        self._flat: dict[Any, StageHoldings] = {}
 
     @property
     def ranks(self) -> int:
@@ -85,14 +86,6 @@ class Predictor:
         step = _Step(self, places)
         parts = step.run()
         return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
-
-    def at_least(self, layout: ParallelLayout) -> float:
-        """Seconds that the computation alone takes, on average over the ranks: no step is faster. Cheap."""
-        places = self._places(layout)
-        blocks = self.blocks(layout, places)
-        once = sum(block.forward + block.input + block.weight for block in blocks)
-        samples = self.model.batch / layout.data
-        return once * samples / layout.microbatch * layout.slices / layout.pipeline * self.turns(places)
 
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
@@ -155,38 +148,23 @@ class Predictor:
     def _find_held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)
         bounds = bounds_of(layout, len(blocks))
-        if layout.pipeline == 1:
-            stages: list[Sequence[BlockCost]] = [blocks]
-        else:
-            flow = self.flow(layout)
-            assert flow is not None
-            schedule = flow.shape
-            if len(bounds) != schedule.stages + 1 or bounds[-1] != len(blocks):
-                raise refusal(f"{schedule.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
+        spans: tuple[tuple[int, int], ...] = ((0, len(blocks)),)
+        flow = self.flow(layout)
+        if flow is not None:
+            if len(bounds) != flow.shape.stages + 1 or bounds[-1] != len(blocks):
+                raise refusal(f"{flow.shape.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
             cuts = list(pairwise(bounds))
-            stages = [blocks[cuts[number][0] : cuts[number][1]] for number in schedule.stages_of(rank)]
+            spans = tuple(cuts[number] for number in flow.shape.stages_of(rank))
         means = Means(places, self.machine.device is not None, 0, 0)
         parts = places.shards()[0].size if layout.zero else 1
         cached = layout.zero >= 2 and not places.overlaps and places.nodes == 1 and self.machine.device is None
         bucket_mb = min(self._bucket_mb, CACHED_MB) if cached else self._bucket_mb
-        divided = Divided(layout.tensor, layout.sequence, layout.whole, layout.slices)
-        spans = ((0, len(blocks)),) if layout.pipeline == 1 else tuple(cuts[n] for n in schedule.stages_of(rank))
-        flat = self._flat(divided, spans, parts, bucket_mb, means.gathers, places.threads)
-        return replace(flat, stages=tuple(map(tuple, stages)))
-
-    def _lay_out(
-        self,
-        divided: Divided,
-        spans: Sequence[tuple[int, int]],
-        parts: int,
-        bucket_mb: float,
-        by_unit: bool,
-        threads: int,
-    ) -> StageHoldings:
-        """What is held of some blocks: the same for every microbatch, but for the seconds and bytes of a pass."""
-        blocks = self.model.blocks(1, divided, threads)
-        stages = [blocks[lo:hi] for lo, hi in spans]
-        return held(stages, self.model.order, parts, bucket_mb, self.model.precision, by_unit=by_unit)
+        stages = tuple(blocks[lo:hi] for lo, hi in spans)
+        key = _divided(layout), spans, parts, bucket_mb, means.gathers
+        if key not in self._flat:  # where parameters lie is the same for every microbatch
+            order, precision = self.model.order, self.model.precision
+            self._flat[key] = held(stages, order, parts, bucket_mb, precision, by_unit=means.gathers)
+        return replace(self._flat[key], stages=stages)
 
     @property
     def collectives(self) -> CollectiveTimes:
@@ -336,16 +314,14 @@ class _Step:
         forward = [sum(b.forward for b in stage) + t[0] for stage, t in zip(stages, tensor, strict=True)]
         back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
         early = [0.0, *back[1:]]  # nobody waits for the gradient of the first stage's input: it is left to the weights
-        costs = Costs(
-            forward=forward,
-            input=[seconds + again * self.layout.recompute for seconds, again in zip(early, forward, strict=True)],
-            # gradients are added or copied to where they belong, those of the first microbatch too (no in_place)
-            weight=[
-                sum(b.weight + b.later for b in stage) + late - soon
-                for stage, late, soon in zip(stages, back, early, strict=True)
-            ],
-        )
-        each = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight, strict=True)]  # type: ignore[arg-type]
+        input_ = [seconds + again * self.layout.recompute for seconds, again in zip(early, forward, strict=True)]
+        # gradients are added or copied to where they belong, those of the first microbatch too (no in_place)
+        weight = [
+            sum(b.weight + b.later for b in stage) + late - soon
+            for stage, late, soon in zip(stages, back, early, strict=True)
+        ]
+        costs = Costs(forward, input_, weight)
+        each = [sum(seconds) for seconds in zip(forward, input_, weight, strict=True)]
         alone = [sum(each[n] for n in schedule.stages_of(rank)) * flow.microbatches for rank in range(schedule.ranks)]
         ends = self._ends(flow, costs, stages)
         here = max(range(len(ends)), key=lambda rank: ends[rank])
@@ -430,3 +406,8 @@ class _Step:
             return machine.device.memory_rate / 28  # AdamW reads value, gradient and two moments, and writes three
         more = 1 + (self.places.threads - 1) * machine.threads
         return machine.update_rate * more
+
+
+def _divided(layout: ParallelLayout) -> Divided:
+    """How a layout divides the model, before it is cut into stages."""
+    return Divided(layout.tensor, layout.sequence, layout.whole, layout.slices)
