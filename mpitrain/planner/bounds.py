@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from mpitrain.planner.held import ITEMSIZE, is_unit
 from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.model import BlockCost, Divided
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.step import Predictor
@@ -32,6 +33,7 @@ class _Work:
     Attributes:
         seconds: Of computing, forward and backward.
         again: Of recomputing.
+        least: Of computing, where any of the layers may stay whole, which saves their exchanges.
         exchanged: Of exchanges over the tensor axis, forward and backward.
         forward: The least share of a block's seconds that its forward pass takes.
         kept: Bytes that autograd keeps.
@@ -40,6 +42,7 @@ class _Work:
     """
 
     seconds: float
+    least: float
     again: float
     exchanged: float
     forward: float
@@ -74,7 +77,7 @@ class Bounds:
 
     def at_least(self, layout: ParallelLayout) -> float:
         """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining."""
-        return self._seconds(layout, self._waited(layout))
+        return self._seconds(layout, self._waited(layout), bound=True)
 
     def guess(self, layout: ParallelLayout) -> float:
         """About the seconds of a step: the order in which layouts are looked at."""
@@ -127,10 +130,13 @@ class Bounds:
             return 1.0
         return self._work_of(layout).forward if layout.schedule == "zero-bubble" else 0.0
 
-    def _seconds(self, layout: ParallelLayout, waited: float) -> float:
+    def _seconds(self, layout: ParallelLayout, waited: float, *, bound: bool = False) -> float:
+        """Of all passes through a stage. bound: of the variant of the layout that takes least."""
         work, stages = self._work_of(layout), layout.pipeline
         turns = self._of.turns(self._places(layout))
         each = (work.seconds + work.again * layout.recompute) * turns + work.exchanged
+        if bound and layout.tensor > 1 and not layout.sequence:
+            each = (work.least + work.again * layout.recompute) * turns
         count = self._of.model.batch / layout.data / layout.microbatch
         each *= layout.slices
         if stages == 1 or waited == 0.0:
@@ -151,10 +157,14 @@ class Bounds:
         layout = ParallelLayout(*shape, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole)
         places = self._places(layout)
         blocks = self._of.blocks(layout, places)
+        undivided = blocks
+        if tensor > 1 and not sequence:
+            undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
         totals = [(block.forward, block.forward + block.input + block.weight) for block in blocks]
         return _Work(
             seconds=sum(total for _, total in totals),
-            again=sum(block.forward for block in blocks if is_unit(block)),
+            least=sum(min(_seconds(a), _seconds(b)) for a, b in zip(blocks, undivided, strict=True)),
+            again=sum(min(a.forward, b.forward) for a, b in zip(blocks, undivided, strict=True) if is_unit(a)),
             exchanged=sum(
                 self._of.collectives.seconds(each.operation, each.nbytes, places.tensor)
                 for block in blocks
@@ -189,3 +199,8 @@ class Bounds:
 
     def _places(self, layout: ParallelLayout) -> LayoutPlaces:
         return LayoutPlaces(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)
+
+
+def _seconds(block: BlockCost) -> float:
+    """Of a block, forward and backward."""
+    return block.forward + block.input + block.weight

@@ -82,3 +82,19 @@ def test_help_says_how_a_layout_is_written(capsys):
     told = capsys.readouterr().out
     assert left.value.code == 0 and "4x2x1 zero1 mb2 1f1b" in told and "zero-bubble" in told
     assert all(len(line) <= 120 for line in told.splitlines())
+
+
+def test_scaling_is_a_table_and_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    asked = ("--ranks-per-node", "4", "--machine", "cpu-128", "--train.batch", "16")
+    assert command.main([*asked, "--scale", "8,4", "--out", "scaling.png"]) == 0
+    told = capsys.readouterr().out
+    strong, weak = told.split("weak scaling")
+    for half, batches in ((strong, ["16", "16"]), (weak, ["16", "32"])):
+        lines = [line for line in half.splitlines() if line.startswith("      ")]
+        assert [line.split()[0] for line in lines] == ["4", "8"] and "100%" in lines[0]
+        assert all(f" {batch}  " in line for line, batch in zip(lines, batches, strict=True))
+    assert (tmp_path / "scaling.png").read_bytes()[1:4] == b"PNG" and not (tmp_path / "plan.toml").exists()
+    for wrong, why in ((("--scale", "6"), "multiples of 4"), (("--scale", "8", "--nodes", "2"), "leave out --nodes")):
+        assert command.main([*asked, *wrong]) == 2
+        assert why in capsys.readouterr().err

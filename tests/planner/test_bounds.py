@@ -1,0 +1,49 @@
+"""Bounds, beside what is predicted in full."""
+
+import random
+
+import numpy as np
+import pytest
+from fakes import FakeModel
+
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.errors import InputError
+from mpitrain.planner.bounds import Bounds
+from mpitrain.planner.candidates import LayoutRules, candidates
+from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.profile import profile_of
+from mpitrain.planner.refine import Refinement
+from mpitrain.planner.step import Predictor
+
+INT = np.dtype("int64")
+TOKENS = Description("tokens", "train", 1000, (32,), INT, (32,), INT, 256, None, "x")
+GPT = {"name": "gpt", "layers": 3, "width": 64, "heads": 4, "sequence": 32}
+
+
+def counted(machine):
+    settings = Config.from_dict({"model": GPT, "train": {"batch": 64, "precision": "bf16"}})
+    return profile_of(settings, TOKENS, machine, measure=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "nodes", "each"),
+    [("made up", "gpu-8", 4, 8), ("made up", "gpu-4", 2, 8), ("made up", "cpu-128", 2, 8), ("counted", "gpu-4", 2, 4)],
+)
+def test_no_layout_is_faster_or_smaller_than_its_bound(model, name, nodes, each):
+    machine = read_machine(name)
+    predictor = Predictor(FakeModel(6, 64) if model == "made up" else counted(machine), machine, nodes, each)
+    bounds, refine = Bounds(predictor), Refinement(predictor)
+    layouts = list(candidates(predictor.model, machine, nodes, each, LayoutRules(slices=model == "made up")))
+    tried = 0
+    for layout in random.Random(3).sample(layouts, 60 if model == "made up" else 24):
+        for variant in dict.fromkeys(refine(layout)) if tried % 20 == 0 else [layout]:
+            try:
+                found = bounds.predict(variant)
+            except InputError:
+                continue
+            tried += 1
+            assert bounds.at_least(layout) <= found.seconds * (1 + 1e-9), variant
+            if not variant.whole:
+                assert sum(bounds.least_memory(layout).values()) <= found.total_memory * (1 + 1e-9), variant
+    assert tried > 12
