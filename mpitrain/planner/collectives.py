@@ -6,8 +6,9 @@ call, it is the fastest of the textbook programs that libraries are known to cho
 IJHPCA 19, 2005), without the cost of Python.
 
 Two things keep this fast for thousands of ranks. Times between two sizes a power of two apart are interpolated, since
-every cost is linear in bytes, and those beyond 32 MiB on one node follow from 16 and 32 MiB. And of programs that go round a ring, whose steps are all alike, two smaller rings with
-messages of the same length are simulated, and the difference is added for each further node.
+every cost is linear in bytes, and those beyond 32 MiB on one node follow from 16 and 32 MiB. And of programs that go
+round a ring, whose steps are all alike, two smaller rings with messages of the same length are simulated, and the
+difference is added for each further node.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str
         memory.plot(ranks, [each.total_memory / GIB for each in predictions], style, label=name)
     time.set(ylabel="seconds a step", yscale="log")
     efficiency.set(ylabel="efficiency", ylim=(0, 1.1))
-    memory.set(ylabel="GiB a rank", yscale="log")
+    memory.set(ylabel="GiB a rank", ylim=(0, None))
     for axis in (time, efficiency, memory):
         axis.set(xscale="log", xlabel="ranks")
         axis.set_xticks([point.ranks for point in strong], [str(point.ranks) for point in strong], rotation=45)
