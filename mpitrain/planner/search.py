@@ -151,7 +151,7 @@ def best_of(
         patience: Seconds after which no more layouts are predicted, if one was found.
         ahead: Ask for all bounds first, before time is counted: where blocks are timed for them.
     """
-    room = predictor.room()
+    room, begin = predictor.room(), time.monotonic()
     entries = []
     for layout in layouts:
         try:
@@ -161,7 +161,7 @@ def best_of(
         except InputError:
             continue
     entries.sort(key=lambda entry: entry[:2])
-    until = time.monotonic() + patience
+    until = (time.monotonic() if ahead else begin) + patience
     seen, fitting = _Looked(), set[ParallelLayout]()
     for number, (guess, _, layout) in enumerate(entries):
         now = time.monotonic()
