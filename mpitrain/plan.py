@@ -18,10 +18,10 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import given_machines, read_machine
 from mpitrain.planner.model import ModelProfile
+from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import details, refused, report
 from mpitrain.planner.scaling import HEAD, picture, row, scaling
 from mpitrain.planner.search import COUNT, Excess, best
-from mpitrain.planner.step import Predictor
 
 PATIENCE = 4.5  # seconds of guesses and predictions; of each number of ranks with --scale
 OWN = "config"  # --explain: the layout that the configuration asks for

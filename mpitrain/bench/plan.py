@@ -115,9 +115,9 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     from mpitrain.planner.described import description_of
     from mpitrain.planner.layouts import ParallelLayout
     from mpitrain.planner.notation import settings, text
+    from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
-    from mpitrain.planner.step import Predictor
 
     base = _merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)

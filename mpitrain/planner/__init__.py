@@ -12,7 +12,9 @@ measured, counted      seconds of blocks, measured in processes side by side or 
 collectives            seconds of the collective that would run, simulated
 memory                 bytes of a rank, by category
 flow                   microbatches through a pipeline's stages: when ranks are done, what they hold
-step                   seconds of a step, simulated: blocks, messages, buckets, update
+turns                  the same where ranks share cores
+held, places           what each rank holds, and which ranks communicate with each other
+predictor, step        everything of a layout; seconds of a step, simulated: blocks, messages, buckets, update
 stages, parts          which blocks a pipeline stage gets; which layers are divided over tensor ranks
 refine                 the variants of a layout that these two give
 described              what the data of a configuration are
@@ -20,6 +22,7 @@ candidates             all layouts that the runtime takes
 bounds                 what a layout takes at least, and a guess, in microseconds
 search                 the best layouts of all
 given                  the best layouts that keep what a configuration says explicitly
+scaling                how the best layouts go with the number of ranks
 notation, report       a layout as a line of text and as settings; what a plan says
 restart                how often to write checkpoints
 """

@@ -20,7 +20,7 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import BlockCost, Divided
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
-from mpitrain.planner.step import Predictor
+from mpitrain.planner.predictor import Predictor
 from mpitrain.shard.placement import STAGES
 
 _HIDDEN = 0.5  # of the computation, under which a guess takes communication to lie

@@ -12,9 +12,9 @@ from mpitrain.planner import notation
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates
 from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.refine import Refinement
 from mpitrain.planner.search import LayoutPlan, best_of
-from mpitrain.planner.step import Predictor
 
 _OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the program
 _CHOSEN = ["data", "pipeline", "tensor", "zero", "shard_within", "schedule", "chunks", "slices", "sequence"]

@@ -13,8 +13,8 @@ from mpitrain.planner.model import AxisExchange, BlockCost, Divided
 from mpitrain.planner.notation import sizes
 from mpitrain.planner.parts import Prices, choose, pairs_of, whole_patterns
 from mpitrain.planner.places import LayoutPlaces
+from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.stages import Limits, best_cut, held_at_most
-from mpitrain.planner.step import Predictor
 from mpitrain.shard.placement import STAGES, formula
 
 

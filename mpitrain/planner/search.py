@@ -21,7 +21,7 @@ from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.refine import Refinement
 
 if TYPE_CHECKING:
-    from mpitrain.planner.step import Predictor
+    from mpitrain.planner.predictor import Predictor
 
 COUNT = 10
 _NEAR = 6  # layouts that do not fit that a plan tells of

@@ -94,8 +94,8 @@ def _chosen(
 ) -> tuple[dict[str, Any], str]:
     """The values of the configuration with the best layout, and what is to be said of it."""
     from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
+    from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
-    from mpitrain.planner.step import Predictor
 
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)

@@ -12,9 +12,9 @@ from mpitrain.errors import InputError
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates
 from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.refine import Refinement
-from mpitrain.planner.step import Predictor
 
 INT = np.dtype("int64")
 TOKENS = Description("tokens", "train", 1000, (32,), INT, (32,), INT, 256, None, "x")

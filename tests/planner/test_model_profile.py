@@ -16,8 +16,8 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
 from mpitrain.planner.model import AxisExchange, Divided
+from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.step import Predictor
 from mpitrain.planner.subject import Subject
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.memory import ActivationMeter

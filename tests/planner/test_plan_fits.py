@@ -17,8 +17,8 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.memory import total
 from mpitrain.planner.notation import layout_of
+from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.step import Predictor
 
 MIB = 1 << 20
 MODEL = {"layers": 6, "width": 512, "heads": 8, "sequence": 32}

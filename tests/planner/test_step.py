@@ -14,7 +14,7 @@ from mpitrain.pipe.simulate import Costs, simulate
 from mpitrain.planner.collectives import CollectiveTimes, Group
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.step import Predictor
+from mpitrain.planner.predictor import Predictor
 from mpitrain.shard.placement import STAGES, formula
 
 LINKS = Machine(cores=2)
