@@ -61,7 +61,13 @@ def _plan(argv: Sequence[str]) -> int:
     from mpitrain.planner.profile import profile_of  # loads what takes seconds
 
     machine = read_machine(options.machine or _default_machine())
-    model = profile_of(config, description_of(config), machine, measure=_measures(options, machine))
+    model = profile_of(
+        config,
+        description_of(config),
+        machine,
+        measure=_measures(options, machine),
+        ranks_per_node=options.ranks_per_node,
+    )
     if counts:
         scaled(options, model, machine, counts, rules, out)
         return EXIT_DONE

@@ -25,6 +25,7 @@ from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
 
 ROUNDS, STEPS, SECONDS = 2, 8, 3.0
+_BUDGET = 60.0  # seconds of measuring the blocks of a model at one number of ranks
 FIRST = 3  # of the plan's choices that are measured
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {
@@ -112,6 +113,7 @@ def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[s
 def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     """By rank count, the layouts of one model."""
     from mpitrain.config.settings import Config
+    from mpitrain.planner.candidates import rules_of
     from mpitrain.planner.described import description_of
     from mpitrain.planner.layouts import ParallelLayout
     from mpitrain.planner.notation import settings, text
@@ -121,11 +123,12 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
 
     base = _merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)
-    model = profile_of(config, description_of(config), machine, measure=True)
     found = {}
     for ranks in options.ranks:
-        predictor = Predictor(model, machine, options.nodes, ranks // options.nodes)
-        plan = best(predictor, count=options.choices)
+        each = ranks // options.nodes
+        model = profile_of(config, description_of(config), machine, budget=_BUDGET, ranks_per_node=each)
+        predictor = Predictor(model, machine, options.nodes, each)
+        plan = best(predictor, rules_of(config), options.choices)
         layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
         for layout in spread(ranks, model.batch, len(model.blocks(1))):
             layouts.setdefault(layout, -1)
@@ -147,6 +150,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
             )
         if not rows:
             raise InputError(f"no layout of {ranks} ranks is possible")
+        model.close()
         found[ranks] = rows
     return found
 

@@ -56,7 +56,7 @@ def measured(
         for config in {_libraries(config): config for config in configs}.values():  # which take memory when used first
             _one(world, config, 1, 1.0)
         for config in configs:
-            _, nbytes, account = _one(world, config, 1, 1.0)
+            _, nbytes, account = _one(world, config, 1, 1.0, watching=True)
             found.append({"seconds": [], "memory": nbytes, "account": account})
     _take_from_system(_LARGE)
     for turn in range(rounds):
@@ -76,7 +76,7 @@ def _libraries(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _one(
-    world: Communicator, config: Mapping[str, Any], steps: int, seconds: float
+    world: Communicator, config: Mapping[str, Any], steps: int, seconds: float, *, watching: bool = False
 ) -> tuple[list[float], float, dict[str, float]]:
     """The seconds of steps, the bytes of the rank that has most, and rank 0's account."""
     gc.collect()
@@ -84,7 +84,7 @@ def _one(
     world.barrier()
     before = _own_bytes()
     trainer = Trainer(config, world=world)
-    with _watched() as most:
+    with _watched(watching) as most:
         trainer.prepare()
         times: list[float] = []
         workers = trainer.places.workers
@@ -117,9 +117,12 @@ def _slowest(world: Communicator, seconds: float) -> float:
 
 
 @contextmanager
-def _watched() -> Iterator[list[int]]:
-    """The most bytes of this process' own pages, in a list of one."""
+def _watched(watching: bool) -> Iterator[list[int]]:
+    """The most bytes of this process' own pages, in a list of one; as at the beginning if nobody is to watch."""
     most, done = [_own_bytes()], threading.Event()
+    if not watching:  # a thread that looks now and then slows the others down
+        yield most
+        return
 
     def watch() -> None:
         while not done.wait(_EVERY):

@@ -151,6 +151,8 @@ class Predictor:
         if key not in self._flat:  # where parameters lie is the same for every microbatch
             order, precision = self.model.order, self.model.precision
             self._flat[key] = held(stages, order, parts, bucket_mb, precision, by_unit=means.gathers)
+        if not self._flat[key].weights:
+            raise refusal(f"rank {rank} of the pipeline would have no parameter to train")
         return replace(self._flat[key], stages=stages)
 
     @property

@@ -32,6 +32,7 @@ from mpitrain.shard.in_place import LEAST
 _EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
 _POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; counting makes no others
 _LONG = 0.35  # seconds of a microbatch beyond which a larger one is not measured, but follows in a straight line
+_MOST = 4  # processes that measure on each core, however many ranks there are
 _BUDGET = 25.0  # seconds of measuring, after which what is asked is reckoned from what is known
 
 
@@ -41,6 +42,7 @@ def profile_of(
     machine: MachineProfile | None = None,
     measure: bool = True,
     budget: float = _BUDGET,
+    ranks_per_node: int = 1,
 ) -> BlockProfile:
     """What each block of the configuration's model costs one rank.
 
@@ -49,31 +51,32 @@ def profile_of(
         description: Of the data that it is trained on.
         machine: Whose speeds are reckoned with where seconds are not measured.
         measure: Measure seconds on this machine; else count operations and bytes.
+        ranks_per_node: Ranks of a node: at least so many processes measure side by side, and share its cores and caches
+            as the ranks will, but no more than four for each core.
         budget: Seconds of measuring, after which divided models and further threads are reckoned from what was
             measured.
 
     Raises:
         InputError: The model cannot be built, or not for these data.
     """
-    return BlockProfile(Subject(config, description, real=measure), description, machine, measure, budget)
+    known = machine or MachineProfile("nobody's", "assumed", _cores(), 0)
+    times = _Times(config, description, known, budget, ranks_per_node) if measure else None
+    return BlockProfile(Subject(config, description, real=measure), known, times)
 
 
 class BlockProfile(ModelProfile):
     """See `profile_of`. Measures when it is asked, and remembers the answers."""
 
-    def __init__(
-        self, subject: Subject, description: Description, machine: MachineProfile | None, measure: bool, budget: float
-    ) -> None:
+    def __init__(self, subject: Subject, machine: MachineProfile, times: _Times | None) -> None:
         config = subject.config
-        self.measures = measure
+        self.measures = times is not None
         self.batch, self.precision = config.train.batch, config.train.precision
         self.moments = moments(config.optim)
         self.sample_bytes = subject.sample_bytes
         self.listed, self.divisible, self.synchronous = subject.listed, subject.divisible, subject.synchronous
         self.order = [name for name, _ in subject.module.named_parameters()]
         self._subject = subject
-        self._machine = machine or MachineProfile("nobody's", "assumed", _cores(), 0)
-        self._times = _Times(config, description, self._machine, budget) if measure else None
+        self._machine, self._times = machine, times
         self._observed = lru_cache(None)(self._observe)
         self._weights = lru_cache(None)(self._list_weights)
         self._made = lru_cache(None)(self._make)
@@ -213,9 +216,11 @@ class BlockProfile(ModelProfile):
 class _Times:
     """Measured seconds, and others reckoned from them."""
 
-    def __init__(self, config: Config, description: Description, machine: MachineProfile, budget: float) -> None:
+    def __init__(
+        self, config: Config, description: Description, machine: MachineProfile, budget: float, ranks: int
+    ) -> None:
         self._config, self._description, self._machine = config, description, machine
-        self._left = budget
+        self._left, self._ranks = budget, ranks
         self._workers: dict[int, Workers] = {}
         self._points: dict[tuple[Divided, int, int], list[Timed] | None] = {}
         self._failed, self._said = "", False  # why a measurement failed; whether anybody has been told
@@ -291,7 +296,9 @@ class _Times:
         key = (divided, samples, threads)
         if key not in self._points:
             if threads not in self._workers:
-                count = 1 if devices.accelerator() and self._on_device() else max(1, _cores() // threads)
+                least = max(1, _cores() // threads)
+                count = max(least, min(self._ranks, _MOST * _cores()))
+                count = 1 if devices.accelerator() and self._on_device() else count
                 self._workers[threads] = Workers(self._config, self._description, count, threads)
             begin = time.perf_counter()
             try:

@@ -48,7 +48,7 @@ class _Plan:
     def __init__(self, effort: Effort) -> None:
         self.interval = {"quick": 0.06, "short": 0.2, "full": 0.5}[effort]
         self.sizes = {"quick": (64, 256), "short": (64, 256, 512), "full": (64, 128, 256, 512, 1024, 2048)}[effort]
-        self.copied, self.updated = (4 << 20, 1 << 19) if effort == "quick" else (32 << 20, 4 << 20)
+        self.copied, self.updated = (4 << 20, 1 << 19) if effort == "quick" else (32 << 20, 16 << 20)
         self.threaded = {"quick": 256, "short": 512, "full": 1024}[effort]
 
     @property

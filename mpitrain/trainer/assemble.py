@@ -134,7 +134,7 @@ def make_pipeline(
 ) -> Pipeline:
     loss = getattr(task.module, "criterion", task.loss)  # a bound method would keep the whole model
     recorded = config.parallel.recording and mesh.data.rank == mesh.tensor.rank == 0
-    return Pipeline(
+    pipeline = Pipeline(
         module,
         loss,
         mesh,
@@ -148,6 +148,13 @@ def make_pipeline(
         device=device,
         record=Path(config.parallel.recording) if recorded else False,
     )
+    trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in pipeline.module.parameters()))
+    if not all(trains):
+        raise refusal(
+            f"rank {trains.index(False)} of the pipeline would have no parameter to train; use fewer stages "
+            "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
+        )
+    return pipeline
 
 
 def plan_of(module: nn.Module, config: Config) -> dict[str, str | ParallelStyle]:

@@ -99,7 +99,11 @@ def _chosen(
 
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
-    with _all_cores(), closing(profile_of(config, description_of(config), machine, measure, _MEASURING)) as model:
+    description = description_of(config)
+    with (
+        _all_cores(),
+        closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model,
+    ):
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
         plan = best_with(predictor, rules_of(config), wanted, 1, _PATIENCE)
     if not plan.found:
