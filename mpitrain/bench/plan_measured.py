@@ -82,7 +82,7 @@ def _one(
     gc.collect()
     _give_back()
     world.barrier()
-    before = _own_bytes()
+    before, shared_before = _own_bytes(), _shared_bytes()
     trainer = Trainer(config, world=world)
     with _watched(watching) as most:
         trainer.prepare()
@@ -102,7 +102,7 @@ def _one(
     account = trainer.engine.memory()
     kinds = ("parameters", "gradients", "states", "activations", "buffers")
     told = {kind: float(getattr(account, kind)) for kind in kinds}
-    own = torch.tensor([most[0] - before + shared], dtype=torch.float64)
+    own = torch.tensor([most[0] - before + max(0, shared - shared_before)], dtype=torch.float64)
     world.all_reduce(own, "max")
     trainer.engine.close()
     trainer.places.mesh.free()

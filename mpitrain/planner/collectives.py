@@ -14,14 +14,17 @@ difference is added for each further node.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from mpitrain.comm.algorithms import halving, pairwise, ring
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.serving import serving
 from mpitrain.comm.selection.setting import Setting
+from mpitrain.planner.machine import Measured
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
 _LARGE = 1 << 24  # bytes: beyond twice as many, time goes on in a straight line, as long as the algorithm is the same
@@ -65,10 +68,16 @@ class CollectiveTimes:
 
     Args:
         links: The speeds.
+        measured: Operations that were measured on this machine. Where as many ranks on as many nodes were, what is
+            simulated is multiplied by what was measured over what is simulated of that.
     """
 
-    def __init__(self, links: Machine) -> None:
+    def __init__(self, links: Machine, measured: Sequence[Measured] = ()) -> None:
         self._links = links
+        self._rows: dict[tuple[str, str, int, int, str], list[Measured]] = {}
+        for row in measured:
+            self._rows.setdefault((row.operation, row.algorithm, row.ranks, row.nodes, row.memory), []).append(row)
+        self._ratios: dict[Measured, float] = {}
         self._known: dict[tuple[str, Group, str, int], float] = {}
 
     def seconds(self, operation: str, nbytes: float, group: Group, memory: str = "arena") -> float:
@@ -112,13 +121,31 @@ class CollectiveTimes:
     def _at(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
         key = operation, group, memory, nbytes
         if key not in self._known:
-            self._known[key] = self._simulated(operation, nbytes, group, memory)
+            name, _ = serving(operation, self._setting(nbytes, group, memory))
+            ratio = self._ratio(operation, name, nbytes, group, memory) if self._rows else 1.0
+            self._known[key] = self._simulated(operation, name, nbytes, group, memory) * ratio
         return self._known[key]
 
-    def _simulated(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
+    def _ratio(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
+        """What was measured over what is simulated, of as many ranks, at the sizes nearest to nbytes; 1 for no others.
+
+        Groups beside each other on one node take turns as one group of all their ranks does.
+        """
+        nodes = len(set(group.nodes))
+        ranks = group.size * (group.beside if nodes == 1 else 1)
+        rows = self._rows.get((operation, name, ranks, nodes, memory), ())
+        if not rows or (nodes > 1 and group.beside > 1):
+            return 1.0
+        for row in rows:
+            if row not in self._ratios:
+                alike = Group(tuple(n for n in range(nodes) for _ in range(ranks // nodes)), 1, group.oversubscribed)
+                self._ratios[row] = row.seconds / self._simulated(operation, name, row.nbytes, alike, memory)
+        sizes = sorted((math.log2(row.nbytes), self._ratios[row]) for row in rows)
+        return float(np.interp(math.log2(nbytes), [size for size, _ in sizes], [ratio for _, ratio in sizes]))
+
+    def _simulated(self, operation: str, name: str, nbytes: int, group: Group, memory: str) -> float:
         links = self._shared_with(group.beside)
-        setting = self._setting(nbytes, group, memory)
-        name, program = serving(operation, setting)
+        _, program = serving(operation, self._setting(nbytes, group, memory), algorithm=name)
         if program is None:
             instant = replace(links, step=0.0)
             possible = _FEW_STEPS[operation] + (_MANY_STEPS[operation] if group.size <= 4 * _LONG else ())
@@ -126,7 +153,7 @@ class CollectiveTimes:
         if nbytes > 2 * _LARGE and len(set(group.nodes)) == 1:  # steps of such programs grow in number with bytes
             few, more = (serving(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
             if few == more == name:
-                first, then = (self._at(operation, n * _LARGE, group, memory) for n in (1, 2))
+                first, then = (self._simulated(operation, name, n * _LARGE, group, memory) for n in (1, 2))
                 return first + (then - first) * (nbytes / _LARGE - 1)
         nodes = len(set(group.nodes))
         if name in _RINGS and nodes > 2 * _LONG and group.size % nodes == 0:

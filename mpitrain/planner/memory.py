@@ -91,7 +91,7 @@ def account(
         "gradients": gradients,
         "states": states if not (layout.offload and means.device) else 0.0,
         "activations": activations,
-        "buffers": slots + gathered,
+        "buffers": slots + gathered + _tensor_slots(layout, held),
         "working": max(peak, scratch - activations),
         "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
         "process": float(means.process),
@@ -116,6 +116,14 @@ def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Sche
     }
     stay = sum(sum(each) for number, each in sizes.items() if halves and number > 0)
     return float(stay + max((n for each in sizes.values() for n in each), default=0)) * held.itemsize
+
+
+def _tensor_slots(layout: ParallelLayout, held: StageHoldings) -> float:
+    """Bytes of the shared memory that exchanges of the tensor axis pass through: two slots of the largest."""
+    if layout.tensor == 1:
+        return 0.0
+    blocks = (block for stage in held.stages for block in stage)
+    return 2.0 * max((e.nbytes for b in blocks for e in (*b.forwards, *b.backwards) if e.axis == "tensor"), default=0)
 
 
 def _gathered(held: StageHoldings) -> float:

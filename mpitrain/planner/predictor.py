@@ -45,7 +45,7 @@ class Predictor:
     ) -> None:
         self.model, self.machine = model, machine
         self.nodes, self.ranks_per_node, self._room, self._bucket_mb = nodes, ranks_per_node, memory, bucket_mb
-        self._collectives = CollectiveTimes(machine.links)
+        self._collectives = CollectiveTimes(machine.links, machine.collectives)
         self._numel: int | None = None
         self._held = lru_cache(maxsize=4096)(self._find_held)
         self._flow = lru_cache(maxsize=256)(Flow)

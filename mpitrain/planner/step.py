@@ -27,6 +27,7 @@ from mpitrain.planner.places import LayoutPlaces
 if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
+_DIRECT = 16 << 10  # bytes of which each rank of a tensor axis sums all
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
 
 
@@ -160,8 +161,28 @@ class StepSimulation:
         """What is not hidden of gathering a unit; where a core is free, the one before computes meanwhile."""
         return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
 
+    def _exchanged(self, exchange: AxisExchange) -> float:
+        """Seconds of an exchange of the tensor axis, which passes through memory of the node (see `tensor.axis`).
+
+        Each rank copies its part in, and sums or copies what it needs out; of two ranks, or of little, each sums all.
+        """
+        group, memory = self.groups[exchange.axis]
+        links, nbytes = self.machine.links, float(exchange.nbytes)
+        seconds = self.seconds(exchange.operation, nbytes, group, memory)
+        if exchange.axis != "tensor" or len(set(group.nodes)) > 1 or self.means.device or group.size == 1:
+            return seconds
+        copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
+        meets = self.predictor.collectives.barrier(group)
+        if exchange.operation == "all_gather":
+            return meets + copied / group.size + copied
+        if exchange.operation == "reduce_scatter":
+            return meets + copied + added * (group.size - 1) / group.size
+        if group.size == 2 or nbytes <= _DIRECT:
+            return meets + copied + added * (group.size - 1)
+        return seconds + 2 * copied
+
     def _exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
-        return sum(self.seconds(each.operation, each.nbytes, *self.groups[each.axis]) for each in exchanges)
+        return sum(map(self._exchanged, exchanges))
 
     # -- with a pipeline
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ def assemble(
 
     engine = make_engine(
         module,
-        task.loss,
+        task.loss if pipeline is None else _criterion(task),
         make_optimizer(module.named_parameters()),
         mesh.data,
         options_of(config),
@@ -132,11 +133,10 @@ def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
 def make_pipeline(
     config: Config, mesh: Mesh, module: nn.Module, task: Task, cut: Cut, device: torch.device
 ) -> Pipeline:
-    loss = getattr(task.module, "criterion", task.loss)  # a bound method would keep the whole model
     recorded = config.parallel.recording and mesh.data.rank == mesh.tensor.rank == 0
     pipeline = Pipeline(
         module,
-        loss,
+        _criterion(task),
         mesh,
         schedule=config.parallel.schedule,
         chunks=config.parallel.chunks,
@@ -155,6 +155,12 @@ def make_pipeline(
             "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
         )
     return pipeline
+
+
+def _criterion(task: Task) -> Callable[[Any, Any], torch.Tensor]:
+    """The loss of an output and a target, by itself where it can be had: a method would keep its whole model."""
+    criterion: Callable[[Any, Any], torch.Tensor] = getattr(task.module, "criterion", task.loss)
+    return criterion
 
 
 def plan_of(module: nn.Module, config: Config) -> dict[str, str | ParallelStyle]:
