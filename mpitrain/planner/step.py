@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from mpitrain.pipe.schedule import Schedule
+from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.planner import turns
 from mpitrain.planner.collectives import Group
@@ -27,6 +27,8 @@ from mpitrain.planner.places import LayoutPlaces
 if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
+_STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
+_HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
 _DIRECT = 16 << 10  # bytes of which each rank of a tensor axis sums all
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
 
@@ -195,13 +197,15 @@ class StepSimulation:
             (sum(self._exchanges(b.forwards) for b in stage), sum(self._exchanges(b.backwards) for b in stage))
             for stage in stages
         ]
-        forward = [sum(b.forward for b in stage) + t[0] for stage, t in zip(stages, tensor, strict=True)]
+        halves = any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps)
+        python, splitting = (0.0, 0.0) if self.means.device else (_STEP, _HALVES * halves)
+        forward = [sum(b.forward for b in stage) + t[0] + python for stage, t in zip(stages, tensor, strict=True)]
         back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
         early = [0.0, *back[1:]]  # nobody waits for the gradient of the first stage's input: it is left to the weights
-        input_ = [seconds + again * self.layout.recompute for seconds, again in zip(early, forward, strict=True)]
+        input_ = [s + python + again * self.layout.recompute for s, again in zip(early, forward, strict=True)]
         # gradients are added or copied to where they belong, those of the first microbatch too (no in_place)
         weight = [
-            sum(b.weight + b.later for b in stage) + late - soon
+            sum(b.weight + b.later for b in stage) + late - soon + splitting
             for stage, late, soon in zip(stages, back, early, strict=True)
         ]
         costs = Costs(forward, input_, weight)

@@ -11,6 +11,7 @@ from mpitrain.comm.programs.simulate import Machine
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.planner import step
 from mpitrain.planner.collectives import CollectiveTimes, Group
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
@@ -75,8 +76,8 @@ def test_a_pipeline_runs_its_schedule() -> None:
     stages = [blocks[:4], blocks[4:]]
     message = CollectiveTimes(LINKS).message(blocks[3].given, True)
     costs = Costs(
-        [sum(b.forward for b in s) for s in stages],
-        [sum(b.input for b in s) for s in stages],
+        [sum(b.forward for b in s) + step._STEP for s in stages],
+        [sum(b.input for b in s) + step._STEP for s in stages],
         [sum(b.weight for b in s) for s in stages],
         message,
     )
