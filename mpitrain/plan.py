@@ -27,7 +27,7 @@ PATIENCE = 4.5  # seconds of guesses and predictions; of each number of ranks wi
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_MACHINE = "machine.toml"  # where `mpitrain.bench machine` leaves a profile
+_MACHINES = ("machine.toml", "bench-results/machine.toml")  # where `mpitrain.bench machine` leaves a profile
 
 
 class _Parser(argparse.ArgumentParser):
@@ -181,12 +181,13 @@ def _measures(options: argparse.Namespace, machine: MachineProfile) -> bool:
 
 def _default_machine() -> str:
     """The profile that was measured here."""
-    if not Path(_MACHINE).is_file():
-        raise refusal(
-            f"there is no {_MACHINE} here; give --machine one of {', '.join(given_machines())} or a file, or measure "
-            "one with python -m mpitrain.bench machine"
-        )
-    return _MACHINE
+    for name in _MACHINES:
+        if Path(name).is_file():
+            return name
+    raise refusal(
+        f"there is no {' and no '.join(_MACHINES)} here; give --machine one of {', '.join(given_machines())} or a "
+        "file, or measure one with python -m mpitrain.bench machine"
+    )
 
 
 def _count(text: str) -> int:
@@ -213,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())
-    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{_MACHINE}]")
+    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{_MACHINES[0]}]")
     add("--memory", type=memory_size, metavar="SIZE", help="that a rank may take, as 32GiB [its part of the node's]")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")

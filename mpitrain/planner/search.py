@@ -3,7 +3,8 @@
 Layouts are taken in the order of a guess of their seconds. What does not fit into memory is set aside, what fits is
 predicted in full, and a layout is left out if as many as are wanted are faster than a lower bound of it: so the result
 is that of predicting all (branch and bound), unless time is up before. A layout that only saves memory compared with
-another (offload) is looked at where that one does not fit.
+another (offload) is looked at where that one does not fit. Layouts come first as they are, then the variants of each
+(stages of unequal length, layers kept whole), those of the fastest first: where time is short, the best are refined.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
 COUNT = 10
+_PLAIN = 0.6  # of the patience, for layouts as they are; the rest is for variants of the best
 _NEAR = 6  # layouts that do not fit that a plan tells of
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
@@ -161,11 +163,12 @@ def best_of(
         except InputError:
             continue
     entries.sort(key=lambda entry: entry[:2])
-    until = (time.monotonic() if ahead else begin) + patience
+    begin = time.monotonic() if ahead else begin
     seen, fitting = _Looked(), set[ParallelLayout]()
+    plain: dict[ParallelLayout, float] = {}  # of each layout as it is, its seconds, or a guess where it does not fit
     for number, (guess, _, layout) in enumerate(entries):
-        now = time.monotonic()
-        if now > until and (seen.best or now > until + patience):
+        now = time.monotonic() - begin
+        if now > patience * _PLAIN and (seen.best or now > 2 * patience):
             seen.beyond, seen.left = guess, len(entries) - number
             break
         try:
@@ -177,28 +180,42 @@ def best_of(
         least = predictor.least_memory(layout)
         if sum(least.values()) > room:
             seen.excess.append(Excess(layout, least, room, at_least))
-        elif _look(predictor, variants(layout), at_least, room, seen):
+            continue
+        found = _look(predictor, (layout,), at_least, room, seen)
+        plain[layout] = max(at_least, found or guess)
+        if found:
             fitting.add(layout)
+        seen.best = ranked(seen.best)[:count]
+    for number, layout in enumerate(sorted(plain, key=plain.__getitem__)):
+        at_least = predictor.at_least(layout)
+        if time.monotonic() - begin > patience and seen.best:
+            seen.beyond, seen.left = min(seen.beyond, plain[layout]), seen.left + len(plain) - number
+            break
+        if not seen.slower_than(count, at_least):
+            _look(predictor, (each for each in variants(layout) if each != layout), at_least, room, seen)
             seen.best = ranked(seen.best)[:count]
+    fit = {replace(each.layout, cut=(), whole=()) for each in seen.best}
+    seen.excess = [each for each in seen.excess if replace(each.layout, cut=(), whole=()) not in fit]
     return LayoutPlan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond, seen.left)
 
 
 def _look(
     predictor: Estimates, variants: Iterable[ParallelLayout], at_least: float, room: float, seen: _Looked
-) -> bool:
-    """Predict what fits of a layout's variants; returns whether any did."""
-    fits, too_large = False, []
+) -> float:
+    """Predict what fits of a layout's variants; returns the seconds of the fastest, 0 where none fits."""
+    fits, too_large = 0.0, []
     for variant in dict.fromkeys(variants):
         try:
             memory = predictor.memory(variant)
             if sum(memory.values()) > room:
                 too_large.append(Excess(variant, memory, room, at_least))
                 continue
-            seen.best.append(predictor.predict(variant))
+            found = predictor.predict(variant)
         except InputError:
             continue
+        seen.best.append(found)
         seen.predicted += 1
-        fits = True
+        fits = min(fits or found.seconds, found.seconds)
     if too_large and not fits:
         seen.excess.append(min(too_large, key=lambda each: each.missing))
     return fits
