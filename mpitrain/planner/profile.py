@@ -285,8 +285,8 @@ class _Times:
             point = self._point(size, divided, threads)
             if point is not None:
                 found[size] = point
-            if size >= samples or (size > 1 and point is None):
-                return found
+            if (size >= samples and found) or (size > 1 and point is None):
+                return found  # batch norms may not take a single sample
             if point is not None and sum(t.forward + t.backward for t in point) > _LONG and len(found) > 1:
                 return found
             size *= 2
