@@ -63,7 +63,7 @@ class MachineProfile:
     Attributes:
         name: For people.
         origin: Where the figures come from: "measured ..." or "specification".
-        cores: Of a node.
+        cores: Of a node; a part of them where nodes are made of one machine's cores, or others use the rest.
         memory: Bytes of a node's memory.
         links: Speeds of messages, copies and sums, as `comm.programs.simulate` reckons with; `links.cores` is `cores`.
         matrix: By precision, (size, operations per second) of products of square matrices of that size on one core,
@@ -81,7 +81,7 @@ class MachineProfile:
 
     name: str
     origin: str
-    cores: int
+    cores: float
     memory: int
     links: Machine = field(default_factory=Machine)
     matrix: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)

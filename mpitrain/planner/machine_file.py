@@ -134,7 +134,7 @@ def profile_of(values: Values, where: str) -> MachineProfile:
             if name in numbers:
                 into[attribute] = numbers[name] * of.factor
     for whole in (top, device):
-        whole |= {name: round(whole[name]) for name in ("cores", "memory", "process", "count") if name in whole}
+        whole |= {name: round(whole[name]) for name in ("memory", "process", "count") if name in whole}
     if "device" in values:
         device["kind"] = str(flat["device.kind"])
         device["matrix"] = device_matrix(flat["device.matrix"], device["memory_rate"])

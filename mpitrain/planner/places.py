@@ -17,13 +17,13 @@ class LayoutPlaces:
     Attributes:
         nodes: How many.
         each: Ranks of a node.
-        cores: Of a node.
+        cores: Of a node; may be a part of one.
         layout: The layout.
     """
 
     nodes: int
     each: int
-    cores: int
+    cores: float
     layout: ParallelLayout
 
     @property
@@ -44,7 +44,7 @@ class LayoutPlaces:
     @property
     def threads(self) -> int:
         """That a rank computes with."""
-        return max(1, self.cores // self.each)
+        return max(1, int(self.cores // self.each))
 
     @property
     def data(self) -> Group:
