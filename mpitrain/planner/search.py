@@ -154,19 +154,11 @@ def best_of(
         ahead: Ask for all bounds first, before time is counted: where blocks are timed for them.
     """
     room, begin = predictor.room(), time.monotonic()
-    entries = []
-    for layout in layouts:
-        try:
-            if ahead:
-                predictor.at_least(layout)
-            entries.append((predictor.guess(layout), simplicity(layout), layout))
-        except InputError:
-            continue
-    entries.sort(key=lambda entry: entry[:2])
+    entries = _guessed(predictor, layouts, ahead)
     begin = time.monotonic() if ahead else begin
     seen, fitting = _Looked(), set[ParallelLayout]()
     plain: dict[ParallelLayout, float] = {}  # of each layout as it is, its seconds, or a guess where it does not fit
-    for number, (guess, _, layout) in enumerate(entries):
+    for number, (guess, layout) in enumerate(entries):
         now = time.monotonic() - begin
         if now > patience * _PLAIN and (seen.best or now > 2 * patience):
             seen.beyond, seen.left = guess, len(entries) - number
@@ -197,6 +189,22 @@ def best_of(
     fit = {replace(each.layout, cut=(), whole=()) for each in seen.best}
     seen.excess = [each for each in seen.excess if replace(each.layout, cut=(), whole=()) not in fit]
     return LayoutPlan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond, seen.left)
+
+
+def _guessed(
+    predictor: Estimates, layouts: Iterable[ParallelLayout], ahead: bool
+) -> list[tuple[float, ParallelLayout]]:
+    """Possible layouts with guesses of their seconds, the fastest first. ahead: ask for their bounds, too."""
+    entries = []
+    for layout in layouts:
+        try:
+            if ahead:
+                predictor.at_least(layout)
+            entries.append((predictor.guess(layout), simplicity(layout), layout))
+        except InputError:
+            continue
+    entries.sort(key=lambda entry: entry[:2])
+    return [(guess, layout) for guess, _, layout in entries]
 
 
 def _look(

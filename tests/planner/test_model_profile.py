@@ -15,6 +15,7 @@ from mpitrain.planner.dividing import StandIn
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
+from mpitrain.planner.memory import _gradients_apart
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
@@ -127,13 +128,16 @@ def test_gradients_of_a_pipeline_that_are_not_in_flat_memory_are_counted():
     profile = profile_of(config({"factory": "planner.planned_models:sequential"}, batch=32), IMAGES, measure=False)
     predictor = Predictor(profile, MachineProfile("m", "s", 4, 1 << 33), 1, 4)
 
-    def working(**changes):
-        return predictor.memory(ParallelLayout(2, 2, microbatch=4, cut=(1, 3), **changes))["working"]
+    def apart(rank, **changes):
+        layout = ParallelLayout(2, 2, microbatch=4, cut=(2, 2), **changes)
+        flow, held = predictor.flow(layout), predictor.held(layout, predictor._places(layout), rank)
+        return _gradients_apart(layout, held, flow.shape, rank)
 
-    numel = sum(weight.numel for block in profile.blocks(4) for weight in block.weights)
-    largest = 64 * 48
-    assert working(schedule="zero-bubble") - working() == 4 * numel  # all of them are in the last stage
-    assert working(zero=2) - working() == pytest.approx(4 * (numel - largest), abs=4 * 64)  # padded
+    first, last = 64 * 48 + 48, 48 * 10 + 10
+    assert apart(0) == apart(0, schedule="zero-bubble") == 4 * 64 * 48  # the largest, until it is copied
+    assert apart(1) == 4 * 48 * 10
+    assert apart(1, schedule="zero-bubble") == 4 * (last + 48 * 10)
+    assert apart(0, zero=2) == pytest.approx(4 * first, abs=4 * 64)  # padded
 
 
 def test_seconds_that_cannot_be_measured_are_counted_and_that_is_said(monkeypatch):
