@@ -39,6 +39,13 @@ def test_groups_beside_each_other_share_the_link() -> None:
     assert 3.0 < four / one < 4.2
 
 
+@pytest.mark.parametrize("nodes", [(0, 0, 0), (0, 1, 2), (0, 0, 1), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_any_number_of_ranks_has_a_time(operation: str, nodes: tuple[int, ...]) -> None:
+    times = [CollectiveTimes(LINKS).seconds(operation, nbytes, Group(nodes), "private") for nbytes in (8, 1 << 14)]
+    assert 0 < times[0] <= times[1] < 1e-3
+
+
 def test_one_rank_and_nothing_take_no_time() -> None:
     made = CollectiveTimes(LINKS)
     assert made.seconds("all_reduce", 1 << 20, Group((0,))) == 0.0
