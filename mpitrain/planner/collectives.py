@@ -149,8 +149,8 @@ class CollectiveTimes:
         if program is None:
             instant = replace(links, step=0.0)
             few = operation == "all_reduce" or group.size & (group.size - 1) == 0  # halves need a power of two
-            possible = _FEW_STEPS[operation] if few else ()
-            possible += _MANY_STEPS[operation] if group.size <= 4 * _LONG or not few else ()
+            many = group.size <= 4 * _LONG or not few
+            possible = (_FEW_STEPS[operation] if few else ()) + (_MANY_STEPS[operation] if many else ())
             return min(_run(make(group.size, group.nodes), nbytes, instant) for make in possible)
         if nbytes > 2 * _LARGE and len(set(group.nodes)) == 1:  # steps of such programs grow in number with bytes
             few, more = (serving(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
