@@ -148,9 +148,9 @@ class CollectiveTimes:
         _, program = serving(operation, self._setting(nbytes, group, memory), algorithm=name)
         if program is None:
             instant = replace(links, step=0.0)
-            few = operation == "all_reduce" or group.size & (group.size - 1) == 0  # halves need a power of two
-            many = group.size <= 4 * _LONG or not few
-            possible = (_FEW_STEPS[operation] if few else ()) + (_MANY_STEPS[operation] if many else ())
+            halves = operation == "all_reduce" or group.size & (group.size - 1) == 0  # else there are no halves
+            many = group.size <= 4 * _LONG or not halves
+            possible = (_FEW_STEPS[operation] if halves else ()) + (_MANY_STEPS[operation] if many else ())
             return min(_run(make(group.size, group.nodes), nbytes, instant) for make in possible)
         if nbytes > 2 * _LARGE and len(set(group.nodes)) == 1:  # steps of such programs grow in number with bytes
             few, more = (serving(operation, self._setting(n * _LARGE, group, memory))[0] for n in (1, 2))
