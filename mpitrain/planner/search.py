@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
 COUNT = 10
-_PLAIN = 0.6  # of the patience, for layouts as they are; the rest is for variants of the best
+_PLAIN = 0.75  # of the patience, for layouts as they are; the rest is for variants of the best
 _NEAR = 6  # layouts that do not fit that a plan tells of
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
