@@ -23,7 +23,7 @@ from mpitrain.planner.report import details, refused, report
 from mpitrain.planner.scaling import HEAD, picture, row, scaling
 from mpitrain.planner.search import COUNT, Excess, best
 
-PATIENCE = 5.5  # seconds of guesses and predictions; of each number of ranks with --scale
+PATIENCE = 4.5  # seconds of guesses and predictions; of each number of ranks with --scale
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
