@@ -11,7 +11,7 @@ from typing import Literal
 
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
-Precision = Literal["fp32", "bf16", "fp16"]  # trainer.precision
+Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
 Decay = Literal["constant", "linear", "cosine"]  # of the learning rate after its warm-up: config.learning_rate
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedules
 Mode = Literal["sync", "server", "local"]  # trainer.strategies

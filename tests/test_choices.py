@@ -14,10 +14,10 @@ from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.world import WAYS
 from mpitrain.config.learning_rate import DECAYS, LearningRate
 from mpitrain.errors import InputError
+from mpitrain.layers.precision import DTYPES
 from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
 from mpitrain.pipe.schedules import SCHEDULES
-from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.strategies import STRATEGIES
 
 

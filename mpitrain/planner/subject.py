@@ -22,14 +22,13 @@ from mpitrain.choices import Precision
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks
 from mpitrain.planner.alike import Double, alike
 from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.tensor.plan import plan_for
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Subject:
                 module = synchronize(module, data)
             axis = divide(module, divided, times=device is not None)
             precision = self.config.train.precision
-            _narrow(module, precision)
+            convert(module, precision)
             if device is not None and device.type != "cpu":
                 module.to(device)
             blocks = listed_blocks(module) if self.listed else [("", module)]
@@ -244,14 +243,3 @@ class _Samples:
         if dtype.is_floating_point:
             return torch.randn(samples, *shape, device=self.device)
         return torch.randint(values, (samples, *shape), dtype=dtype, device=self.device)
-
-
-def _narrow(module: nn.Module, precision: Precision) -> None:
-    """As the engine does: 16-bit parameters, but for batch norms."""
-    if precision == "fp32":
-        return
-    with torch.no_grad():
-        for layer in module.modules():
-            for parameter in layer.parameters(recurse=False) if not isinstance(layer, _BatchNorm) else ():
-                if parameter.dtype == torch.float32:
-                    parameter.data = parameter.data.to(DTYPES[precision])

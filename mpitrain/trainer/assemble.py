@@ -19,6 +19,7 @@ from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
 from mpitrain.errors import refusal
+from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
@@ -35,7 +36,6 @@ from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.options import options_of
-from mpitrain.trainer.precision import DTYPES
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
 

@@ -23,6 +23,7 @@ from mpitrain.choices import Precision
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.errors import InputError
+from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.axes import Axes, Microbatch
 from mpitrain.shard.ddp import broadcast_state
@@ -32,7 +33,7 @@ from mpitrain.shard.update import Updater
 from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
 from mpitrain.trainer.optimizer import state_bytes
-from mpitrain.trainer.precision import DTYPES, LossScale, convert, narrowed
+from mpitrain.trainer.precision import LossScale
 from mpitrain.trainer.state import EngineState, merged
 
 if TYPE_CHECKING:

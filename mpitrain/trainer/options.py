@@ -12,8 +12,9 @@ from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.learning_rate import LearningRate
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.precision import DTYPES
 from mpitrain.shard.sharding import Options
-from mpitrain.trainer.precision import DTYPES, LossScale
+from mpitrain.trainer.precision import LossScale
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,11 @@ import json
 import sys
 
 import pytest
-from support import job
+from support import MACHINE, job
 
 from mpitrain.bench.plan import spread
 from mpitrain.bench.plan_report import correlation, predicted_bytes, report
 from mpitrain.planner import notation
-
-MACHINE = """
-[node]
-cores = 2
-memory = "16 GiB"
-memory_bandwidth = "20 GB/s"
-[core.matrix]
-fp32 = { 256 = "50 Gflop/s" }
-"""
 
 
 @pytest.mark.campaign

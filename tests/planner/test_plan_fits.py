@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import clean_environment, launcher
+from support import MACHINE, clean_environment, launcher
 
 from mpitrain.config.settings import Config
 from mpitrain.plan import description_of
@@ -24,15 +24,6 @@ MIB = 1 << 20
 MODEL = {"layers": 6, "width": 512, "heads": 8, "sequence": 32}
 FLAGS = [word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))]
 FLAGS += ["--train.batch", "4", "--train.steps", "6", "--train.evaluate_every", "0", "--checkpoint.every", "0"]
-MACHINE = """
-name = "this one"
-[node]
-cores = 2
-memory = "16 GiB"
-memory_bandwidth = "20 GB/s"
-[core.matrix]
-fp32 = { 256 = "50 Gflop/s" }
-"""
 
 
 @pytest.mark.campaign

@@ -1,0 +1,33 @@
+"""Parameters and inputs in 16 bits (Micikevicius et al. 2018, Mixed Precision Training)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpitrain.choices import Precision
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def convert(module: nn.Module, precision: Precision) -> None:
+    """Make the fp32 parameters 16-bit ones, except those of batch norms, whose statistics need fp32."""
+    if precision == "fp32":
+        return
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            continue
+        for parameter in layer.parameters(recurse=False):
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(DTYPES[precision])
+
+
+def narrowed(x: Any, precision: Precision) -> Any:
+    """Floating-point inputs in the precision of the model."""
+    if precision != "fp32" and torch.is_tensor(x) and x.is_floating_point():
+        return x.to(DTYPES[precision])
+    return x
