@@ -47,8 +47,8 @@ def measured(
         seconds: That one measurement may take; fewer steps are taken where they are slow.
 
     Returns:
-        For each configuration {"seconds": every step's, "memory": bytes of the rank with most, "account": by category
-        on rank 0}.
+        For each configuration {"seconds": of each round, every step's; "memory": bytes of the rank with most;
+        "account": by category on rank 0}.
     """
     found: list[dict[str, Any]] = []
     _take_from_system(_PIECE)
@@ -63,7 +63,7 @@ def measured(
         for number in range(len(configs))[:: -1 if turn % 2 else 1]:
             with contextlib.redirect_stdout(io.StringIO()):
                 times, _, _ = _one(world, configs[number], steps, seconds)
-            found[number]["seconds"] += times
+            found[number]["seconds"].append(times)
             if world.rank == 0:
                 print(f"  {number + 1} of {len(configs)}: {statistics.median(times):.4f} s", flush=True)
     return found

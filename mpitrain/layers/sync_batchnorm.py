@@ -33,6 +33,7 @@ class SyncBatchNorm(_BatchNorm):
     def __init__(self, features: int, comm: Communicator, **options: Any) -> None:
         super().__init__(features, **options)
         self.comm = comm
+        self._sums = _Sums(comm)
 
     @staticmethod
     def convert(module: nn.Module, comm: Communicator) -> nn.Module:
@@ -63,7 +64,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        out, mean, variance, count = _SyncBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.comm)
+        out, mean, variance, count = _SyncBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self._sums)
         if self.track_running_stats:
             self._track(mean, variance, count)
         return out
@@ -80,8 +81,36 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
+class _Sums:
+    """Sums of one layer over the ranks, in memory that stays: a collective is prepared for an address once.
+
+    Args:
+        comm: The ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._memory: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def memory(self, numel: int, device: torch.device) -> torch.Tensor:
+        """A vector of float64 for own sums; the same again and again."""
+        memory = self._memory.get((numel, device))
+        if memory is None:
+            memory = self._memory[numel, device] = torch.empty(numel, dtype=torch.float64, device=device)
+        return memory
+
+    def over_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """The sums of all ranks, in place. Collective."""
+        self._comm.all_reduce(own)
+        return own
+
+
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """Normalizes x, and gives the mean, biased variance and count of all ranks beside it."""
+    """Normalizes x, and gives the mean, biased variance and count of all ranks beside it.
+
+    Layers are often small, so that what counts is the number of torch's operations: those on elements of x are torch's
+    own fused kernels for given statistics, and the rest are few.
+    """
 
     @staticmethod
     def forward(
@@ -90,38 +119,85 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        comm: Communicator,
+        sums: _Sums,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        dims = [d for d in range(x.dim()) if d != 1]
-        wide = x.double()  # sums of squares of ranks' parts lose the digits that one rank's mean would keep
-        sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), wide.new_full((1,), x.numel() / max(1, x.shape[1]))])
-        comm.all_reduce(sums)
         features = x.shape[1]
-        count = sums[-1]
-        mean = sums[:features] / count
-        variance = (sums[features:-1] / count - mean * mean).clamp_(min=0)
-        inverse = (variance + eps).rsqrt()
-        shape = [1, features] + [1] * (x.dim() - 2)
-        normal = ((x - mean.to(x.dtype).view(shape)) * inverse.to(x.dtype).view(shape)).to(x.dtype)
-        ctx.save_for_backward(normal, inverse, weight, count)
-        ctx.comm, ctx.has_bias = comm, bias is not None
-        out = normal if weight is None else normal * weight.view(shape)
-        out = out if bias is None else out + bias.view(shape)
-        ctx.mark_non_differentiable(mean, variance, count)
-        return out, mean, variance, count
+        own = _moments(x, sums.memory(2 * features + 1, x.device))
+        of_all = sums.over_ranks(own)
+        count = of_all[-1].clone()
+        means = of_all / count
+        mean = means[:features]
+        variance = torch.addcmul(means[features:-1], mean, mean, value=-1).clamp_(min=0)
+        statistics = mean.to(_precision(x)), variance.to(_precision(x))
+        ctx.save_for_backward(x, weight, count, *statistics)
+        ctx.sums, ctx.eps, ctx.has_bias = sums, eps, bias is not None
+        ctx.mark_non_differentiable(*statistics, count)
+        return _affine(x, *statistics, weight, bias, eps), *statistics, count
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        normal, inverse, weight, count = ctx.saved_tensors
-        features = normal.shape[1]
-        dims = [d for d in range(normal.dim()) if d != 1]
-        shape = [1, features] + [1] * (normal.dim() - 2)
-        own_bias, own_weight = grad.sum(dims), (grad * normal).sum(dims)
-        sums = torch.cat([own_bias.double(), own_weight.double()])
-        ctx.comm.all_reduce(sums)
-        of_grad = (sums[:features] / count).to(grad.dtype).view(shape)
-        of_product = (sums[features:] / count).to(grad.dtype).view(shape)
-        factor = inverse.to(grad.dtype)
+        x, weight, count, mean, variance = ctx.saved_tensors
+        features = x.shape[1]
+        own = sums_of_weight, sums_of_bias = _gradient_sums(grad, x, mean, variance, ctx.eps)
+        sums = ctx.sums.over_ranks(torch.cat(own, out=ctx.sums.memory(2 * features, x.device)))
+        factor = (variance + ctx.eps).rsqrt_()
         factor = factor if weight is None else factor * weight
-        into = (grad - of_grad - normal * of_product) * factor.view(shape)
-        return into, own_weight if weight is not None else None, own_bias if ctx.has_bias else None, None, None
+        of_weight, of_bias = ((sums / count).view(2, features) * -factor).to(factor.dtype).unbind()
+        into = _affine(x, mean, variance, of_weight, of_bias, ctx.eps)
+        into.addcmul_(grad, factor.to(grad.dtype).view([1, features] + [1] * (x.dim() - 2)))
+        of_parameters = sums_of_weight if weight is not None else None, sums_of_bias if ctx.has_bias else None
+        return into, *of_parameters, None, None
+
+
+def _precision(x: torch.Tensor) -> torch.dtype:
+    """In what the statistics of x are kept."""
+    return x.dtype if x.dtype == torch.float64 else torch.float32
+
+
+def _moments(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Sums of values and of squares for each feature, then the count.
+
+    The squares are those of distances from this rank's own mean, in x's precision, moved in float64 to those from
+    zero: so no digits are lost where the mean is large against the deviation, neither here nor in the ranks' sum.
+
+    Args:
+        x: [batch, features, ...]; the batch may be empty.
+        into: float64 [2 features + 1]; gets the sums, and is returned.
+    """
+    features, count = x.shape[1], x.numel() // max(1, x.shape[1])
+    if count == 0:
+        return into.zero_()
+    mean, variance = torch.batch_norm_update_stats(x.to(_precision(x)), None, None, 0.0)
+    torch.cat([mean, variance, mean.new_ones(1)], out=into)
+    into[features:-1].addcmul_(into[:features], into[:features])
+    return into.mul_(count)
+
+
+def _affine(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """x less the mean, over the deviation, times weight, plus bias."""
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    if weight is not None and weight.dtype != mean.dtype:
+        weight = weight.to(mean.dtype)
+    if bias is not None and bias.dtype != mean.dtype:
+        bias = bias.to(mean.dtype)
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+
+
+def _gradient_sums(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each feature, the sum of the gradient times the normalized x, and the sum of the gradient."""
+    if x.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    wanted = [False, True, True]  # of the gradients of x, of a weight and of a bias
+    backward = torch.ops.aten.native_batch_norm_backward
+    _, of_weight, of_bias = backward(grad, x, None, mean, variance, None, None, False, eps, wanted)
+    return of_weight, of_bias

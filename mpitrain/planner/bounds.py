@@ -18,7 +18,6 @@ from functools import lru_cache
 from mpitrain.planner.held import ITEMSIZE, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import BlockCost, Divided
-from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.predictor import Predictor
 from mpitrain.shard.placement import STAGES
@@ -92,7 +91,7 @@ class Bounds:
             layout.data, stages, layout.tensor, layout.zero, layout.share_node, layout.shard_within, layout.reshard
         )
         talk = each_pass * count + once
-        if self._places(layout).overlaps:
+        if self._of.places(layout).overlaps:
             talk = max(talk - _HIDDEN * compute, 0.1 * talk)
         work = self._work_of(known)
         shards = layout.data if layout.zero else 1
@@ -100,7 +99,7 @@ class Bounds:
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that the rank that needs most takes at least, by category."""
-        work, places, stage = self._work_of(layout), self._places(layout), STAGES[layout.zero]
+        work, places, stage = self._work_of(layout), self._of.places(layout), STAGES[layout.zero]
         device = self._of.machine.device is not None
         elements, itemsize = work.numel / layout.pipeline, ITEMSIZE[self._of.model.precision]
         shards = places.shards()[0].size
@@ -124,7 +123,7 @@ class Bounds:
 
     def _waited(self, layout: ParallelLayout) -> float:
         """The share of a stage's seconds that later stages wait for; 0 where no bound is known."""
-        if layout.chunks > 1 or layout.slices > 1 or self._of.turns(self._places(layout)) > 1.0:
+        if layout.chunks > 1 or layout.slices > 1 or self._of.turns(self._of.places(layout)) > 1.0:
             return 0.0
         if layout.schedule in ("1f1b", "gpipe"):
             return 1.0
@@ -133,7 +132,7 @@ class Bounds:
     def _seconds(self, layout: ParallelLayout, waited: float, *, bound: bool = False) -> float:
         """Of all passes through a stage. bound: of the variant of the layout that takes least."""
         work, stages = self._work_of(layout), layout.pipeline
-        turns = self._of.turns(self._places(layout))
+        turns = self._of.turns(self._of.places(layout))
         each = (work.seconds + work.again * layout.recompute) * turns + work.exchanged
         if bound and layout.tensor > 1 and not layout.sequence:
             each = (work.least + work.again * layout.recompute) * turns
@@ -155,7 +154,7 @@ class Bounds:
         rest = self._of.ranks // tensor
         shape = (1, rest, tensor) if alone else (rest, 1, tensor)
         layout = ParallelLayout(*shape, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole)
-        places = self._places(layout)
+        places = self._of.places(layout)
         blocks = self._of.blocks(layout, places)
         undivided = blocks
         if tensor > 1 and not sequence:
@@ -184,7 +183,7 @@ class Bounds:
         layout = ParallelLayout(data, pipeline, tensor, zero, share_node, within, reshard)
         if data == 1:
             return 0.0, 0.0
-        places, links = self._places(layout), self._of.machine.links
+        places, links = self._of.places(layout), self._of.machine.links
         nbytes = self._work(1, tensor, False, 1, (), True).numel / pipeline * ITEMSIZE[self._of.model.precision]
         local = places.data.nodes.count(places.data.nodes[0])
         inside = nbytes / min(links.local_bandwidth, links.memory_rate / places.each) if local > 1 else 0.0
@@ -196,9 +195,6 @@ class Bounds:
         if within == "node":
             return (inside, across * 2 + inside + steps) if zero > 1 else (0.0, 2 * way)
         return (way, way) if zero > 1 else (0.0, 2 * way)
-
-    def _places(self, layout: ParallelLayout) -> LayoutPlaces:
-        return LayoutPlaces(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)
 
 
 def _seconds(block: BlockCost) -> float:

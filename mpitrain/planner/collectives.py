@@ -116,7 +116,7 @@ class CollectiveTimes:
         links = self._links
         if inside:
             return links.local_latency + nbytes / links.local_bandwidth
-        return links.latency + nbytes * beside / links.bandwidth
+        return links.latency * float(links.flights(nbytes)) + nbytes * beside / links.bandwidth
 
     def _at(self, operation: str, nbytes: int, group: Group, memory: str) -> float:
         key = operation, group, memory, nbytes

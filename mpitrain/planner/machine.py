@@ -77,6 +77,8 @@ class MachineProfile:
         process: Bytes of a rank that trains next to nothing.
         device: The accelerators; None where there are none.
         collectives: What collective operations took where they were measured; empty: nowhere.
+        seen_cores: How many cores the system tells ranks of. Ranks that believe to have one each keep it while they
+            wait.
     """
 
     name: str
@@ -94,3 +96,4 @@ class MachineProfile:
     process: int = 360 << 20
     device: Device | None = None
     collectives: tuple[Measured, ...] = ()
+    seen_cores: float = 0.0  # 0: as many as there are

@@ -52,6 +52,7 @@ HEAD = {
 SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "node": {
         "cores": MachineKey(COUNT, "cores", "that ranks run on"),
+        "seen_cores": MachineKey(COUNT, "seen_cores", "that they believe to have, where others compute on them too"),
         "memory": MachineKey(BYTES, "memory", "of a node"),
         "memory_bandwidth": MachineKey(
             BYTE_RATE, "links.memory_rate", "reads and writes of all cores at once, as STREAM counts them", 0.5
@@ -72,6 +73,7 @@ SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "network": {
         "latency": MachineKey(SECONDS, "links.latency", "of a message between nodes"),
         "bandwidth": MachineKey(BIT_RATE, "links.bandwidth", "of a node's links together, one way"),
+        "eager": MachineKey(BYTES, "links.eager", "a longer message is announced and asked for: three latencies"),
     },
     "inside": {
         "latency": MachineKey(SECONDS, "links.local_latency", "of a message inside a node"),
@@ -113,6 +115,7 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
     copy = given.get("core.copy_rate", min(_DEFAULT.copy_rate, bandwidth / 2))
     write = given.get("folder.write_rate", given.get("folder.rank_write_rate", 1e9))
     found = {
+        "node.seen_cores": cores,
         "core.threads": 0.9,
         "core.update_rate": min(2 * copy, bandwidth / cores) / _UPDATE_BYTES,
         "core.copy_rate": copy,
@@ -122,6 +125,7 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
         "rank.process": 360 << 20,
         "network.latency": _DEFAULT.latency,
         "network.bandwidth": _DEFAULT.bandwidth,
+        "network.eager": _DEFAULT.eager,
         "inside.latency": min(_DEFAULT.local_latency, given.get("network.latency", 1.0)),
         "inside.bandwidth": 0.6 * copy,
         "inside.barrier": _DEFAULT.fence,

@@ -19,22 +19,24 @@ class LayoutPlaces:
         each: Ranks of a node.
         cores: Of a node; may be a part of one.
         layout: The layout.
+        seen: Cores that the system tells ranks of; 0: as many as there are.
     """
 
     nodes: int
     each: int
     cores: float
     layout: ParallelLayout
+    seen: float = 0.0
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether a node has more ranks than cores."""
-        return self.each > self.cores
+        """Whether a node has more ranks than cores, as far as they know: those that do sleep while they wait."""
+        return self.each > (self.seen or self.cores)
 
     @property
     def overlaps(self) -> bool:
         """Whether a core is left on each node for communication in the background."""
-        return self.cores > self.each
+        return (self.seen or self.cores) > self.each
 
     @property
     def turns(self) -> float:
@@ -44,7 +46,7 @@ class LayoutPlaces:
     @property
     def threads(self) -> int:
         """That a rank computes with."""
-        return max(1, int(self.cores // self.each))
+        return max(1, int((self.seen or self.cores) // self.each))
 
     @property
     def data(self) -> Group:

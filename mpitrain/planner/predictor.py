@@ -70,13 +70,13 @@ class Predictor:
         Raises:
             InputError: The layout is impossible for this model, or on so many ranks.
         """
-        places = self._places(layout)
+        places = self.places(layout)
         parts = StepSimulation(self, places).run()
         return Prediction(layout, sum(parts.values()), parts, self.memory(layout), self.model.batch)
 
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
-        places = self._places(layout)
+        places = self.places(layout)
         means = Means(
             places, self.machine.device is not None, self.model.moments, self.machine.process, self._elements()
         )
@@ -104,13 +104,18 @@ class Predictor:
         assert self.machine.device is not None
         return -(-self.ranks_per_node // self.machine.device.count)
 
-    def _places(self, layout: ParallelLayout) -> LayoutPlaces:
+    def places(self, layout: ParallelLayout) -> LayoutPlaces:
+        """Where the layout's ranks are.
+
+        Raises:
+            InputError: It is one of another number of ranks.
+        """
         if layout.ranks != self.ranks:
             raise refusal(
                 f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} are not the {self.ranks} "
                 f"ranks of {self.nodes} x {self.ranks_per_node}"
             )
-        return LayoutPlaces(self.nodes, self.ranks_per_node, self.machine.cores, layout)
+        return LayoutPlaces(self.nodes, self.ranks_per_node, self.machine.cores, layout, self.machine.seen_cores)
 
     def blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
         """What each block costs for a microbatch (or a slice of one)."""

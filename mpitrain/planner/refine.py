@@ -12,7 +12,6 @@ from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import AxisExchange, BlockCost, Divided
 from mpitrain.planner.notation import sizes
 from mpitrain.planner.parts import Prices, choose, pairs_of, whole_patterns
-from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.stages import Limits, best_cut, held_at_most
 from mpitrain.shard.placement import STAGES, formula
@@ -45,7 +44,7 @@ class Refinement:
         count, stages = self._microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
         limits = Limits(self._room() / layout.chunks, held, per_element, layout.recompute)
-        places = self._places(layout)
+        places = self._of.places(layout)
         inside = len(set(places.pipeline)) == 1
 
         def message(nbytes: int) -> float:
@@ -58,7 +57,7 @@ class Refinement:
 
     def _find_whole(self, layout: ParallelLayout) -> tuple[str, ...]:
         """Patterns of the layers that are better left whole, as far as there is room for it."""
-        places = self._places(layout)
+        places = self._of.places(layout)
 
         def exchange(each: AxisExchange) -> float:
             return self._of.collectives.seconds(each.operation, each.nbytes, places.axis(each.axis))
@@ -75,10 +74,7 @@ class Refinement:
         return whole_patterns(pairs, counts) if counts and any(counts) else ()
 
     def _blocks(self, layout: ParallelLayout) -> tuple[BlockCost, ...]:
-        return self._of.blocks(layout, self._places(layout))
-
-    def _places(self, layout: ParallelLayout) -> LayoutPlaces:
-        return LayoutPlaces(self._of.nodes, self._of.ranks_per_node, self._of.machine.cores, layout)
+        return self._of.blocks(layout, self._of.places(layout))
 
     def _microbatches(self, layout: ParallelLayout) -> int:
         share = -(-self._of.model.batch // layout.data)
@@ -89,7 +85,7 @@ class Refinement:
 
     def _per_element(self, layout: ParallelLayout) -> float:
         """Bytes of a parameter with its gradient and states on one rank."""
-        shard = self._places(layout).shards()[0].size
+        shard = self._of.places(layout).shards()[0].size
         model = self._of.model
         return formula(STAGES[layout.zero], shard, 1, ITEMSIZE[model.precision], model.moments).total
 

@@ -10,6 +10,7 @@ node's cores compute in turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
 _HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
 _DIRECT = 16 << 10  # bytes of which each rank of a tensor axis sums all
+_CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting, as measured on one machine
+_VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
 
 
@@ -86,11 +89,18 @@ class StepSimulation:
         return self.model.blocks(samples, self.layout.divided, self.places.threads)
 
     def _pace(self, share: int) -> float:
-        """How much longer than alone the rank with most samples computes: the others of its node may have fewer."""
+        """How much longer than alone the rank with most samples computes: the others of its node may have fewer.
+
+        Ranks that wait for the last ones keep their cores, so that three ranks on two cores take two turns.
+        """
         if self.turns == 1.0:
             return 1.0
         even = self.model.batch / self.layout.data / share
-        return max(1.0, self.turns * even)
+        return max(1.0, math.ceil(self.turns - 1e-3) * even)
+
+    def _meeting(self, group: Group) -> float:
+        """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
+        return _CHANGE * (self.turns - 1.0) if group.size > 1 and not self.means.device else 0.0
 
     def _one_pass(
         self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
@@ -134,7 +144,7 @@ class StepSimulation:
         if self.layout.data == 1:
             return []
         operation = "reduce_scatter" if self.layout.zero else "all_reduce"
-        return [self.seconds(operation, nbytes, self.shard) for nbytes in holds.buckets]
+        return [self.seconds(operation, n, self.shard) + self._meeting(self.shard) for n in holds.buckets]
 
     def _reduce_after(self, holds: StageHoldings) -> None:
         """The reduction of whole gradients after backward, where nothing was reduced under it."""
@@ -152,7 +162,8 @@ class StepSimulation:
 
     def _gathers(self, holds: StageHoldings) -> dict[str, float]:
         """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
-        *units, root = [self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets]
+        meeting = self._meeting(self.shard)
+        *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
         names = [block.name for block in reversed(holds.stages[0]) if is_unit(block)]
         found = dict(zip(names, units, strict=True))
         first = holds.stages[0][0].name
@@ -170,11 +181,11 @@ class StepSimulation:
         """
         group, memory = self.groups[exchange.axis]
         links, nbytes = self.machine.links, float(exchange.nbytes)
-        seconds = self.seconds(exchange.operation, nbytes, group, memory)
+        seconds = self.seconds(exchange.operation, nbytes, group, memory) + self._meeting(group)
         if exchange.axis != "tensor" or len(set(group.nodes)) > 1 or self.means.device or group.size == 1:
             return seconds
         copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
-        meets = self.predictor.collectives.barrier(group)
+        meets = self.predictor.collectives.barrier(group) + self._meeting(group)
         if exchange.operation == "all_gather":
             return meets + copied / group.size + copied
         if exchange.operation == "reduce_scatter":
@@ -208,10 +219,9 @@ class StepSimulation:
             sum(b.weight + b.later for b in stage) + late - soon + splitting
             for stage, late, soon in zip(stages, back, early, strict=True)
         ]
-        costs = Costs(forward, input_, weight)
         each = [sum(seconds) for seconds in zip(forward, input_, weight, strict=True)]
         alone = [sum(each[n] for n in schedule.stages_of(rank)) * flow.microbatches for rank in range(schedule.ranks)]
-        ends = self._ends(flow, costs, stages)
+        ends = self._ends(flow, (forward, input_, weight), stages)
         here = max(range(len(ends)), key=lambda rank: ends[rank])
         talk = sum((t[0] + t[1]) * flow.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
         compute = min((alone[here] - talk) * self.turns, ends[here] - talk)
@@ -220,8 +230,10 @@ class StepSimulation:
         self.parts["pipeline"] += ends[here] - compute - talk
         return self._reduce_stages(schedule, ends)
 
-    def _ends(self, flow: Flow, costs: Costs, stages: Sequence[Sequence[BlockCost]]) -> Sequence[float]:
-        """When each rank of a pipeline has done its last step."""
+    def _ends(
+        self, flow: Flow, passes: Sequence[Sequence[float]], stages: Sequence[Sequence[BlockCost]]
+    ) -> Sequence[float]:
+        """When each rank of a pipeline has done its last step. passes: seconds of each stage's three kinds of steps."""
         nodes, schedule = self.places.pipeline, flow.shape
         local = nodes.count(nodes[0])
         beside = self.places.each // max(1, local)  # pipelines (and tensor ranks) whose messages leave a node at once
@@ -231,11 +243,14 @@ class StepSimulation:
             inside = nodes[schedule.rank_of[stage]] == nodes[schedule.rank_of[to]]
             return self.predictor.collectives.message(nbytes, inside, beside)
 
-        if self.turns > 1.0:
+        keep = self.turns > 1.0 and not self.places.oversubscribed and not self.means.device
+        # where ranks do not know that there are others, they keep their cores while they wait
+        forward, input_, weight = [[s * self.turns for s in p] for p in passes] if keep else passes
+        if self.turns > 1.0 and not keep:
             cores = local / self.turns
-            return turns.run(flow.whole, costs, nodes, cores, message).ends
+            return turns.run(flow.whole, Costs(forward, input_, weight), nodes, cores, message).ends
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
-        return flow.ends(Costs(costs.forward, costs.input, costs.weight, longest))
+        return flow.ends(Costs(forward, input_, weight, longest))
 
     def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> int:
         """The gradients of each position's ranks, from when those are done; the position that is done last."""
@@ -269,7 +284,10 @@ class StepSimulation:
         layout, machine, places = self.layout, self.machine, self.places
         shards = self.shard.size if layout.zero else 1
         elements = (holds.flat.numel if layout.zero else holds.numel) / shards
-        self.parts["update"] += elements / self._update_rate() * self.turns
+        rate, values = self._update_rate(), holds.flat.buckets if layout.zero else len(holds.weights)
+        self.parts["update"] += (elements / rate + values * _VALUE) * self.turns
+        if not self.means.device:  # gradients are clipped by a pass over them
+            self.parts["update"] += elements * 4 / machine.links.copy_rate * self.turns
         summed = holds.numel / max(shards, layout.data) * 4 / machine.links.copy_rate
         self.parts["update"] += summed * self.turns
         axes = [places.data, places.tensor, Group(places.pipeline, 1, places.oversubscribed)]

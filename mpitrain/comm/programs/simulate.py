@@ -35,6 +35,15 @@ class Machine:
     step: float = 2e-6  # of starting any one step in Python
     fence: float = 1e-6  # of a barrier in a node, per doubling of its ranks
     cores: float = 64  # per node; a fraction of them where others use the rest
+    eager: float = 1 << 16  # bytes: a longer message between nodes is asked for first, see `flights`
+
+    def flights(self, nbytes: np.ndarray | float) -> np.ndarray | float:
+        """How many latencies pass until the first byte of a message between nodes is there.
+
+        A long message goes from the sender's memory to the receiver's only when both are ready: it is announced, and
+        asked for, before it goes (the rendezvous protocol of MPI libraries).
+        """
+        return np.where(np.asarray(nbytes) > self.eager, 3.0, 1.0)
 
 
 def simulate(program: Program, chunk_bytes: Sequence[float], machine: Machine = Machine()) -> float:
@@ -126,10 +135,11 @@ class _Simulation:
         local_rate = self.local_rate / turns
         rate_out = np.where(leaves, link[self.node], local_rate)
         rate_in = np.where(enters, link[self.node[peer_from]], local_rate[peer_from])
-        latency_out = np.where(leaves, self.machine.latency, self.machine.local_latency)
-        latency_in = np.where(enters, self.machine.latency, self.machine.local_latency)
-        size_in = self._bytes(step.recv)
-        sent = np.maximum(begin, begin[peer_to]) + latency_out + self._bytes(step.send) / rate_out
+        size_in, size_out = self._bytes(step.recv), self._bytes(step.send)
+        far_in, far_out = (self.machine.latency * self.machine.flights(size) for size in (size_in, size_out))
+        latency_out = np.where(leaves, far_out, self.machine.local_latency)
+        latency_in = np.where(enters, far_in, self.machine.local_latency)
+        sent = np.maximum(begin, begin[peer_to]) + latency_out + size_out / rate_out
         got = np.maximum(begin, begin[peer_from]) + latency_in + size_in / rate_in
         end = np.maximum(np.where(sends, sent, begin), np.where(receives, got, begin))
         self.clock = np.where(sends | receives, end + self.machine.step * turns, self.clock)
