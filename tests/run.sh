@@ -51,9 +51,9 @@ serial_tests() { # serial_tests LABEL PYTEST ARGUMENTS...
     [ $code -eq 0 ] || [ $code -eq 5 ]
 }
 
-in_two_halves() { # in_two_halves FOLDERS...: these in the background, with what they say kept, beside all others
+in_two_halves() { # in_two_halves PATHS...: these in the background, with what they say kept, beside all but ${alone[@]}
     local log=$MPITRAIN_TESTS/beside.log others=() code=0 beside
-    for folder in "$@"; do others+=("--ignore=$folder"); done
+    for path in "$@" ${alone[@]+"${alone[@]}"}; do others+=("--ignore=$path"); done
     serial_tests beside "$@" >"$log" 2>&1 &
     beside=$!
     trap "kill $beside 2>/dev/null" EXIT
@@ -88,10 +88,15 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
 fi
 if [ -n "$serial" ] || [ -n "$long" ]; then
     echo "== serial ${long:+($long)}"
-    if [ -n "$all" ] && [ -z "$long" ]; then
-        in_two_halves tests/{backend,bench,checkpoint,comm,data,models,monitor} || failed=1
-    else # of the long ones some ask how fast a job recovers, or have daemons that must not be silent for seconds
+    alone=()
+    if [ -z "$all" ]; then
         serial_tests serial "${targets[@]}" || failed=1
+    elif [ -z "$long" ]; then
+        in_two_halves tests/{backend,bench,checkpoint,comm,data,models,monitor} || failed=1
+    else # some ask how fast a job recovers or trains, or have daemons that must not be silent for seconds
+        alone=(tests/cluster/test_{dead_workers,link,local_mode,planned_hosts,shrink,slurm,slurm_backend}.py)
+        in_two_halves tests/cluster/test_{kill_campaign,local_disks,several_nodes}.py || failed=1
+        serial_tests alone "${alone[@]}" || failed=1
     fi
     for size in $(cat "$MPITRAIN_TESTS"/long-sizes-* 2>/dev/null | sort -un); do # at which there are long tests of ranks
         at_ranks "$size" "$mpi" "${MPIRUN[@]}"

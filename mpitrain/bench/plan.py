@@ -32,6 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"layers": 4, "width": 256, "heads": 8, "sequence": 64},
         "train": {"batch": 16},
     },
+    "gpt-of-6-heads": {  # for numbers of ranks that three divides
+        "model": {"layers": 4, "width": 192, "heads": 6, "sequence": 64},
+        "train": {"batch": 24},
+    },
     "resnet": {
         "data": {"path": "digits"},
         "model": {"name": "resnet", "layers": 18, "width": 32},
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = parser("plan", "The planner's predictions beside measured steps.")
     made.add_argument("--machine", metavar="FILE", help="machine profile [machine.toml in --out]")
-    made.add_argument("--models", default="gpt,resnet,factory", metavar="A,B", help="of gpt, resnet and factory")
+    made.add_argument("--models", default="gpt,resnet,factory", metavar="A,B", help=f"of {', '.join(MODELS)}")
     made.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"measurements of each [{ROUNDS}]")
     made.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a measurement [{STEPS}]")
     made.add_argument("--nodes", type=int, default=1, metavar="N", help="on so many nodes [1]")
@@ -76,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write predictions there alone; under mpirun: read them",
     )
+    made.add_argument("--layouts", metavar="'A;B'", help="these, beside the first choices, instead of all kinds")
     made.add_argument("--choices", type=int, default=FIRST, metavar="N", help=f"first choices measured [{FIRST}]")
     return made
 
@@ -116,7 +121,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     from mpitrain.planner.candidates import rules_of
     from mpitrain.planner.described import description_of
     from mpitrain.planner.layouts import ParallelLayout
-    from mpitrain.planner.notation import settings, text
+    from mpitrain.planner.notation import read, settings, text
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
@@ -130,7 +135,8 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
         predictor = Predictor(model, machine, options.nodes, each)
         plan = best(predictor, rules_of(config), options.choices)
         layouts: dict[ParallelLayout, int] = {each.layout: number for number, each in enumerate(plan.found)}
-        for layout in spread(ranks, model.batch, len(model.blocks(1))):
+        asked = [read(line) for line in options.layouts.split(";")] if options.layouts else None
+        for layout in asked or spread(ranks, model.batch, len(model.blocks(1))):
             layouts.setdefault(layout, -1)
         rows = []
         for layout, number in layouts.items():

@@ -1,8 +1,9 @@
 """Measures what training steps of given layouts take, for the benchmark `plan`: seconds, and bytes of each rank.
 
 Each layout trains by the trainer itself, one after the other in the same processes, several times over in turns; what
-is timed is a step with its batch. A first turn is for memory: the most that a rank's own pages took, and its part of
-the pages that the ranks of its node share, above what it had before there was a model. In that turn the C library is
+is timed is a step with its batch. A first turn is for memory: the most that a rank took above what it had before there
+was a model. In training that is the most of its own pages, and its part of the pages that the ranks of its node share
+at the end; before, while the model is made, of both together. In that turn the C library is
 told to take each large piece of memory from the system and to give it back, so that the pages are those in use, without
 the holes between them that it keeps otherwise (the planner's category `allocator`).
 """
@@ -17,7 +18,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,8 +85,9 @@ def _one(
     world.barrier()
     before, shared_before = _own_bytes(), _shared_bytes()
     trainer = Trainer(config, world=world)
-    with _watched(watching) as most:
+    with _watched(lambda: _own_bytes() + _shared_bytes(), watching) as first:
         trainer.prepare()
+    with _watched(_own_bytes, watching) as most:
         times: list[float] = []
         workers = trainer.places.workers
         with batches(trainer.config, workers.share, trainer.data, 0, trainer.device) as loader:
@@ -102,7 +104,8 @@ def _one(
     account = trainer.engine.memory()
     kinds = ("parameters", "gradients", "states", "activations", "buffers")
     told = {kind: float(getattr(account, kind)) for kind in kinds}
-    own = torch.tensor([most[0] - before + max(0, shared - shared_before)], dtype=torch.float64)
+    both = most[0] + max(shared, shared_before), first[0]
+    own = torch.tensor([max(both) - before - shared_before], dtype=torch.float64)
     world.all_reduce(own, "max")
     trainer.engine.close()
     trainer.places.mesh.free()
@@ -117,16 +120,16 @@ def _slowest(world: Communicator, seconds: float) -> float:
 
 
 @contextmanager
-def _watched(watching: bool) -> Iterator[list[int]]:
-    """The most bytes of this process' own pages, in a list of one; as at the beginning if nobody is to watch."""
-    most, done = [_own_bytes()], threading.Event()
+def _watched(nbytes: Callable[[], int], watching: bool) -> Iterator[list[int]]:
+    """The most bytes that there are meanwhile, in a list of one; as at the beginning if nobody is to watch."""
+    most, done = [nbytes()], threading.Event()
     if not watching:  # a thread that looks now and then slows the others down
         yield most
         return
 
     def watch() -> None:
         while not done.wait(_EVERY):
-            most[0] = max(most[0], _own_bytes())
+            most[0] = max(most[0], nbytes())
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -61,3 +61,13 @@ def test_long_rings_are_extrapolated_truly() -> None:
     assert program is not None
     whole = simulate(program, [nbytes / program.chunks] * program.chunks, LINKS)
     assert CollectiveTimes(LINKS).seconds("all_reduce", nbytes, Group(nodes)) == pytest.approx(whole, rel=0.03)
+
+
+def test_a_long_message_between_nodes_is_announced_and_asked_for_before_it_goes() -> None:
+    links = Machine(latency=1e-2, eager=1 << 16)
+    made = CollectiveTimes(links)
+    for nbytes, flights in ((1 << 16, 1), (1 << 17, 3)):
+        assert made.message(nbytes, inside=False) == pytest.approx(flights * 1e-2 + nbytes / links.bandwidth)
+        assert made.message(nbytes, inside=True) < 1e-3
+    short, long = (made.seconds("all_gather", 2 * nbytes, Group((0, 1))) for nbytes in (1 << 16, 1 << 17))
+    assert (short, long) == (pytest.approx(1e-2, rel=0.01), pytest.approx(3e-2, rel=0.01))

@@ -68,6 +68,20 @@ def test_ranks_beyond_the_cores_take_turns() -> None:
     assert eight.parts["update"] > 3 * two.parts["update"]  # each rank updates all
 
 
+def test_ranks_that_wait_for_the_last_ones_keep_their_cores() -> None:
+    model = FakeModel(batch=12)
+    three = Predictor(model, TWO, 1, 3).predict(ParallelLayout(3, microbatch=4))
+    assert three.parts["compute"] == pytest.approx(2 * once(model, 4))  # two turns on two cores, not one and a half
+    one = replace(TWO, cores=1, links=replace(LINKS, cores=1))
+    layout = ParallelLayout(1, 2, microbatch=2, schedule="1f1b")
+    alone, sleeping, spinning = (
+        Predictor(model, machine, 1, 2).predict(layout) for machine in (TWO, one, replace(one, seen_cores=2))
+    )
+    inside = [found.parts["compute"] + found.parts["pipeline"] for found in (alone, sleeping, spinning)]
+    assert inside[0] < inside[1] < inside[2]  # who believes to have a core does not sleep while it waits
+    assert inside[2] == pytest.approx(2 * inside[0], rel=1e-3)
+
+
 def test_a_pipeline_runs_its_schedule() -> None:
     model = FakeModel(layers=6, batch=16)
     layout = ParallelLayout(1, 2, microbatch=2, schedule="1f1b")
