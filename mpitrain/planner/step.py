@@ -32,6 +32,7 @@ _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its
 _HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
 _DIRECT = 16 << 10  # bytes of which each rank of a tensor axis sums all
 _CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting, as measured on one machine
+_SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
 _VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
 PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
 
@@ -50,6 +51,8 @@ class StepSimulation:
         self.means = Means(places, self.machine.device is not None, self.model.moments, 0)
         self.blocks = predictor.blocks(self.layout, places)
         self.turns = predictor.turns(places)
+        # ranks that do not know of others on their cores keep them while they wait
+        self.spins = self.turns > 1.0 and not places.oversubscribed and not self.means.device
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.shard, self.replicas = places.shards()
         self.seconds = predictor.collectives.seconds
@@ -100,7 +103,9 @@ class StepSimulation:
 
     def _meeting(self, group: Group) -> float:
         """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
-        return _CHANGE * (self.turns - 1.0) if group.size > 1 and not self.means.device else 0.0
+        if group.size == 1 or self.means.device:
+            return 0.0
+        return (_SLICE if self.spins else _CHANGE) * (self.turns - 1.0)
 
     def _one_pass(
         self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
@@ -243,10 +248,8 @@ class StepSimulation:
             inside = nodes[schedule.rank_of[stage]] == nodes[schedule.rank_of[to]]
             return self.predictor.collectives.message(nbytes, inside, beside)
 
-        keep = self.turns > 1.0 and not self.places.oversubscribed and not self.means.device
-        # where ranks do not know that there are others, they keep their cores while they wait
-        forward, input_, weight = [[s * self.turns for s in p] for p in passes] if keep else passes
-        if self.turns > 1.0 and not keep:
+        forward, input_, weight = [[s * self.turns for s in p] for p in passes] if self.spins else passes
+        if self.turns > 1.0 and not self.spins:
             cores = local / self.turns
             return turns.run(flow.whole, Costs(forward, input_, weight), nodes, cores, message).ends
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
