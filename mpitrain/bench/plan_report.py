@@ -6,6 +6,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
     models = dict.fromkeys(model for found in results.values() for model in found)
     of_models = [[row for found in results.values() for row in found.get(model, [])] for model in models]
     order = [_order(rows) for rows in of_models]
+    agreed = [_agreement(rows) for rows in of_models if len(rows[0]["measured"]["seconds"]) > 1]
     chosen = [seconds(rows[0]) / min(map(seconds, rows)) for rows in groups]
     targets = [
         _target(f"step time of {len(every)} layouts, median distance", _TIME, statistics.median(times)),
@@ -34,7 +36,7 @@ def report(results: dict[int, dict[str, list[Row]]], options: argparse.Namespace
         ReportTarget(
             f"rank correlation of predicted and measured step times, of {', '.join(models)} at all numbers of ranks",
             f"at least {_RANKS}",
-            _told(order),
+            _told(order) + (f" (two rounds of measuring agree by {_told(agreed)})" if agreed else ""),
             min(order) >= _RANKS,
         ),
         ReportTarget(
@@ -76,6 +78,12 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float:
     if len(first) < 3:
         return 1.0
     return float(np.corrcoef(places[0], places[1])[0, 1])
+
+
+def _agreement(rows: Sequence[Row]) -> float:
+    """How well two rounds of measuring have the same order, on average: no prediction can be expected to do better."""
+    rounds = zip(*([statistics.median(each) for each in row["measured"]["seconds"]] for row in rows), strict=True)
+    return statistics.mean(correlation(one, other) for one, other in combinations(map(list, rounds), 2))
 
 
 def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
