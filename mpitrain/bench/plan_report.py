@@ -103,6 +103,8 @@ def table(ranks: int, model: str, rows: Sequence[Row]) -> ReportTable:
 
 def _draw(figure: Any, results: dict[int, dict[str, list[Row]]]) -> None:
     """Predicted over measured times, and bytes, by model."""
+    from matplotlib.ticker import LogLocator
+
     figure.set_size_inches(11, 5)
     left, right = figure.subplots(1, 2)
     models = list(dict.fromkeys(model for found in results.values() for model in found))
@@ -120,4 +122,8 @@ def _draw(figure: Any, results: dict[int, dict[str, list[Row]]]) -> None:
         axis.plot(ends, ends, color="black", linewidth=0.8)
         axis.fill_between(ends, [e * (1 - band) for e in ends], [e * (1 + band) for e in ends], color="grey", alpha=0.2)
         axis.set(xscale="log", yscale="log", xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            scale.set_major_formatter("{x:g}")
+            scale.set_minor_formatter("")
     left.legend(fontsize=7)
