@@ -32,6 +32,7 @@ def measure(world: Communicator, plain: PlainMPI, quick: bool) -> dict[str, Any]
         times = interleaved(world, probes.contenders(), repeats, seconds)
         quiet = {name: Times([float(np.quantile(of.all, _QUIET))]) for name, of in times.items()}
         found = asdict(probes.machine(quiet))
+        del found["eager"]  # the library's own, which is not measured
     finally:
         arena.free()
     if world.num_nodes > 1:

@@ -77,5 +77,5 @@ def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
     for section in wanted:
         for key, of in SECTIONS[section].items():
             holder, _, attribute = of.attribute.rpartition(".")
-            if holder == "links":
+            if holder == "links" and attribute in links:
                 values.setdefault(section, {})[key] = links[attribute] / of.factor
