@@ -111,7 +111,7 @@ def row(points: Sequence[Point]) -> str:
         return f"{point.ranks:7,}  nothing fits"
     told = f"{seconds_text(found.seconds):>9}  {found.samples / found.seconds:10,.1f}  {efficiency_of(points):10.0%}"
     memory = bytes_text(found.total_memory)
-    return f"{point.ranks:7,}  {told}  {memory:>10}  {found.samples:6,}  {notation.text(found.layout)}"[:118]
+    return f"{point.ranks:7,}  {told}  {memory:>10}  {found.samples:6,}  {notation.text(found.layout)}"
 
 
 def draw(figure: Any, strong: Sequence[Point], weak: Sequence[Point], title: str = "") -> None:
