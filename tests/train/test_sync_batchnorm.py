@@ -1,0 +1,48 @@
+"""Batch norms over the ranks are those of torch over the whole batch, however it is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpitrain.layers.sync_batchnorm import SyncBatchNorm
+
+FEATURES = 6
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("shape", [(FEATURES,), (FEATURES, 5), (FEATURES, 5, 5)], ids=str)
+@pytest.mark.parametrize(("mean", "precise"), [(0.0, 1e-6), (1000.0, 1e-3)])
+def test_parts_of_a_batch_are_normalized_as_the_whole(world, shape, mean, precise):
+    torch.manual_seed(0)
+    sizes = [4 + rank for rank in range(world.size - 1)] + [0]  # the last rank has no sample
+    x = torch.randn(sum(sizes), *shape) + mean
+    grad = torch.randn_like(x)
+    kind = {1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d}[len(shape)]
+    whole = kind(FEATURES)
+    torch.nn.init.normal_(whole.weight)
+    torch.nn.init.normal_(whole.bias)
+    own = SyncBatchNorm.convert(kind(FEATURES), world)
+    own.load_state_dict(whole.state_dict())
+    wanted_x = x.double().requires_grad_()
+    wanted = whole.double()(wanted_x)
+    wanted.backward(grad.double())
+    begin = sum(sizes[: world.rank])
+    mine = slice(begin, begin + sizes[world.rank])
+    own_x = x[mine].clone().requires_grad_()
+    found = own(own_x)
+    found.backward(grad[mine])
+
+    def close(one, other):
+        other = other.detach()
+        largest = float(other.abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other, rtol=precise, atol=precise * largest)
+
+    close(found.detach(), wanted[mine])
+    close(own_x.grad, wanted_x.grad[mine])
+    for name in ("weight", "bias"):
+        gradient = getattr(own, name).grad
+        world.all_reduce(gradient)
+        close(gradient, getattr(whole, name).grad)
+    close(own.running_mean, whole.running_mean)
+    close(own.running_var, whole.running_var)
