@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from mpitrain.bench.freed_memory import give_back
 from mpitrain.comm import Communicator
 from mpitrain.data.on_device import on_device
 from mpitrain.trainer.data import batches
@@ -81,7 +82,7 @@ def _one(
 ) -> tuple[list[float], float, dict[str, float]]:
     """The seconds of steps, the bytes of the rank that has most, and rank 0's account."""
     gc.collect()
-    _give_back()
+    give_back()
     world.barrier()
     before, shared_before = _own_bytes(), _shared_bytes()
     trainer = Trainer(config, world=world)
@@ -145,13 +146,6 @@ def _take_from_system(nbytes: int) -> None:
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:
         option(_MMAP_THRESHOLD, nbytes)
-
-
-def _give_back() -> None:
-    """Have the C library give freed memory back to the system, for what comes next."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _own_bytes() -> int:

@@ -23,7 +23,6 @@ time grows with ranks and parameters instead, without the memory; `--device` a s
 from __future__ import annotations
 
 import argparse
-import ctypes
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ import numpy as np
 
 from mpitrain.bench import step_device
 from mpitrain.bench.collectives_device import asked_for
+from mpitrain.bench.freed_memory import give_back
 from mpitrain.bench.jobs import Benchmark, launched, parser, repeated, run
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.report import Report
@@ -190,9 +190,7 @@ def _alive(world: Communicator, shape: Shape, samples: int, names: Sequence[str]
     yield trainees
     for trainee in trainees.values():
         trainee.close()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # what the C library keeps would count as taken when the next groups are made
-        trim(0)
+    give_back()  # before the next groups are made
 
 
 def _losses(world: Communicator, trainees: Mapping[str, Trainee]) -> dict[str, float]:

@@ -33,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
     def __init__(self, features: int, comm: Communicator, **options: Any) -> None:
         super().__init__(features, **options)
         self.comm = comm
-        self._sums = _Sums(comm)
+        self._sums = _Sums()
 
     @staticmethod
     def convert(module: nn.Module, comm: Communicator) -> nn.Module:
@@ -64,7 +64,9 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        out, mean, variance, count = _SyncBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self._sums)
+        out, mean, variance, count = _SyncBatchNormFunction.apply(
+            input, self.weight, self.bias, self.eps, self.comm, self._sums
+        )
         if self.track_running_stats:
             self._track(mean, variance, count)
         return out
@@ -82,27 +84,17 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Sums:
-    """Sums of one layer over the ranks, in memory that stays: a collective is prepared for an address once.
+    """Where one layer's sums are, memory that stays: a collective is prepared for an address once."""
 
-    Args:
-        comm: The ranks.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self) -> None:
         self._memory: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def memory(self, numel: int, device: torch.device) -> torch.Tensor:
+    def of(self, numel: int, device: torch.device) -> torch.Tensor:
         """A vector of float64 for own sums; the same again and again."""
         memory = self._memory.get((numel, device))
         if memory is None:
             memory = self._memory[numel, device] = torch.empty(numel, dtype=torch.float64, device=device)
         return memory
-
-    def over_ranks(self, own: torch.Tensor) -> torch.Tensor:
-        """The sums of all ranks, in place. Collective."""
-        self._comm.all_reduce(own)
-        return own
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
@@ -119,18 +111,19 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        sums: _Sums,
+        comm: Communicator,
+        memory: _Sums,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         features = x.shape[1]
-        own = _moments(x, sums.memory(2 * features + 1, x.device))
-        of_all = sums.over_ranks(own)
-        count = of_all[-1].clone()
-        means = of_all / count
+        sums = _moments(x, memory.of(2 * features + 1, x.device))
+        comm.all_reduce(sums)
+        count = sums[-1].clone()
+        means = sums / count
         mean = means[:features]
         variance = torch.addcmul(means[features:-1], mean, mean, value=-1).clamp_(min=0)
         statistics = mean.to(_precision(x)), variance.to(_precision(x))
         ctx.save_for_backward(x, weight, count, *statistics)
-        ctx.sums, ctx.eps, ctx.has_bias = sums, eps, bias is not None
+        ctx.comm, ctx.memory, ctx.eps, ctx.has_bias = comm, memory, eps, bias is not None
         ctx.mark_non_differentiable(*statistics, count)
         return _affine(x, *statistics, weight, bias, eps), *statistics, count
 
@@ -139,14 +132,15 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         x, weight, count, mean, variance = ctx.saved_tensors
         features = x.shape[1]
         own = sums_of_weight, sums_of_bias = _gradient_sums(grad, x, mean, variance, ctx.eps)
-        sums = ctx.sums.over_ranks(torch.cat(own, out=ctx.sums.memory(2 * features, x.device)))
+        sums = torch.cat(own, out=ctx.memory.of(2 * features, x.device))
+        ctx.comm.all_reduce(sums)
         factor = (variance + ctx.eps).rsqrt_()
         factor = factor if weight is None else factor * weight
         of_weight, of_bias = ((sums / count).view(2, features) * -factor).to(factor.dtype).unbind()
         into = _affine(x, mean, variance, of_weight, of_bias, ctx.eps)
         into.addcmul_(grad, factor.to(grad.dtype).view([1, features] + [1] * (x.dim() - 2)))
         of_parameters = sums_of_weight if weight is not None else None, sums_of_bias if ctx.has_bias else None
-        return into, *of_parameters, None, None
+        return into, *of_parameters, None, None, None
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:

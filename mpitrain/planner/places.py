@@ -29,14 +29,19 @@ class LayoutPlaces:
     seen: float = 0.0
 
     @property
+    def known_cores(self) -> float:
+        """Cores of a node that ranks know of."""
+        return self.seen or self.cores
+
+    @property
     def oversubscribed(self) -> bool:
         """Whether a node has more ranks than cores, as far as they know: those that do sleep while they wait."""
-        return self.each > (self.seen or self.cores)
+        return self.each > self.known_cores
 
     @property
     def overlaps(self) -> bool:
         """Whether a core is left on each node for communication in the background."""
-        return (self.seen or self.cores) > self.each
+        return self.known_cores > self.each
 
     @property
     def turns(self) -> float:
@@ -46,7 +51,7 @@ class LayoutPlaces:
     @property
     def threads(self) -> int:
         """That a rank computes with."""
-        return max(1, int((self.seen or self.cores) // self.each))
+        return max(1, int(self.known_cores // self.each))
 
     @property
     def data(self) -> Group:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support import job
 
+from mpitrain.bench.freed_memory import give_back
 from mpitrain.bench.peers import gloo
-from mpitrain.bench.plan_measured import _give_back
 from mpitrain.bench.report import markdown
 from mpitrain.bench.step import _groups, _losses, _parser, main
 from mpitrain.bench.step_contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
@@ -146,7 +146,7 @@ def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world, 
         with open(path, "wb") as file:
             file.truncate(48 * MIB)
     gc.collect()
-    _give_back()  # what tests before this one have left must not be given back while it is watched
+    give_back()  # what tests before this one have left must not be given back while it is watched
     world.barrier()
     with _watching(world) as readings:
         own = np.ones(16 * MIB, dtype=np.uint8)
