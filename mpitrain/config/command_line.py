@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from mpitrain.config import by_model
 from mpitrain.config.messages import COMMAND_LINE, check_names, not_a_key, unknown
 from mpitrain.config.section import Sections
 from mpitrain.config.toml_file import toml_value
@@ -53,7 +54,7 @@ def help_text(program: str, sections: Sections) -> str:
         for key, field in settings.items():
             names = _choices(field.annotation)
             choices = f": {', '.join(map(str, names))}" if names else ""
-            default = json.dumps(field.default)
+            default = "; ".join(filter(None, [json.dumps(field.default), by_model.told(section, key)]))
             lines.append(f"  --{section + '.' + key:24} {field.description}{choices} [{default}]")
     return "\n".join(lines)
 

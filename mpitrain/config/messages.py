@@ -15,7 +15,11 @@ COMMAND_LINE = "command line"
 _NEAR = 0.6  # of a section's name
 _OWN_SECTION = 0.1  # how much likelier a key of the same section is meant than one spelled alike elsewhere
 _SHOWN = 3  # keys in one answer
-_SPELLED = {"dict_type": '; write {a = 1} or {"a": 1}', "tuple_type": '; write ["a", "b"]'}  # what is no text
+_SPELLED = {
+    "dict_type": '; write {a = 1} or {"a": 1}',
+    "list_type": "; write [{a = 1}]",
+    "tuple_type": '; write ["a", "b"]',
+}  # what is no text
 
 
 def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> None:

@@ -65,6 +65,11 @@ class ParallelSection(Section):
     chunks: int = setting(1, "model chunks per pipeline rank (interleaved)", ge=1, also=["virtual_stages"])
     recording: str = setting("", "file for when each pipeline step ran, in the third training step")
     offload: str = setting("", "optimizer states in `host` memory or in a memory-mapped file under a PATH")
+    offload_parameters: str = setting(
+        "",
+        "zero 3: parameters, between their uses, in `host` memory or in memory-mapped files under a PATH",
+        also=["offload_param"],
+    )
     auto: bool = setting(False, "let the planner choose how the training is spread over these ranks")
     machine: str = setting(
         "", "with auto: a machine profile, a file or the name of a given one; empty: measured at the start"

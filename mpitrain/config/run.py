@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
+from pydantic import AllowInfNan, field_validator, model_validator
 
-from mpitrain.config.section import Section, setting
+from mpitrain.choices import Augmentation
+from mpitrain.config.section import Named, Section, setting
 
 
 class RunSection(Section):
@@ -33,9 +36,29 @@ class DataSection(Section):
     """[data]"""
 
     path: str = setting("", "data set folder, or `digits`; empty: Python's own source as bytes", also=["dataset"])
+    mix: dict[str, Annotated[float, Gt(0), AllowInfNan(False)]] = setting(
+        {}, "instead of data.path: several data sets, each with its weight", also=["datasets", "data_weights", "blend"]
+    )
+    documents: Literal["joined", "apart"] = setting(
+        "joined",
+        "apart: a token sees its own document alone, where several lie in a sample",
+        also=["reset_attention_mask", "document_masking"],
+    )
     workers: int = setting(1, "reader threads per rank; 0 reads in the training thread", ge=0, also=["num_workers"])
     stage: str = setting("", "folder on each node's own disk to copy the data set to first; empty: none")
+    augment: tuple[Augmentation, ...] = setting(
+        (),
+        'what is done to images at random in training: "crop" moves them by some pixels, "flip" mirrors every second',
+        also=["augmentation", "transforms", "random_crop", "random_flip"],
+    )
+    augment_padding: int = setting(4, "with crop: pixels that images are moved by, at most", ge=1, also=["padding"])
     record_ids: bool = setting(False, "write each step's sample ids into metrics.jsonl")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        if self.path and self.mix:
+            raise ValueError("data.path and data.mix both name the data; put the path among those of data.mix")
+        return self
 
 
 class CheckpointSection(Section):
@@ -52,6 +75,11 @@ class CheckpointSection(Section):
         4380.0, "with checkpoint.every auto: hours between two failures of one node, on average", gt=0.0, also=["mtbf"]
     )
     keep: int = setting(2, "newest checkpoints kept", ge=1, also=["save_total_limit"])
+    best: str = setting(
+        "",
+        "held_out_loss or a metric: also save after each evaluation where it is the best so far, and keep that one",
+        also=["save_best", "save_best_only", "load_best_model_at_end"],
+    )
     resume: str = setting("auto", "auto: from the newest whole one in the run folder; never; or a PATH")
     background: bool = setting(False, "write from a thread while training goes on", also=["async", "async_save"])
     files: Literal["rank", "node"] = setting("rank", "one file per rank, or one per node")
@@ -73,5 +101,35 @@ class MonitorSection(Section):
     """[monitor]"""
 
     tensorboard: bool = setting(False, "also write TensorBoard events into the run folder")
-    timeline: bool = setting(False, "write a timeline of compute and communication per rank", also=["profile"])
+    wandb: bool = setting(
+        False, "also log to Weights & Biases: into RUN/wandb, for `wandb sync`, unless WANDB_MODE says otherwise"
+    )
+    mlflow: bool = setting(False, "also log to MLflow: files in RUN/mlflow, unless MLFLOW_TRACKING_URI says otherwise")
+    tracker: Named | Literal[""] = setting(
+        "", "a tracker of your own to log to as well, as package.module:Class (a mpitrain.monitor.trackers.Tracker)"
+    )
+    project: str = setting("mpitrain", "W&B's project and MLflow's experiment of the run", also=["wandb_project"])
+    name: str = setting("", "the run's name in W&B and MLflow; empty: that of the run folder", also=["run_name"])
+    timeline: str = setting(
+        "",
+        "A:B records what every rank computes and communicates in steps A to B, as a trace and a picture; empty: none",
+        also=["profile"],
+    )
     every: int = setting(10, "steps between plain progress lines", ge=1, also=["log_every", "log_interval"])
+
+    @field_validator("timeline")
+    @classmethod
+    def _from_a_step_to_a_later_one(cls, value: str) -> str:
+        if value:
+            first, last = timeline_steps(value)
+            if not 1 <= first <= last:
+                raise ValueError(
+                    f"monitor.timeline {value!r} is no A:B with 1 <= A <= B, the first and the last step to record"
+                )
+        return value
+
+
+def timeline_steps(value: str) -> tuple[int, int]:
+    """The first and the last step of monitor.timeline; (0, 0) where it is no A:B of digits."""
+    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", value)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

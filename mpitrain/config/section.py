@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
 Named: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]  # something of the user's own code
+ClassName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Z]\w*$")]  # a class of torch
 Sections: TypeAlias = Mapping[str, Mapping[str, FieldInfo]]  # the settings of each section, by their keys
 
 

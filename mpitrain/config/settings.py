@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
-from mpitrain.config import command_line
+from mpitrain.config import by_model, command_line
 from mpitrain.config.messages import COMMAND_LINE, check_names, wrong_value
 from mpitrain.config.parallel import CommSection, ParallelSection
 from mpitrain.config.run import CheckpointSection, DataSection, ElasticSection, MonitorSection, RunSection
@@ -35,6 +35,11 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     monitor: MonitorSection = MonitorSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        return by_model.completed(values) if isinstance(values, Mapping) else values
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], origin: str = "config") -> Config:

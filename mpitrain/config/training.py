@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from mpitrain.choices import RESNET_LAYERS, Decay, Model, Precision, one_of
-from mpitrain.config.section import Section, setting
+from mpitrain.choices import RESNET_LAYERS, FeedForward, Model, NoDecay, Norm, Positions, Precision, Rates, one_of
+from mpitrain.config.base_run import with_base
+from mpitrain.config.batch_sizes import Stages, checked_warmup, require_no_larger
+from mpitrain.config.groups import checked_groups
+from mpitrain.config.preset import with_preset
+from mpitrain.config.section import ClassName, Named, Section, setting
 
 
 class ModelSection(Section):
     """[model]"""
 
     name: Model = setting("gpt", "a model of mpitrain.models")
-    factory: str = setting("", "package.module:function of your own model, instead of model.name")
+    factory: str = setting(
+        "", "package.module:function of your own model, or hf:FOLDER of one of Hugging Face, instead of model.name"
+    )
     layers: int = setting(
         2,
         f"blocks (gpt), hidden layers (mlp) or {'|'.join(map(str, RESNET_LAYERS))} (resnet)",
@@ -28,6 +35,49 @@ class ModelSection(Section):
         also=["hidden_size", "n_embd", "d_model", "dim"],
     )
     heads: int = setting(4, "attention heads (gpt)", ge=1, also=["num_heads", "n_head", "num_attention_heads"])
+    kv_heads: int = setting(
+        0,
+        "heads of keys and values (gpt), each shared by as many of model.heads; 0: one for each",
+        ge=0,
+        also=["num_key_value_heads", "n_kv_heads", "num_kv_heads"],
+    )
+    hidden: int = setting(
+        0,
+        "features inside the MLP of a block (gpt); 0: four times model.width, with swiglu 8/3 of it rounded up to 64",
+        ge=0,
+        also=["intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"],
+    )
+    norm: Norm = setting("layernorm", "norms of the blocks (gpt)")
+    norm_eps: float = setting(
+        1e-5, "what a norm adds to the variance (gpt)", gt=0.0, also=["rms_norm_eps", "layer_norm_epsilon"]
+    )
+    positions: Positions = setting("rotary", "positions of tokens (gpt)")
+    max_positions: int = setting(
+        0,
+        "rows of the table of learned positions, the longest sequence (gpt); 0: model.sequence",
+        ge=0,
+        also=["max_position_embeddings", "n_positions"],
+    )
+    rope_base: float = setting(10000.0, "base of rotary positions' wavelengths (gpt)", gt=0.0, also=["rope_theta"])
+    mlp: FeedForward = setting("gelu", "what is inside the MLP of a block (gpt)", also=["hidden_act", "activation"])
+    bias: bool = setting(True, "linear layers and LayerNorms of the blocks have a bias (gpt)", also=["attention_bias"])
+    qkv_bias: bool = setting(
+        False,
+        "queries, keys and values have a bias even if model.bias is false, as in Qwen2 (gpt)",
+        also=["add_qkv_bias"],
+    )
+    tied: bool = setting(True, "the head has the embedding's weight (gpt)", also=["tie_word_embeddings"])
+    vocabulary: int = setting(
+        0,
+        "tokens that the model knows, at least as many as the data have (gpt); 0: as many",
+        ge=0,
+        also=["vocab_size", "n_vocab"],
+    )
+    preset: str = setting(
+        "",
+        "a folder with the config.json of a Hugging Face GPT-2, Llama, Mistral or Qwen2, or that file, from which all "
+        "keys of [model] come that are not given",
+    )
     sequence: int = setting(
         128, "tokens per sample", ge=1, also=["sequence_length", "seq_len", "seq_length", "block_size", "context"]
     )
@@ -35,14 +85,51 @@ class ModelSection(Section):
     compile: bool = setting(
         False, "compile the model's blocks with torch.compile: the first steps take longer", also=["torch_compile"]
     )
-    options: dict[str, Any] = setting({}, "further keyword arguments for model.factory")
+    options: dict[str, Any] = setting({}, "further keyword arguments for model.factory, or keys of an hf: config.json")
+    lora: int = setting(
+        0,
+        "rank of the adapters (LoRA) that are trained instead of the model; 0: none",
+        ge=0,
+        also=["lora_rank", "lora_r"],
+    )
+    lora_alpha: float = setting(16.0, "adapters are added times lora_alpha / lora", gt=0.0)
+    lora_dropout: float = setting(0.0, "dropout probability of an adapter's input", ge=0.0, lt=1.0)
+    lora_targets: list[str] = setting(
+        [],
+        "patterns of the linear layers with adapters, as ['q_proj']; []: those of attention",
+        also=["target_modules"],
+    )
+
+    base: str = setting(
+        "",
+        "a run folder, or one checkpoint, whose trained weights the adapters of model.lora are for, instead of random "
+        "ones; the keys of [model] that are not given come from there",
+        also=["base_model", "base_checkpoint", "base_model_name_or_path", "pretrained"],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_others(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("base") and cls.model_fields.keys() - values.keys():
+            values = with_base(values)
+        return with_preset(values) if isinstance(values, dict) and values.get("preset") else values
 
     @model_validator(mode="after")
     def _fits_the_model(self) -> ModelSection:
+        if self.base and not self.lora:
+            raise ValueError(
+                f"model.base {self.base} is for adapters, and model.lora is 0; set model.lora, or train all of the "
+                "weights in a run that python -m mpitrain.checkpoint export and import make"
+            )
         if self.name == "gpt" and not self.factory and self.width % self.heads:
             raise ValueError(
                 f"model.width {self.width} is not a multiple of model.heads {self.heads}; "
                 f"set model.width to {-(-self.width // self.heads) * self.heads}"
+            )
+        if self.name == "gpt" and not self.factory and self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}; "
+                f"set model.kv_heads to {math.gcd(self.heads, self.kv_heads)}"
             )
         if self.name == "resnet" and not self.factory and self.layers not in RESNET_LAYERS:
             raise ValueError(f"model.layers {self.layers}: a resnet has {one_of(RESNET_LAYERS)}; set one of these")
@@ -58,6 +145,11 @@ class TrainSection(Section):
         "global batch in samples, whatever the number of ranks",
         ge=1,
         also=["batch_size", "global_batch_size", "train_batch_size"],
+    )
+    batch_warmup: Stages = setting(
+        (),
+        "smaller global batches of the first steps: [[100, 8], [100, 16]] for 100 steps of 8 samples, then 100 of 16",
+        also=["rampup_batch_size", "batch_size_warmup", "batch_rampup"],
     )
     microbatch: int = setting(
         0,
@@ -81,18 +173,86 @@ class TrainSection(Section):
         100, "steps between evaluations on held-out data; 0: at the end", ge=0, also=["eval_every", "eval_interval"]
     )
     evaluate_samples: int = setting(256, "held-out samples per evaluation, at most", ge=1)
+    abort_after: int = setting(
+        50,
+        "steps in a row without an update, or with a loss that is not finite, after which the run fails; 0: never",
+        ge=0,
+        also=["max_skipped_steps", "skip_limit"],
+    )
+    metrics: tuple[Named, ...] = setting(
+        (),
+        'metrics of your own beside the loss: ["package.module:function", ...], each called as function(output, y)',
+        also=["compute_metrics"],
+    )
+    patience: int = setting(
+        0,
+        "evaluations in a row without a better train.monitor, after which the run ends; 0: it takes all steps",
+        ge=0,
+        also=["early_stopping", "early_stopping_patience"],
+    )
+    monitor: str = setting(
+        "held_out_loss",
+        "the figure that train.patience looks at: held_out_loss or a metric",
+        also=["metric_for_best_model", "early_stopping_metric"],
+    )
+    min_delta: float = setting(
+        0.0, "by how much more than this train.monitor must be better", ge=0.0, also=["early_stopping_threshold"]
+    )
+
+    @field_validator("batch_warmup", mode="before")
+    @classmethod
+    def _pairs(cls, given: Any) -> Any:
+        return checked_warmup(given)
+
+    @model_validator(mode="after")
+    def _warms_up_to_the_batch(self) -> TrainSection:
+        require_no_larger(self.batch_warmup, self.batch)
+        return self
 
 
 class OptimSection(Section):
     """[optim]"""
 
     name: str = setting(
-        "adamw", "adamw, sgd, any class of torch.optim, or package.module:Class of your own", also=["optimizer"]
+        "adamw",
+        "adamw, sgd, muon, lion, any class of torch.optim, or package.module:Class of your own",
+        also=["optimizer"],
     )
     lr: float = setting(2e-3, "peak learning rate", gt=0.0, also=["learning_rate"])
-    schedule: Decay = setting("cosine", "decay after the warm-up", also=["scheduler", "lr_scheduler", "decay"])
-    warmup: int = setting(20, "steps of linear warm-up", ge=0, also=["warmup_steps", "warmup_iters"])
-    weight_decay: float = setting(0.01, "weight decay of tensors of two or more dimensions", ge=0.0)
-    options: dict[str, Any] = setting(
-        {}, "further keyword arguments of the torch optimizer", also=["betas", "momentum"]
+    schedule: Rates | ClassName = setting(
+        "cosine",
+        "decay after the warm-up (wsd: none until optim.decay_steps before the end); or, without optim.warmup, a cycle "
+        "up and down, a test of ever higher rates, or a class of torch.optim.lr_scheduler",
+        also=["scheduler", "lr_scheduler", "decay", "lr_scheduler_type"],
     )
+    schedule_options: dict[str, Any] = setting(
+        {},
+        "keyword arguments of a class of torch.optim.lr_scheduler; power of polynomial; of one-cycle and range-test "
+        "the keys of DeepSpeed's OneCycle and LRRangeTest",
+        also=["scheduler_options"],
+    )
+    lr_end: float = setting(
+        0.0, "learning rate at the end, where it decays", ge=0.0, also=["min_lr", "lr_min", "final_lr", "eta_min"]
+    )
+    decay_steps: float = setting(
+        0.2, "steps that wsd decays in; below 1: their share of all steps", gt=0.0, also=["cooldown", "num_decay_steps"]
+    )
+    warmup: int = setting(20, "steps of linear warm-up", ge=0, also=["warmup_steps", "warmup_iters"])
+    weight_decay: float = setting(0.01, "weight decay, of what optim.no_decay does not except", ge=0.0)
+    no_decay: NoDecay = setting(
+        "vectors", "what has no weight decay: norms and biases; embeddings too; nothing", also=["no_weight_decay"]
+    )
+    options: dict[str, Any] = setting(
+        {}, "further keyword arguments of the optimizer: {betas = [0.9, 0.95]}", also=["betas", "momentum"]
+    )
+    groups: list[dict[str, Any]] = setting(
+        [],
+        'parameters with options of their own, the first match counts: [{match = "*.norm.*", weight_decay = 0.0}]; '
+        "lr, lr_scale, weight_decay, optimizer and the options of that",
+        also=["param_groups", "parameter_groups"],
+    )
+
+    @field_validator("groups")
+    @classmethod
+    def _can_be_matched(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return checked_groups(groups)

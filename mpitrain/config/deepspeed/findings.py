@@ -1,0 +1,106 @@
+"""What is found while a configuration is read: all that is wrong, told at once, and what means nothing here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mpitrain.config.deepspeed.keys import INSTEAD, ONE_IS_OFF
+from mpitrain.errors import InputError, refusal
+
+_NEAR = 0.8  # of a misspelled key and the one that is meant
+
+
+def is_off(value: Any) -> bool:
+    """Whether a key asks for nothing: it is false, or a section that is not enabled."""
+    return not value or (isinstance(value, Mapping) and value.get("enabled", True) in (False, None))
+
+
+class Findings:
+    """Collects what is wrong in one configuration.
+
+    Args:
+        origin: What errors call the configuration.
+
+    Attributes:
+        ignored: Keys that mean nothing here.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+        self._wrong: dict[str, str] = {}  # what is wrong -> how to mend it
+        self.ignored: list[str] = []
+
+    def wrong(self, what: str, mend: str) -> None:
+        """Take note of something that cannot be read."""
+        self._wrong[what] = mend
+
+    def unsupported(self, key: str) -> None:
+        """Take note of a key that asks for something that is not there."""
+        self.wrong(f"{key} has no counterpart here", INSTEAD.get(key, INSTEAD.get(key.partition(".")[0], "remove it")))
+
+    def section(self, name: str, given: Any) -> Mapping[str, Any]:
+        """What should be a section; an empty one where there is none, or something else."""
+        if given and not isinstance(given, Mapping):
+            self.wrong(f"{name} {given!r:.80} is no section", 'write {"key": value, ...}')
+        return given if isinstance(given, Mapping) else {}
+
+    def number(self, name: str, given: Any) -> float:
+        """What should be a number, also one that is written as text; 0 where it is something else."""
+        try:
+            if not isinstance(given, bool):
+                return float(given)
+        except (TypeError, ValueError):
+            pass
+        self.wrong(f"{name} {given!r:.80} is no number", "give one")
+        return 0.0
+
+    @contextmanager
+    def noting(self, where: str = "") -> Iterator[None]:
+        """Take note of an InputError instead of raising it. where: what goes before it."""
+        try:
+            yield
+        except InputError as error:
+            what, _, mend = str(error).partition("; ")
+            self.wrong(where + what, mend or "mend it")
+
+    def look(
+        self,
+        section: Mapping[str, Any],
+        name: str,
+        taken: Collection[str],
+        harmless: Collection[str] = (),
+        refused: Collection[str] | None = None,
+    ) -> None:
+        """Look at the keys of a section that are not taken over.
+
+        Args:
+            section: Its values.
+            name: What it is called, as `zero_optimization.`; empty for the outermost one.
+            taken: The keys that are taken over.
+            harmless: Keys that mean nothing, whatever they say.
+            refused: Keys that are refused unless they are off; None: all that are neither taken nor harmless.
+        """
+        for key in section:
+            if key in taken:
+                continue
+            known = [*taken, *harmless, *(refused or ())]
+            meant = difflib.get_close_matches(key, known, n=1, cutoff=_NEAR) if key not in known else []
+            if meant and meant[0] not in harmless:
+                self.wrong(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
+            elif key in harmless or meant or is_off(section[key]) or section[key] == ONE_IS_OFF.get(key):
+                self.ignored.append(name + key)
+            elif refused is None or key in refused:
+                self.unsupported(name + key)
+            else:
+                self.ignored.append(name + key)  # DeepSpeed does not look at it either
+
+    def tell(self) -> None:
+        """Raise an InputError of all that is wrong, if anything is."""
+        if len(self._wrong) == 1:
+            ((what, mend),) = self._wrong.items()
+            raise refusal(f"{self._origin}: {what}; {mend}")
+        if self._wrong:
+            raise refusal(f"{self._origin}: " + "; ".join(f"{what} ({mend})" for what, mend in self._wrong.items()))

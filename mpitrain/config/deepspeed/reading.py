@@ -1,0 +1,194 @@
+"""From the values of a DeepSpeed configuration to what it asks for in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpitrain.choices import Precision
+from mpitrain.config.batch import accumulation
+from mpitrain.config.deepspeed import keys
+from mpitrain.config.deepspeed.auto import filled
+from mpitrain.config.deepspeed.described import DeepSpeedConfig, LossScaling
+from mpitrain.config.deepspeed.findings import Findings, is_off
+from mpitrain.config.deepspeed.monitors import read_monitors
+from mpitrain.config.deepspeed.optimizers import read_optimizer
+from mpitrain.config.deepspeed.schedules import read_schedule
+from mpitrain.config.parallel import CommSection
+from mpitrain.config.settings import Config
+
+_LEAST_BUCKET = 1.0  # MiB: some ask for buckets of nothing, so that each tensor goes by itself
+
+
+def looks_like_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether these are the values of a DeepSpeed configuration rather than of ours."""
+    return bool(set(values) & (keys.TAKEN - {"optimizer", "scheduler", "checkpoint"}))
+
+
+def read_deepspeed(
+    values: Mapping[str, Any], ranks: int, origin: str = "config", auto: Config | None = None
+) -> DeepSpeedConfig:
+    """Read the values of a DeepSpeed configuration.
+
+    Args:
+        values: The JSON object.
+        ranks: Data-parallel ranks, by which its batch is divided.
+        origin: What errors call the configuration.
+        auto: Our settings, which stand where it says "auto".
+
+    Raises:
+        InputError: Keys cannot be taken over, or contradict each other; one message names them all.
+    """
+    findings = Findings(origin)
+    values, put_in = filled(values, auto or Config(), findings)
+    findings.look(values, "", keys.TAKEN, keys.HARMLESS, keys.UNSUPPORTED)
+    _look_at_others(values, findings)
+    if not values.get(keys.MANAGED, True):
+        findings.unsupported(f"{keys.MANAGED} false")
+    micro, steps = 0, 1
+    with findings.noting():
+        micro, steps = accumulation(*(values.get(key) for key in keys.BATCH), ranks=ranks, names=keys.BATCH)
+    zero = _zero_section(values.get("zero_optimization"))
+    stage, offload, offload_parameters = _zero(zero, findings)
+    precision, scale = _precision(values, findings)
+    section = findings.section("optimizer", values.get("optimizer"))
+    params = dict(findings.section("optimizer.params", section.get("params")))
+    clip = values.get("gradient_clipping", params.pop("max_grad_norm", None))
+    optimizer = read_optimizer(section, params, findings)
+    schedule, torch_schedule = read_schedule(
+        findings.section("scheduler", values.get("scheduler")), optimizer, findings
+    )
+    trackers, instead = read_monitors(values, findings)
+    read = DeepSpeedConfig(
+        microbatch=micro,
+        accumulate=steps,
+        precision=precision,
+        scale=scale,
+        clip=1.0
+        if clip is None
+        else findings.number("gradient_clipping", clip or 0.0),  # as DeepSpeed clips where nothing is said
+        recompute=_recompute(values.get("activation_checkpointing"), findings),
+        zero=stage,
+        offload=offload,
+        offload_parameters=offload_parameters,
+        reduce_dtype=_reduce_dtype(values, findings),
+        bucket_mb=_bucket_mb(zero.get("reduce_bucket_size"), 4 if precision == "fp32" else 2),
+        any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
+        optimizer=optimizer,
+        schedule=schedule,
+        torch_schedule=torch_schedule,
+        trackers=trackers,
+        trackers_instead=instead,
+        without_effect=tuple(findings.ignored),
+        filled=put_in,
+    )
+    findings.tell()
+    return read
+
+
+def _look_at_others(values: Mapping[str, Any], findings: Findings) -> None:
+    """The sections of DeepSpeed's checkpoints and of torch.compile, which ask for nothing unless they are told to."""
+    for key, harmless in {"checkpoint": keys.CHECKPOINT_HARMLESS, "compile": keys.COMPILE_HARMLESS}.items():
+        section = findings.section(key, values.get(key))
+        if key in values and is_off(section):
+            findings.ignored.append(key)
+        else:
+            findings.look(section, f"{key}.", (), harmless)
+
+
+def _bucket_mb(elements: Any, itemsize: int) -> float:
+    if elements is None:
+        return float(CommSection().bucket_mb)
+    return max(_LEAST_BUCKET, float(elements) * itemsize / (1 << 20))
+
+
+def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
+    """Whether activations are recomputed: there is such a section, and not everything in it is off."""
+    if section is None:
+        return False
+    section = findings.section("activation_checkpointing", section)
+    findings.look(section, "activation_checkpointing.", (), keys.RECOMPUTE_HARMLESS)
+    return not section or not all(is_off(value) for value in section.values())
+
+
+def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | None:
+    section = findings.section("data_types", values.get("data_types"))
+    findings.look(section, "data_types.", {"grad_accum_dtype"})
+    found: set[Precision] = set()
+    sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
+    for name in (sent, section.get("grad_accum_dtype")):
+        if name is not None and name not in keys.DTYPES:
+            findings.wrong(f"{name!r} is no type to reduce in", f"use one of {sorted(keys.DTYPES)}")
+        elif name is not None:
+            found.add(keys.DTYPES[name])
+    if len(found) > 1:
+        findings.wrong(
+            "gradients are added up and sent in one type, but communication_data_type and data_types.grad_accum_dtype "
+            "differ",
+            "make them equal",
+        )
+    return found.pop() if found else None
+
+
+def _zero_section(given: Any) -> Mapping[str, Any]:
+    """The section; before there was one, the key said true for stage 1, or false."""
+    return given if isinstance(given, Mapping) else {"stage": int(bool(given))}
+
+
+def _zero(section: Mapping[str, Any], findings: Findings) -> tuple[int, str, str]:
+    """(stage, where optimizer states go, where parameters go)."""
+    findings.look(section, "zero_optimization.", keys.ZERO_TAKEN, keys.ZERO_HARMLESS)
+    if not section.get("ignore_unused_parameters", True):
+        findings.unsupported("zero_optimization.ignore_unused_parameters false")
+    stage = section.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        findings.wrong(f"zero_optimization.stage {stage!r} is not a stage", "give 0, 1, 2 or 3")
+        stage = 0
+    states = _offload(section, "offload_optimizer", "cpu_offload", findings)
+    parameters = _offload(section, "offload_param", "cpu_offload_params", findings)
+    if parameters and stage < 3:  # DeepSpeed looks at it at stage 3 alone
+        findings.ignored.append("zero_optimization.offload_param")
+        parameters = ""
+    return stage, states, parameters
+
+
+def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findings) -> str:
+    """`host`, a folder, or empty for nothing. before: what the key was called in DeepSpeed's first versions."""
+    offload = section.get(key) or ({"device": "cpu"} if section.get(before) else {})
+    name = f"zero_optimization.{key}"
+    findings.look(offload, f"{name}.", {"device", "nvme_path"}, keys.OFFLOAD_HARMLESS)
+    device = offload.get("device", "none")
+    if device == "none" and offload:
+        findings.ignored.append(name)
+    if device == "nvme":
+        if not offload.get("nvme_path"):
+            findings.wrong(f"{name}.device nvme needs an nvme_path", "give a folder")
+        return str(offload.get("nvme_path") or "")
+    if device not in ("none", "cpu"):
+        findings.wrong(f"{name}.device {device!r} is unknown", "give none, cpu or nvme")
+    return "host" if device == "cpu" else ""
+
+
+def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision, LossScaling | None]:
+    """(precision, loss scale)."""
+    before = values.get("bfloat16")  # what the section was called in DeepSpeed's first versions
+    bf16, fp16 = findings.section("bf16", values.get("bf16", before)), findings.section("fp16", values.get("fp16"))
+    findings.look(bf16, "bf16.", {"enabled", "check_grad_overflow"}, keys.BF16_HARMLESS)
+    if bf16.get("enabled") and fp16.get("enabled"):
+        findings.wrong("bf16 and fp16 are both enabled", "choose one")
+    if bf16.get("enabled"):
+        return "bf16", None
+    if not fp16.get("enabled"):
+        return "fp32", None
+    findings.look(fp16, "fp16.", keys.FP16_TAKEN, keys.FP16_HARMLESS)
+    if fixed := fp16.get("loss_scale", 0):
+        return "fp16", LossScaling(float(fixed))
+    dynamic = LossScaling(
+        2.0 ** fp16.get("initial_scale_power", 16),
+        dynamic=True,
+        patience=fp16.get("loss_scale_window", 1000),
+        least=float(fp16.get("min_loss_scale", 1)),
+        spare=int(fp16.get("hysteresis", 2)) - 1,
+        refill=bool(fp16.get("consecutive_hysteresis", False)),
+    )
+    return "fp16", dynamic

@@ -1,0 +1,290 @@
+"""[model] from a Hugging Face config.json of the GPT-2, Llama, Mistral and Qwen2 families, and back.
+
+A key of theirs that changes what is computed, and that gpt has no setting for, is refused by its name; those of
+dropout, of generation and of files are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import InputError
+
+CONFIG_JSON = "config.json"
+_LONGEST = 1 << 20  # bytes
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+Values = dict[str, Any]
+
+
+def with_preset(given: Mapping[str, Any]) -> Values:
+    """The keys of [model]: those given, and for all others what `preset` among them says.
+
+    Raises:
+        InputError: The preset cannot be read, or is of a model that gpt cannot be.
+    """
+    path = Path(str(given["preset"])).expanduser()
+    found = preset_values(path)
+    other = [key for key, value in found.items() if given.get(key, value) != value]
+    if other and found.keys() <= given.keys():
+        raise InputError(
+            f"model.preset {path} has {other[0]} {found[other[0]]}, and model.{other[0]} is {given[other[0]]}, as all "
+            "its keys are given: remove them, or model.preset"
+        )
+    return {**found, **given, "preset": ""}
+
+
+def preset_values(path: Path) -> Values:
+    """The keys of [model] that a config.json says.
+
+    Args:
+        path: The file, or the folder it is in.
+
+    Raises:
+        InputError: See `with_preset`.
+    """
+    file = path / CONFIG_JSON if path.is_dir() else path
+    source = _Source(file, _read(file))
+    family = source.values.get("model_type")
+    if family not in _FAMILIES:
+        raise InputError(
+            f"model.preset {file}: model_type {family!r} is none of {', '.join(_FAMILIES)}; use model.factory for it"
+        )
+    source.only("quantization_config", None)
+    return _FAMILIES[family](source)
+
+
+def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values:
+    """The config.json of a model.
+
+    Args:
+        model: The keys of [model], all of them.
+        vocabulary: Tokens.
+        dtype: Of the weights, as PyTorch names it.
+
+    Raises:
+        InputError: No family has such blocks.
+    """
+    common = {
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": model["tied"],
+        "dtype": dtype,
+        "torch_dtype": dtype,  # before transformers 5
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if (family := form_of(model)) == "gpt2":
+        return common | {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_layer": model["layers"],
+            "n_embd": model["width"],
+            "n_head": model["heads"],
+            "n_inner": model["hidden"] or None,
+            "n_positions": model["max_positions"] or model["sequence"],
+            "layer_norm_epsilon": model["norm_eps"],
+            "activation_function": "gelu_new",
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model["dropout"]),
+        }
+    own = {
+        "llama": {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": model["bias"],
+            "mlp_bias": model["bias"],
+            "head_dim": model["width"] // model["heads"],
+        },
+        "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    }
+    return common | {
+        **own[family],
+        "num_hidden_layers": model["layers"],
+        "hidden_size": model["width"],
+        "num_attention_heads": model["heads"],
+        "num_key_value_heads": model["kv_heads"] or model["heads"],
+        "intermediate_size": model["hidden"],
+        "max_position_embeddings": model["max_positions"] or model["sequence"],
+        "rms_norm_eps": model["norm_eps"],
+        "rope_theta": model["rope_base"],  # before transformers 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": model["rope_base"]},
+        "hidden_act": "silu",
+        "attention_dropout": model["dropout"],
+    }
+
+
+def form_of(model: Mapping[str, Any]) -> str:
+    """The family whose blocks a model has: gpt2, llama (which Mistral's are, too) or qwen2.
+
+    Raises:
+        InputError: It is neither.
+    """
+    wanted: dict[str, Values] = {
+        "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu"},
+        "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
+    }
+    if model.get("name", "gpt") != "gpt" or model.get("factory"):
+        raise InputError("only model.name gpt has a form of Hugging Face's; export other models to .safetensors or .pt")
+    if model["kv_heads"] in (0, model["heads"]) and all(model[key] == value for key, value in wanted["gpt2"].items()):
+        return "gpt2"
+    if all(model[key] == value for key, value in wanted["llama"].items()):
+        return "qwen2" if model["qkv_bias"] and not model["bias"] else "llama"
+    own = ", ".join(f"{key} {model[key]}" for key in ("norm", "positions", "mlp"))
+    raise InputError(
+        f"a gpt with {own} is neither Hugging Face's llama (rmsnorm, rotary, swiglu) nor gpt2 (layernorm, learned, "
+        "gelu, with bias, without model.kv_heads); export it to .safetensors or .pt"
+    )
+
+
+class _Source:
+    """What a config.json says.
+
+    Args:
+        file: It.
+        values: Its keys.
+    """
+
+    def __init__(self, file: Path, values: Values) -> None:
+        self.file, self.values = file, values
+
+    def only(self, key: str, *fitting: Any) -> None:
+        """Raise InputError unless a key has one of these values, the first of which it has where it is missing."""
+        value = self.values.get(key, fitting[0])
+        if value not in fitting:
+            raise InputError(
+                f"model.preset {self.file}: {key} {json.dumps(value):.80} cannot be represented by gpt, which has "
+                f"{' or '.join(json.dumps(v) for v in fitting)}; use model.factory for it"
+            )
+
+    def number(self, key: str, otherwise: int | None = None) -> int:
+        """A positive integer. Raises InputError for anything else, and where it is missing without `otherwise`."""
+        value = self.values.get(key)
+        value = otherwise if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
+        return value
+
+    def real(self, key: str, otherwise: float, within: Mapping[str, Any] | None = None) -> float:
+        """A positive number. within: the keys among which it is looked for; None: all."""
+        value = (self.values if within is None else within).get(key, otherwise)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
+        return float(value)
+
+    def flag(self, key: str, otherwise: bool) -> bool:
+        """True or false."""
+        self.only(key, otherwise, not otherwise)
+        return bool(self.values.get(key, otherwise))
+
+
+def _gpt2(source: _Source) -> Values:
+    source.only("activation_function", *_TANH_GELU)
+    source.only("scale_attn_weights", True)
+    source.only("scale_attn_by_inverse_layer_idx", False)
+    source.only("add_cross_attention", False)
+    width = source.number("n_embd", 768)
+    return {
+        "layers": source.number("n_layer", 12),
+        "width": width,
+        "heads": source.number("n_head", 12),
+        "hidden": source.number("n_inner", 4 * width),
+        "norm": "layernorm",
+        "norm_eps": source.real("layer_norm_epsilon", 1e-5),
+        "positions": "learned",
+        "max_positions": source.number("n_positions", 1024),
+        "mlp": "gelu",
+        "bias": True,
+        "tied": source.flag("tie_word_embeddings", True),
+        "vocabulary": source.number("vocab_size", 50257),
+    }
+
+
+def _llama(source: _Source) -> Values:
+    source.only("sliding_window", None)
+    bias = source.flag("attention_bias", False)
+    if source.flag("mlp_bias", False) != bias:
+        raise InputError(
+            f"model.preset {source.file}: attention_bias and mlp_bias differ, and gpt has biases everywhere or "
+            "nowhere; use model.factory for it"
+        )
+    return _like_llama(source) | {"bias": bias}
+
+
+def _mistral(source: _Source) -> Values:
+    positions = source.number("max_position_embeddings", 4096 * 32)
+    window = source.values.get("sliding_window", 4096)
+    if not (isinstance(window, int) and window >= positions):  # a window as long as any text leaves nothing out
+        source.values["sliding_window"] = window
+        source.only("sliding_window", None)
+    return _like_llama(source, hidden=14336, kv_heads=8, positions=positions)
+
+
+def _qwen2(source: _Source) -> Values:
+    source.only("use_sliding_window", False)
+    return _like_llama(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qkv_bias": True}
+
+
+def _like_llama(
+    source: _Source, *, hidden: int = 11008, kv_heads: int | None = None, positions: int = 2048, vocabulary: int = 32000
+) -> Values:
+    """What Llama, Mistral and Qwen2 have in common; the numbers are what each has where nothing is said."""
+    source.only("hidden_act", "silu", "swish")
+    width, heads = source.number("hidden_size", 4096), source.number("num_attention_heads", 32)
+    if source.values.get("head_dim") is not None:
+        source.only("head_dim", width // heads)
+    return {
+        "layers": source.number("num_hidden_layers", 32),
+        "width": width,
+        "heads": heads,
+        "kv_heads": source.number("num_key_value_heads", kv_heads or heads),
+        "hidden": source.number("intermediate_size", hidden),
+        "norm": "rmsnorm",
+        "norm_eps": source.real("rms_norm_eps", 1e-6),
+        "positions": "rotary",
+        "max_positions": source.number("max_position_embeddings", positions),
+        "rope_base": _rope_base(source),
+        "mlp": "swiglu",
+        "bias": False,
+        "tied": source.flag("tie_word_embeddings", False),
+        "vocabulary": source.number("vocab_size", vocabulary),
+    }
+
+
+def _rope_base(source: _Source) -> float:
+    """Of plain rotary positions. Raises InputError for those that are scaled in any way."""
+    base = source.real("rope_theta", 10000.0)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = source.values.get(key)
+        if rope is None:
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        if kind != "default":
+            raise InputError(
+                f"model.preset {source.file}: {key} of kind {kind!r:.80} is not among what gpt has (plain rotary "
+                "positions); use model.factory for it"
+            )
+        base = source.real("rope_theta", base, rope)
+    for where in (source.values, source.values.get("rope_parameters") or {}):
+        if where.get("partial_rotary_factor", 1.0) != 1.0:
+            source.values["partial_rotary_factor"] = where["partial_rotary_factor"]
+            source.only("partial_rotary_factor", 1.0)
+    return base
+
+
+_FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2}
+
+
+def _read(file: Path) -> Values:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            values = json.loads(opened.read(_LONGEST))
+    except OSError as error:
+        raise InputError(
+            f"model.preset {file}: {error.strerror or error}; give a folder with a config.json, or that file"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"model.preset {file} is no config.json: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"model.preset {file} is no config.json: it holds no keys; give that of a model")
+    return values
