@@ -1,4 +1,4 @@
-"""`python -m mpitrain.data prepare | info`: makes a data set folder, describes one. Imports neither torch nor MPI."""
+"""`python -m mpitrain.data prepare | tokenizer | info`, for data sets and tokenizers. Imports neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
+from mpitrain.data.choices import Categories, Missing, Scale
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
 
 _SOURCES = """\
 sources (all of one kind):
   text files, folders of text      bytes, or tokens with --tokenizer
+  .jsonl, .json lines, .parquet    a document a line or row: --text FIELD [text], or --prompt and --completion
+  train.bin val.bin, tokens.npy    tokens that were made already, also Megatron's .idx and .bin; --dtype
   x.npy y.npy, or one .npz         rows of arrays; also x_train y_train x_test y_test
   a folder of image folders        one class per subfolder; --size where sizes differ
   IDX files (MNIST), also .gz      images and labels; t10k is held out
-  .csv, .tsv                       numbers and a --label column
+  .csv, .tsv, .parquet             columns and a --label column
+  .tar, .tar.gz (WebDataset)       x.jpg with x.cls, x.json or x.txt; --size where sizes differ
+text, JSON lines, tokens, tables and archives also as .gz, .bz2, .xz and .zst
 """
 
 
@@ -42,15 +49,65 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to make")
     prepare.add_argument("--held-out", type=float, default=0.05, metavar="F", help="fraction kept to evaluate [0.05]")
     prepare.add_argument("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json")
+    _add_fields(prepare)
+    pack = "pack whole documents into samples of S tokens; a file of text is one document"
+    prepare.add_argument("--pack", type=_count, metavar="S", help=pack)
+    prepare.add_argument("--blank-lines", action="store_true", help="text: a document ends at blank lines, not files")
+    prepare.add_argument("--end-token", metavar="T", help="token after each document: its name or number, or none")
+    prepare.add_argument("--dtype", choices=("uint16", "uint32"), help="tokens in .bin: how they are stored [uint16]")
+    prepare.add_argument("--vocabulary", type=_count, metavar="N", help="tokens in .bin or .npy: how many there are")
     prepare.add_argument("--size", type=_size, metavar="HxW", help="images: pixels, as 224 or 128x256")
     prepare.add_argument("--label", metavar="COLUMN", help="CSV: name or number (from 1) of the label's column")
+    _add_options(prepare)
     prepare.add_argument("--kind", metavar="MODULE:FUNCTION", help="a function of yours that returns a kind of input")
     prepare.add_argument("--shard-mb", type=_positive, default=256, metavar="MB", help="MiB of data per shard [256]")
+    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text, JSON lines or parquet")
+    tokenizer.set_defaults(act=_tokenizer)
+    tokenizer.add_argument("sources", nargs="+", metavar="SOURCE", help="files or folders of text, as for prepare")
+    tokenizer.add_argument("--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to make")
+    tokenizer.add_argument("--vocabulary", type=_count, default=32768, metavar="N", help="how many tokens [32768]")
+    tokenizer.add_argument("--kind", choices=("bpe",), default="bpe", help="byte-level byte pair encoding [bpe]")
+    _add_fields(tokenizer)
     info = commands.add_parser("info", help="describe a data set folder")
     info.set_defaults(act=_info)
     info.add_argument("dir", type=Path, metavar="DIR")
     info.add_argument("--verify", action="store_true", help="read everything and check every hash")
     return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", metavar="FIELD", help="JSON lines, parquet: the field of the text [text]")
+    parser.add_argument("--prompt", metavar="FIELD", help="JSON lines, parquet: a field that is not trained on")
+    parser.add_argument("--completion", metavar="FIELD", help="with --prompt: the field that is [completion]")
+    parser.add_argument("--encoding", metavar="NAME", help="text: what it is in, where not UTF-8, as utf-16")
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _add_options(prepare: argparse.ArgumentParser) -> None:
+    add = prepare.add_argument
+    add("--columns", type=_names, metavar="A,B", help="tables: columns to learn from, names or numbers [all]")
+    add("--drop", type=_names, metavar="A,B", help="tables: columns not to learn from")
+    add("--missing", choices=get_args(Missing), help="tables: what missing values become; drop: leave such rows out")
+    add("--categories", choices=get_args(Categories), help="tables: what texts become: several numbers, or one")
+    add("--scale", choices=get_args(Scale), help="tables: give columns of numbers the mean 0 and the deviation 1")
+    add(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="tables: do with columns what data set DIR did, to evaluate",
+    )
+    add("--allow-nonfinite", action="store_true", help="tables, arrays: take nan and infinite numbers as they are")
+    add("--skip-bad", action="store_true", help="images: leave out those that cannot be read, and count them")
+    add("--classes", type=Path, metavar="FILE", help="archives of images: the names of the classes, one a line")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -81,13 +138,26 @@ def _prepare(arguments: argparse.Namespace) -> int:
             arguments.sources,
             arguments.out,
             held_out=arguments.held_out,
-            options=PrepareOptions(arguments.tokenizer, arguments.size, arguments.label),
+            options=PrepareOptions(**{each.name: getattr(arguments, each.name) for each in fields(PrepareOptions)}),
             shard_bytes=max(1, round(arguments.shard_mb * 2**20)),
             progress=progress if sys.stderr.isatty() else None,
             more=more,
         )
     print(*describe(arguments.out, manifest), sep="\n")
-    print(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}")
+    packed = f" --model.sequence {manifest.pack}" if manifest.pack else ""
+    print(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}{packed}")
+    return EXIT_DONE
+
+
+def _tokenizer(arguments: argparse.Namespace) -> int:
+    from mpitrain.data.prepare import PrepareOptions
+    from mpitrain.data.tokenizer import train_tokenizer
+
+    named = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
+    made = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**named))
+    fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if made < arguments.vocabulary else ""
+    print(f"{arguments.out}: {made:,} tokens{fewer}")
+    print(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE
 
 

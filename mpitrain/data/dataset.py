@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.defaults import resolve
-from mpitrain.data.format import TRAIN, DatasetManifest, FieldSpec, SplitSpec, read_manifest
+from mpitrain.data.format import TRAIN, UNCOUNTED, ColumnSpec, DatasetManifest, FieldSpec, SplitSpec, read_manifest
+from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.data.shards import OpenShard
 from mpitrain.errors import InputError
 
@@ -46,6 +47,10 @@ class Description:
         vocabulary: The size of the vocabulary, where x are tokens or codes.
         classes: The names of the classes, where y are class numbers.
         identity: Changes when the content does, not with the place or the time of its making.
+        masked: Whether some targets are not to be trained on; these are -100.
+        document_end: The token after each document, where documents have one.
+        apart: The same, where attention is to see a token's own document alone; else None.
+        columns: Of the table that x was made of, where it was one: what became of each.
     """
 
     kind: str
@@ -58,15 +63,20 @@ class Description:
     vocabulary: int | None
     classes: tuple[str, ...] | None
     identity: str
+    masked: bool = False
+    document_end: int | None = None
+    apart: int | None = None
+    columns: tuple[ColumnSpec, ...] | None = None
 
 
-def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None) -> Dataset:
+def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None = None, apart: bool = False) -> Dataset:
     """Open one split of a data set.
 
     Args:
         path: The data set's folder, or a word that `resolve` makes a folder of.
         split: "train" or "held_out".
         sequence: How many tokens a sample has. Data of kind "tokens" need it, and it means nothing for "arrays".
+        apart: Whether attention is to see a token's own document alone (`description.apart`).
 
     Raises:
         InputError: Nothing is there, it is no data set, it is damaged, it may not be read, it has no such split, or
@@ -88,8 +98,13 @@ def open_dataset(path: str | Path, split: str = TRAIN, *, sequence: int | None =
             )
     reader = RowReader(folder, spec, manifest)
     reader.shard(0)  # so that a first file that cannot be read is told at once
+    if apart and manifest.document_end is None:
+        raise InputError(
+            f"data set {folder} says nowhere which token ends a document, so its documents cannot be kept apart; set "
+            "data.documents joined, or prepare it again with --end-token"
+        )
     if manifest.kind == "tokens":
-        return TokenDataset(folder, split, manifest, reader, sequence)
+        return TokenDataset(folder, split, manifest, reader, sequence, apart=apart)
     return ArrayDataset(split, manifest, reader)
 
 
@@ -107,6 +122,21 @@ class Dataset(ABC):
     def __len__(self) -> int:
         return self.description.samples
 
+    def order(self, seed: int) -> Ordering:
+        """The order that training takes the samples in: a function of (samples, seed) alone."""
+        return SampleOrder(len(self), seed)
+
+    def spread(self, places: Ids, chosen: int) -> Ids:
+        """Of `chosen` samples that are spread evenly, those at `places`; all int64 [n]."""
+        return places * len(self) // chosen
+
+    def parts(self, chosen: int) -> dict[str, int]:
+        """By the name of each data set of a mix, how many of `chosen` samples that are `spread` are its own, in order.
+
+        Empty where this is one data set.
+        """
+        return {}
+
     @abstractmethod
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Read samples.
@@ -115,7 +145,7 @@ class Dataset(ABC):
             ids: Their numbers, int64 [n], where n may be 0.
 
         Returns:
-            x [n, *x_shape] and y [n, *y_shape], in the order of the ids.
+            x `[n, *x_shape]` and y `[n, *y_shape]`, in the order of the ids.
 
         Raises:
             InputError: Stored bytes are damaged or cannot be read.
@@ -152,37 +182,70 @@ class Dataset(ABC):
 class TokenDataset(Dataset):
     """A data set of tokens: sample i is tokens[i*S : i*S + S + 1], S inputs and the same shifted by one as targets.
 
+    Of documents that were packed into samples, it is tokens[i*(S+1) : (i+1)*(S+1)]. Targets whose mask is 0 are -100.
+
     Args:
         folder: The data set's folder, for messages.
         split: Which split it is.
         manifest: The data set's manifest.
         reader: Reads the rows of the split.
         sequence: S, the tokens of a sample.
+        apart: Whether attention is to see a token's own document alone.
 
     Raises:
-        InputError: No sequence is given, or the split has fewer tokens than one sample takes.
+        InputError: No sequence is given, the split has fewer tokens than one sample takes, or was packed for another
+            sequence.
     """
 
     def __init__(
-        self, folder: Path, split: str, manifest: DatasetManifest, reader: RowReader, sequence: int | None
+        self,
+        folder: Path,
+        split: str,
+        manifest: DatasetManifest,
+        reader: RowReader,
+        sequence: int | None,
+        *,
+        apart: bool = False,
     ) -> None:
         if sequence is None or sequence < 1:
             raise InputError(f"data set {folder} is a stream of tokens; say how many a sample has (model.sequence)")
+        if manifest.pack and manifest.pack != sequence:
+            raise InputError(
+                f"data set {folder} was packed for samples of {manifest.pack} tokens, not {sequence}; set "
+                f"model.sequence {manifest.pack}, or prepare it again with --pack {sequence}"
+            )
         tokens = manifest.splits[split].rows
-        samples = (tokens - 1) // sequence
+        samples = tokens // (sequence + 1) if manifest.pack else (tokens - 1) // sequence
         if samples < 1:
             raise InputError(
                 f"data set {folder} has {tokens} {split} tokens, one sample of model.sequence {sequence} takes "
                 f"{sequence + 1}; give more data or a shorter sequence"
             )
-        form = (sequence,), np.dtype(np.int64)
-        facts = Description(manifest.kind, split, samples, *form, *form, manifest.vocabulary, None, manifest.identity)
+        form, end = ((sequence,), np.dtype(np.int64)), manifest.document_end
+        masked = len(manifest.fields) > 1
+        facts = Description(
+            manifest.kind,
+            split,
+            samples,
+            *form,
+            *form,
+            manifest.vocabulary,
+            None,
+            manifest.identity,
+            masked=masked,
+            document_end=end,
+            apart=end if apart else None,
+        )
         super().__init__(facts, reader)
-        self._sequence, self._field = sequence, manifest.fields[0]
+        self._length, self._fields = sequence + 1, manifest.fields
+        self._step = sequence + bool(manifest.pack)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        tokens = self._windows(0, self._field, ids, self._sequence, self._sequence + 1)
-        return tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        tokens = self._windows(0, self._fields[0], ids, self._step, self._length)
+        x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        if self.description.masked:
+            y[self._windows(1, self._fields[1], ids, self._step, self._length)[:, 1:] == 0] = UNCOUNTED
+        return x, y
 
 
 class ArrayDataset(Dataset):
@@ -198,7 +261,8 @@ class ArrayDataset(Dataset):
         x, y = manifest.fields
         samples, forms = manifest.splits[split].rows, (x.shape, x.handed, y.shape, y.handed)
         named = manifest.vocabulary, manifest.classes, manifest.identity
-        super().__init__(Description(manifest.kind, split, samples, *forms, *named), reader)
+        described = Description(manifest.kind, split, samples, *forms, *named, columns=manifest.columns)
+        super().__init__(described, reader)
         self._fields = (x, y)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

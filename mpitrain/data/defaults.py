@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from mpitrain.data.commit import make_dataset
-from mpitrain.data.format import read_manifest
+from mpitrain.data.format import TOKENIZER, read_manifest
 from mpitrain.errors import InputError
 
 DIGITS = "digits"
@@ -42,6 +42,12 @@ def resolve(data_path: str, root: Path = Path("data")) -> Path:
     name, fill = embedded[data_path]
     make_dataset(root / name, fill, once=True)
     return root / name
+
+
+def tokenizer_of(data_path: str) -> Path | None:
+    """The file of the tokenizer that the data set of `data.path` was made with; None where there is none."""
+    path = Path(data_path) / TOKENIZER
+    return path if data_path not in ("", DIGITS) and path.is_file() else None
 
 
 def _fill_python_source(folder: Path) -> None:

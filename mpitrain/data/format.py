@@ -11,6 +11,7 @@ A shard is an HDF5 file (libver v110, so that its metadata are checksummed) with
 data set per field and one table of hashes per field:
 
     /tokens  (rows,)                         kind "tokens": one stream per split, cut into shards
+    /mask    (rows,) uint8                   kind "tokens", where some are not trained on: 1 where a token is, else 0
     /x, /y   (rows, *shape)                  kind "arrays": one row per sample
     /crc32/FIELD  (extents,) uint32          CRC-32 of the stored bytes of each extent of that field
 
@@ -49,6 +50,8 @@ MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 TRAIN = "train"
 HELD_OUT = "held_out"
+TOKENS, MASK = "tokens", "mask"  # fields
+UNCOUNTED = -100  # a target that is not trained on, as torch's cross-entropy has it
 EXTENT_BYTES = 64 * 1024  # small, because the first random read of a sample reads its whole extent
 
 _PREPARE = "python -m mpitrain.data prepare"
@@ -72,7 +75,7 @@ class FieldSpec(_Part):
         given: What form a reader hands it over in; see above.
     """
 
-    name: Literal["tokens", "x", "y"]
+    name: Literal["tokens", "mask", "x", "y"]
     dtype: Dtype
     shape: Annotated[tuple[Count, ...], Field(max_length=31)]
     given: Literal["integer", "float", "unit"]
@@ -147,6 +150,33 @@ class Origin(_Part):
     notes: tuple[StrictStr, ...] = ()
 
 
+class ColumnSpec(_Part):
+    """A column of a table, and what becomes of it in x; `mpitrain.data.sources.columns` applies it.
+
+    Attributes:
+        name: Its name, or its number from 1 in a table without a header.
+        categories: The texts that it has, numbered in this order; "" is a missing one. None for a column of numbers.
+        onehot: Whether a text becomes one number for each category, of which one is 1, instead of its number.
+        fill: What a missing number becomes; None where there must be none.
+        nonfinite: Whether nan and infinite numbers are taken as they are.
+        shift: Subtracted from its numbers, before they are
+        scale: divided by this.
+    """
+
+    name: StrictStr
+    categories: tuple[StrictStr, ...] | None = None
+    onehot: bool = False
+    fill: float | None = None
+    nonfinite: bool = False
+    shift: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """How many numbers of x it becomes."""
+        return len(self.categories) if self.categories and self.onehot else 1
+
+
 class DatasetManifest(_Part):
     """The content of dataset.json.
 
@@ -158,8 +188,11 @@ class DatasetManifest(_Part):
         extent_bytes: About how many bytes have a hash of their own.
         vocabulary: The size of the vocabulary, where x are tokens or codes.
         tokenizer_crc32: The CRC-32 of the copied tokenizer file, where there is one.
+        document_end: The token after each document, where documents have one.
+        pack: The tokens of a sample that whole documents were packed into; None for a stream.
         classes: The names of the classes, where y are class numbers.
         splits: The splits, by their names.
+        columns: The columns of the table that x was made of, where it was one.
         origin: Where the data came from.
     """
 
@@ -170,23 +203,30 @@ class DatasetManifest(_Part):
     extent_bytes: Count = Field(ge=1)
     vocabulary: Count | None
     tokenizer_crc32: Crc | None
+    document_end: Count | None = None
+    pack: Annotated[StrictInt, Field(ge=1, lt=1 << 32)] | None = None
     classes: tuple[StrictStr, ...] | None
     splits: dict[str, SplitSpec]
+    columns: tuple[ColumnSpec, ...] | None = None
     origin: Origin
 
     @model_validator(mode="after")
     def _consistent(self) -> DatasetManifest:
         """Nothing is larger than the files that hold it, whose sizes are compared when they are opened."""
         names = [field.name for field in self.fields]
-        if names != (["tokens"] if self.kind == "tokens" else ["x", "y"]):
+        if names not in ([[TOKENS], [TOKENS, MASK]] if self.kind == "tokens" else [["x", "y"]]):
             raise ValueError(f"fields {names} are not those of {self.kind}")
-        if self.kind == "tokens" and self.fields[0].shape:
+        if self.kind == "tokens" and any(field.shape for field in self.fields):
             raise ValueError("a token is one number")
+        if self.document_end is not None and self.document_end >= (self.vocabulary or 0):
+            raise ValueError(f"document_end {self.document_end} is beyond the vocabulary")
         for name, split in self.splits.items():
             if name not in (TRAIN, HELD_OUT):
                 raise ValueError(f"there is no split {name!r:.40}")
             if split.rows != sum(shard.rows for shard in split.shards):
                 raise ValueError(f"split {name} has {split.rows} rows, its shards have others")
+            if self.pack and split.rows % (self.pack + 1):
+                raise ValueError(f"split {name} has {split.rows} rows, which are no samples of {self.pack + 1}")
             for shard in split.shards:
                 nbytes = sum(
                     shard.rows * f.row_bytes + f.table_bytes(shard.rows, self.extent_bytes) for f in self.fields
@@ -205,7 +245,8 @@ class DatasetManifest(_Part):
         """Eight hexadecimal digits that change when any stored value does (not with time or place of the making)."""
         splits = {name: split.model_dump(mode="json") for name, split in self.splits.items()}
         fields = [field.model_dump(mode="json") for field in self.fields]
-        return f"{zlib.crc32(_canonical([self.kind, fields, splits])):08x}"
+        kept = [value for value in (self.document_end, self.pack) if value is not None]  # none of them: as ever
+        return f"{zlib.crc32(_canonical([self.kind, fields, splits, *kept])):08x}"
 
 
 def _canonical(content: Any) -> bytes:
@@ -215,6 +256,9 @@ def _canonical(content: Any) -> bytes:
 def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
     """Write dataset.json, with its own CRC-32 as the last key. It is on the disk afterwards."""
     content = manifest.model_dump(mode="json")
+    for key in ("document_end", "pack"):
+        if content[key] is None:
+            del content[key]
     content["crc32"] = zlib.crc32(_canonical(content))
     write_durably(folder / MANIFEST, f"{json.dumps(content, indent=1)}\n".encode("ascii"))
 

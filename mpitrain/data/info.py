@@ -30,6 +30,13 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
             yield field.name, _field(field)
     if manifest.vocabulary is not None:
         yield "vocabulary", f"{manifest.vocabulary:,}"
+    if manifest.kind == "tokens":
+        end = manifest.document_end
+        yield "documents", "no token between them" if end is None else f"token {end} ends each of them"
+        if manifest.pack:
+            yield "samples", f"whole documents packed into {manifest.pack:,} tokens (model.sequence {manifest.pack})"
+        if len(manifest.fields) > 1:
+            yield "mask", "targets that are not trained on: prompts, and what fills up samples"
     if manifest.classes is not None:
         yield from _classes(manifest, manifest.classes)
     for place, source in enumerate(manifest.origin.sources):
@@ -44,7 +51,9 @@ def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]
 def _kind(manifest: DatasetManifest) -> str:
     if manifest.kind == "arrays":
         return "arrays (one row per sample)"
-    return f"tokens (by {TOKENIZER}, a copy is in the folder)" if manifest.tokenizer_crc32 else "tokens (bytes)"
+    if manifest.tokenizer_crc32:
+        return f"tokens (by {TOKENIZER}, a copy is in the folder)"
+    return "tokens (bytes)" if manifest.vocabulary in (256, 257) else "tokens"
 
 
 def _split(split: SplitSpec, unit: str) -> str:

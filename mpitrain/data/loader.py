@@ -10,8 +10,9 @@ the next batch; nothing else needs to be saved to go on, on any number of ranks.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpitrain.data.dataset import Dataset, Ids
-from mpitrain.data.order import SampleOrder
+from mpitrain.data.order import Ordering
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +36,18 @@ class Batch:
 
     Attributes:
         ids: The numbers of the samples, int64 [n].
-        x: Their inputs, [n, *x_shape].
-        y: Their targets, [n, *y_shape].
+        x: Their inputs, `[n, *x_shape]`.
+        y: Their targets, `[n, *y_shape]`.
         position: The running position of the global batch's first sample. The next batch begins at this position plus
             the size of the global batch.
+        first: Where in the global batch this share begins.
     """
 
     ids: Ids
     x: torch.Tensor
     y: torch.Tensor
     position: int
+    first: int = 0
 
 
 class Loader:
@@ -59,6 +62,7 @@ class Loader:
         share: Gives (start, stop) of this rank's samples within a global batch of the given size. Where both are the
             same, the tensors are empty.
         position: The running position of the first sample.
+        warmup: (batches, samples of each) that come before those of `batch` samples.
         workers: How many threads read; with 0 the caller does.
         prefetch: How many batches are kept ready ahead of the caller.
         finish: What a reader makes of each batch: for `on_device`, one in pinned memory.
@@ -67,19 +71,20 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        order: SampleOrder,
+        order: Ordering,
         *,
         batch: int,
         share: Share,
         position: int = 0,
+        warmup: Sequence[tuple[int, int]] = (),
         workers: int = 1,
         prefetch: int = 2,
         finish: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        self._dataset, self._order, self._batch, self._finish = dataset, order, batch, finish
-        self._start, self._stop = share(batch)
+        self._dataset, self._order, self._share, self._finish = dataset, order, share, finish
+        self._sizes = deque([*warmup, (sys.maxsize, batch)])  # (batches, samples of each) to come
         self._position = position
-        self._ahead: deque[tuple[int, Ids]] = deque()
+        self._ahead: deque[tuple[int, int, Ids]] = deque()
         self._depth = max(prefetch, workers)
         self._pending: deque[Future[Batch]] = deque()
         self._threads = ThreadPoolExecutor(workers, "data-reader") if workers else None
@@ -106,18 +111,23 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, position: int, ids: Ids) -> Batch:
-        return self._finish(_batch(self._dataset, position, ids))
+    def _read(self, position: int, first: int, ids: Ids) -> Batch:
+        return self._finish(_batch(self._dataset, position, first, ids))
 
-    def _advance(self) -> tuple[int, Ids]:
-        """The position and the sample ids of the next batch."""
+    def _advance(self) -> tuple[int, int, Ids]:
+        """The position of the next batch, where this rank's share of it begins, and the sample ids of the share."""
         if not self._ahead:
-            share = self._stop - self._start
-            firsts = self._position + self._batch * np.arange(max(1, _AHEAD // max(1, share)), dtype=np.int64)
-            places = firsts[:, None] + np.arange(self._start, self._stop, dtype=np.int64)
+            left, size = self._sizes.popleft()
+            start, stop = self._share(size)
+            share = stop - start
+            count = min(left, max(1, _AHEAD // max(1, share)))
+            if left > count:
+                self._sizes.appendleft((left - count, size))
+            firsts = self._position + size * np.arange(count, dtype=np.int64)
+            places = firsts[:, None] + np.arange(start, stop, dtype=np.int64)
             ids = self._order.at(places.reshape(-1)).reshape(-1, share) if share else places
-            self._ahead.extend(zip(firsts.tolist(), ids, strict=True))
-            self._position += self._batch * len(firsts)
+            self._ahead.extend((first, start, own) for first, own in zip(firsts.tolist(), ids, strict=True))
+            self._position += size * count
         return self._ahead.popleft()
 
 
@@ -138,11 +148,11 @@ def evaluation_batches(dataset: Dataset, *, samples: int, batch: int, share: Sha
     for position in range(0, chosen, batch):
         start, stop = share(min(batch, chosen - position))
         places = np.arange(position + start, position + stop, dtype=np.int64)
-        yield _batch(dataset, position, places * len(dataset) // chosen)
+        yield _batch(dataset, position, start, dataset.spread(places, chosen))
 
 
-def _batch(dataset: Dataset, position: int, ids: Ids) -> Batch:
+def _batch(dataset: Dataset, position: int, first: int, ids: Ids) -> Batch:
     import torch
 
     x, y = dataset.read(ids)
-    return Batch(ids, torch.from_numpy(x), torch.from_numpy(y), position)
+    return Batch(ids, torch.from_numpy(x), torch.from_numpy(y), position, first)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,16 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+class Ordering(Protocol):
+    """Which sample comes at each running position."""
+
+    def ids(self, position: int, count: int) -> npt.NDArray[np.int64]:
+        """The sample ids at `count` running positions from `position` on, int64 [count]."""
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sample ids at running positions in ascending order, int64 and as many."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mpitrain.data.format import (
     HELD_OUT,
     TOKENIZER,
     TRAIN,
+    ColumnSpec,
     DatasetManifest,
     FieldSpec,
     Origin,
@@ -50,13 +51,17 @@ class Source:
     Attributes:
         kind: "tokens" or "arrays".
         fields: The fields of a row.
-        blocks: Gives (split, one array [k, *shape] for each field) again and again, k at least 1, in an order that is
+        blocks: Gives (split, one array `[k, *shape]` for each field) again and again, k at least 1, in an order that is
             always the same; it is called with the fraction of rows to hold out.
         files: How many files the input has.
         classes: The names of the classes 0, 1, ...; None where y's own numbers are to be counted.
-        vocabulary: The size of the vocabulary; None where x's own integers are to be counted.
+        vocabulary: The size of the vocabulary; None where the integers of x or tokens are to be counted.
         tokenizer: A tokenizer's file, which is kept with the data.
         notes: Sentences about the input, for people.
+        document_end: The token after each document.
+        pack: The tokens of a sample that documents were packed into.
+        columns: Gives the columns of the table that x is made of, when the blocks have been read.
+        found: Gives further sentences, when the blocks have been read.
     """
 
     kind: Literal["tokens", "arrays"]
@@ -67,6 +72,10 @@ class Source:
     vocabulary: int | None = None
     tokenizer: Path | None = None
     notes: tuple[str, ...] = ()
+    document_end: int | None = None
+    pack: int | None = None
+    columns: Callable[[], tuple[ColumnSpec, ...]] | None = None
+    found: Callable[[], tuple[str, ...]] = tuple
 
 
 def write_dataset(
@@ -116,13 +125,16 @@ def write_dataset(
             extent_bytes=EXTENT_BYTES,
             vocabulary=tally.vocabulary(),
             tokenizer_crc32=_keep_tokenizer(source.tokenizer, folder),
+            document_end=source.document_end,
+            pack=source.pack,
             classes=tally.classes(),
             splits={name: split.model_copy(update=tally.counts(name)) for name, split in splits.items()},
+            columns=source.columns() if source.columns else None,
             origin=Origin(
                 sources=tuple(names),
                 files=source.files,
                 prepared=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                notes=source.notes,
+                notes=(*source.notes, *source.found()),
             ),
         ),
     )
@@ -211,7 +223,7 @@ class _SplitWriter:
 class _Tally:
     """Which classes and how large a vocabulary the data hold, counted while they pass.
 
-    y of whole numbers, one per row, are classes counted from 0; integer x are codes of a vocabulary.
+    y of whole numbers, one per row, are classes counted from 0; integer x, and tokens, are codes of a vocabulary.
     """
 
     def __init__(self, source: Source) -> None:
@@ -219,6 +231,8 @@ class _Tally:
         by_name = {field.name: (i, field) for i, field in enumerate(source.fields)}
         x, y = by_name.get("x"), by_name.get("y")
         self._classes_at = y[0] if y and y[1].given == "integer" and not y[1].shape else None
+        if source.vocabulary is None:
+            x = by_name.get("tokens") or x
         self._codes_at = x[0] if x and x[1].given == "integer" else None
         self._counts: dict[str, npt.NDArray[np.int64]] = {}
         self._largest_code = -1
@@ -245,7 +259,9 @@ class _Tally:
             self._largest_code = max(self._largest_code, int(codes.max()))
 
     def vocabulary(self) -> int | None:
-        return self._source.vocabulary if self._codes_at is None else self._largest_code + 1
+        if self._codes_at is None:
+            return self._source.vocabulary
+        return max(self._largest_code, -1 if self._source.document_end is None else self._source.document_end) + 1
 
     def classes(self) -> tuple[str, ...] | None:
         if self._source.classes is not None or self._classes_at is None:

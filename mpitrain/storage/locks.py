@@ -71,6 +71,39 @@ def keep(path: Path) -> None:
     take(path)
 
 
+def seen_held(path: Path) -> bool | None:
+    """Whether a process of this machine holds the lock of this file. Nothing is locked for that, not even for a moment.
+
+    Returns:
+        None where it cannot be told: another machine's process may hold it.
+    """
+    lease = path.with_name(f"{path.name}.held")
+    try:
+        if (found := _read(lease)) is not None:
+            return False if _is_dead(found[0]) else None
+        wanted = os.stat(path)
+        held = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return None
+    # 1: FLOCK  ADVISORY  WRITE 4711 08:01:130829 0 EOF
+    holders = [f[4] for f in held if len(f) > 5 and f[1] == "FLOCK" and f[5].endswith(f":{wanted.st_ino}")]
+    return any(_may_have_open(pid, wanted) for pid in holders)
+
+
+def _may_have_open(pid: str, wanted: os.stat_result) -> bool:
+    """Whether a process has a file open, as far as we may see: numbers of files are unique in one file system only."""
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), wanted):
+                    return True
+    except FileNotFoundError:
+        return False
+    except OSError:  # of another user
+        return True
+    return False
+
+
 @contextmanager
 def waiting(path: Path) -> Iterator[bool]:
     """Wait for the lock of this file and hold it; False where the file system has no locks. Leaves no file behind."""

@@ -40,7 +40,7 @@ class Array:
 Pair = tuple[Array, Array]  # of x and y, or of images and labels
 
 
-def arrays_source(files: Sequence[Path]) -> Source:
+def arrays_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> Source:
     """Describe one .npz file, or .npy files that are named like its members."""
     archives = [path for path in files if path.suffix.lower() == ".npz"]
     if len(archives) > 1 or (archives and len(files) > 1):
@@ -55,10 +55,12 @@ def arrays_source(files: Sequence[Path]) -> Source:
                     f"{own.label} has rows of {own.dtype} {own.shape[1:]}, {mine.label} has {mine.dtype} "
                     f"{mine.shape[1:]}; give both the same form"
                 )
-    return source_of_pairs(x, y, train, test, len(files))
+    return source_of_pairs(x, y, train, test, len(files), allow_nonfinite=allow_nonfinite)
 
 
-def source_of_pairs(x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int) -> Source:
+def source_of_pairs(
+    x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int, *, allow_nonfinite: bool = False
+) -> Source:
     """A source of pairs of arrays, with a row of each for a sample.
 
     Args:
@@ -67,14 +69,54 @@ def source_of_pairs(x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, 
         train: The arrays.
         test: Those of the input's own test set, if it has one.
         files: How many files the input has.
+        allow_nonfinite: Whether nan and infinite numbers are taken as they are, with their count among the notes.
     """
+    nonfinite: dict[str, int] = {}
+
+    def checked(array: Array) -> Iterator[npt.NDArray[Any]]:
+        return _finite(array, array.blocks(step), nonfinite if allow_nonfinite else None)
+
+    def found() -> tuple[str, ...]:
+        return tuple(f"{label} has {count} numbers that are not finite" for label, count in nonfinite.items() if count)
+
     step = max(1, GATHER_BYTES // max(1, x.row_bytes + y.row_bytes))
 
     def rows(pair: Pair) -> Iterator[Columns]:
-        for xs, ys in zip(pair[0].blocks(step), pair[1].blocks(step), strict=True):
+        for xs, ys in zip(checked(pair[0]), checked(pair[1]), strict=True):
             yield xs.reshape(len(xs), *x.shape), ys
 
-    return Source("arrays", (x, y), partition(rows, train, test), files=files)
+    return Source("arrays", (x, y), partition(rows, train, test), files=files, found=found)
+
+
+def _finite(
+    array: Array, blocks: Iterator[npt.NDArray[Any]], counts: dict[str, int] | None
+) -> Iterator[npt.NDArray[Any]]:
+    """The blocks of an array, whose numbers are finite as float32. counts: where others are counted, by label."""
+    if array.dtype.kind != "f":
+        yield from blocks
+        return
+    row = 0
+    for block in blocks:
+        if bad := _count_nonfinite(block):
+            if counts is None:
+                first = row + int((~_is_finite(block)).reshape(len(block), -1).any(1).argmax())
+                total = bad + sum(map(_count_nonfinite, blocks))
+                raise InputError(
+                    f"{array.label}, row {first}: {total} numbers from here on are nan, infinite or too large for "
+                    "float32; mend them, or take them as they are with --allow-nonfinite"
+                )
+            counts[array.label] = counts.get(array.label, 0) + bad
+        row += len(block)
+        yield block
+
+
+def _is_finite(block: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    with np.errstate(over="ignore"):
+        return np.isfinite(block.astype(np.float32, copy=False))
+
+
+def _count_nonfinite(block: npt.NDArray[Any]) -> int:
+    return block.size - int(np.count_nonzero(_is_finite(block)))
 
 
 def _pairs(arrays: dict[str, Array], label: str) -> tuple[Pair, Pair | None]:

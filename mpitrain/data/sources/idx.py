@@ -9,22 +9,19 @@ width] and handed over as value / 255.
 
 from __future__ import annotations
 
-import gzip
 import re
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.commit import os_errors
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.sources.arrays import Array, Pair, source_of_pairs
 from mpitrain.data.sources.split import stream_rows
+from mpitrain.data.sources.streams import opened
 from mpitrain.data.writer import MOST_DIMENSIONS, Source
 from mpitrain.errors import InputError
 
@@ -38,7 +35,7 @@ def is_idx(path: Path) -> bool:
     return bool(_NAME.search(path.name))
 
 
-def idx_source(files: Sequence[Path]) -> Source:
+def idx_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> Source:
     """Describe IDX files: a pair of images and labels, and perhaps a second pair that is held out."""
     train, test = _pairs(files)
     images, labels = train
@@ -48,7 +45,7 @@ def idx_source(files: Sequence[Path]) -> Source:
     given: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
     x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=given)
     y = FieldSpec(name="y", dtype=labels.dtype.name, shape=(), given="integer")
-    return source_of_pairs(x, y, train, test, len(files))
+    return source_of_pairs(x, y, train, test, len(files), allow_nonfinite=allow_nonfinite)
 
 
 def _pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
@@ -84,27 +81,12 @@ def _key(path: Path) -> str:
     return _NAME.sub("", path.name).lower()
 
 
-def _open(path: Path) -> IO[bytes]:
-    packed = path.suffix.lower() == ".gz"
-    return cast("IO[bytes]", gzip.open(path, "rb") if packed else open(path, "rb"))
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn every way in which reading such a file fails into one line."""
-    with os_errors(f"IDX file {path} cannot be read"):
-        try:
-            yield
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise InputError(f"IDX file {path} is not a whole .gz file ({error}); get it again") from None
-
-
 def _array(path: Path) -> Array:
-    with _reading(path), _open(path) as file:
+    with opened(path) as file:
         dtype, shape = _header(file, path)
 
     def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
-        with _reading(path), _open(path) as file:
+        with opened(path) as file:
             _header(file, path)
             cut_off = f"IDX file {path} ends too early: it is cut off; get it again"
             yield from stream_rows(file, dtype, shape, step, cut_off)

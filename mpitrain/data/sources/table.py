@@ -1,191 +1,390 @@
-"""CSV files: numeric columns as x (float32), one column as the label y; read row by row, twice.
+"""Tables, CSV or Parquet: columns as x (float32), one column as the label y; read in blocks, several times.
 
-The first reading finds the label's kind, the second writes rows:
+    1  the label's kind      all whole numbers, or any text: classes, numbered in their order (by number, or by name)
+                             numbers, some with a point: float32 to predict
+    2  a survey of the columns, with --missing or --categories: which have gaps, which have texts
+    3  what fills the gaps, with --missing mean or median: from the rows that are not held out
+    4  mean and deviation of the columns of numbers, with --scale standard: from those rows too
+    5  the rows are written
 
-    labels all whole numbers, or any text    classes, numbered in their order (by number, or by name)
-    labels numbers, some with a point        float32 to predict
-
-Separated by commas, semicolons or tabs, whichever the first line has most of. A header is optional: the first
-line is one where none of its cells is a number, or where it has text in a column of which the second line has a
-number. Several files are one table; each has the same columns.
+Without these options a cell that is no number is refused; the survey then counts what is wrong, and says where.
+Several files are one table; each has the same columns.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mpitrain.data.commit import os_errors
-from mpitrain.data.format import FieldSpec
-from mpitrain.data.sources.split import partition
-from mpitrain.data.writer import MOST_CLASSES, Columns, Source
+from mpitrain.data.choices import Categories, Missing, Scale
+from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec
+from mpitrain.data.sources.column_statistics import medians, moments
+from mpitrain.data.sources.columns import (
+    Floats,
+    UnfitCell,
+    category,
+    encoded,
+    is_nonfinite,
+    is_odd,
+    is_plain,
+    places,
+    width,
+)
+from mpitrain.data.sources.split import held_out_mask, partition
+from mpitrain.data.sources.table_files import Cell, TableFile, is_missing, is_number, look
+from mpitrain.data.sources.table_like import OF_LIKE, labels_like, manifest_of_table
+from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
 from mpitrain.errors import InputError
 
-SUFFIXES = frozenset((".csv", ".tsv"))
-_CELLS = 1 << 17  # of a block: as Python numbers they take 32 bytes each
-_LONGEST_LINE = 16 << 20
-_LARGEST = float(np.finfo(np.float32).max)
+MOST_CATEGORIES = 1024  # of a column: more are a name or a number of something
+_LARGE = 10  # numbers above it let a model that begins with small weights learn badly
+_AS_IT_IS = {"shift": 0.0, "scale": 1.0}
+_EMPTY = {"fill": None, "nonfinite": True, **_AS_IT_IS}  # what is missing becomes nan
+_MISTAKES = 0.1  # of a column's cells may be texts before the column is one of texts
+
+Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label and class names, or ({}, None)
+Chosen = tuple[Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # lines, cells of each column, labels
 
 
 @dataclass(frozen=True)
-class _Table:
-    """How a file is to be read, learnt from its first two lines."""
+class TableOptions:
+    """What a person may say about a table.
 
-    path: Path
-    delimiter: str
-    header: tuple[str, ...] | None
-    columns: int
-
-    def rows(self) -> Iterator[tuple[int, list[str]]]:
-        """(line number, cells) of every data row."""
-        for line, cells in _lines(self.path, self.delimiter, skip=self.header is not None):
-            if len(cells) != self.columns:
-                raise InputError(
-                    f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}; mend it"
-                )
-            yield line, cells
-
-
-def table_source(files: Sequence[Path], label: str | None) -> Source:
-    """Describe tables, each of whose rows is a sample.
-
-    Args:
-        files: The tables.
-        label: The name of the label's column, or its number counted from 1; None for the column called label, or else
-            the last one.
+    Attributes:
+        label: The name or the number of the label's column; None for the one called label, or else the last.
+        columns: Names or numbers of the columns that x is made of; None for all but the label.
+        drop: Those that it is not made of.
+        missing: What a missing value becomes, or that its row is left out; None: it is refused.
+        categories: What texts become; None: they are refused.
+        scale: What becomes of numbers: "standard" takes their mean off and divides by their deviation.
+        like: A data set of another table with these columns: what became of each there is done here too.
+        allow_nonfinite: Whether nan and infinite numbers are taken as they are.
     """
-    tables = [_look(path) for path in files]
+
+    label: str | None = None
+    columns: tuple[str, ...] | None = None
+    drop: tuple[str, ...] | None = None
+    missing: Missing | None = None
+    categories: Categories | None = None
+    scale: Scale | None = None
+    like: Path | None = None
+    allow_nonfinite: bool = False
+
+
+def table_source(files: Sequence[Path], options: TableOptions) -> Source:
+    """Describe tables, each of whose rows is a sample."""
+    tables = [look(path) for path in files]
     first = tables[0]
     for table in tables[1:]:
         if (table.header, table.columns) != (first.header, first.columns):
             raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
-    at = _label_column(first, label)
-    number_of, classes = _label_kind(tables, at)
-    to_number = number_of.__getitem__ if classes else float
-
-    def rows(tables: Sequence[_Table]) -> Iterator[Columns]:
-        x: list[list[float]] = []
-        y: list[float] = []
-        for table in tables:
-            for line, cells in table.rows():
-                y.append(to_number(cells.pop(at).strip()))
-                numbers = _numbers(cells)
-                if numbers is None:
-                    raise _not_a_number(table, line, cells, at)
-                x.append(numbers)
-                if len(x) * len(numbers) >= _CELLS:
-                    yield np.array(x, np.float32), np.array(y, y_dtype)
-                    x, y = [], []
-        if x:
-            yield np.array(x, np.float32), np.array(y, y_dtype)
-
+    at = _label_column(first, options.label)
+    like = None if options.like is None else manifest_of_table(options.like, options)
+    chosen = _chosen(first, at, options) if like is None else places(first, like.columns or (), OF_LIKE)
+    reader = _TableReader(tables, at, chosen, options, like)
+    classes = reader.labels[1]
     y_dtype = "int32" if classes else "float32"
-    x_field = FieldSpec(name="x", dtype="float32", shape=(first.columns - 1,), given="float")
-    y_field = FieldSpec(name="y", dtype=y_dtype, shape=(), given="integer" if classes else "float")
-    note = f"label: column {_column_name(first, at)}"
-    blocks = partition(rows, tables)
-    return Source("arrays", (x_field, y_field), blocks, files=len(files), classes=classes, notes=(note,))
-
-
-def _look(path: Path) -> _Table:
-    with os_errors(f"table {path} cannot be read"), open(path, encoding="utf-8-sig", errors="replace") as file:
-        top = file.readline(_LONGEST_LINE)
-    if len(top) == _LONGEST_LINE:
-        raise InputError(
-            f"table {path}: its first line is longer than {_LONGEST_LINE >> 20} Mi characters; is it a table?"
-        )
-    delimiter = max(",;\t", key=top.count)
-    lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
-    if not lines:
-        raise InputError(f"table {path} is empty; give a file with data")
-    head = [_is_number(cell) for cell in lines[0]]
-    below = [_is_number(cell) for cell in lines[1]] if len(lines) > 1 else []
-    has_header = not any(head) or any(
-        now and not above and text.strip() for text, above, now in zip(lines[0], head, below, strict=False)
+    x = FieldSpec(name="x", dtype="float32", shape=(width(reader.specs),), given="float")
+    y = FieldSpec(name="y", dtype=y_dtype, shape=(), given="integer" if classes else "float")
+    notes = (f"label: column {first.name(at)}", *reader.notes())
+    return Source(
+        "arrays",
+        (x, y),
+        reader.blocks,
+        files=len(files),
+        classes=classes,
+        notes=notes,
+        columns=lambda: tuple(reader.specs),
+        found=reader.found,
     )
-    if len(lines[0]) < 2:
-        raise InputError(f"table {path} has one column; it needs numbers and a label, separated by , ; or tab")
-    if has_header and len(lines) < 2:
-        raise InputError(f"table {path} has a header and no rows; give a file with data")
-    header = tuple(cell.strip() for cell in lines[0]) if has_header else None
-    return _Table(path, delimiter, header, len(lines[0]))
 
 
-def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells) of every line that is not blank; skip: but the first."""
-    with os_errors(f"table {path} cannot be read"), open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter)
+class _TableReader:
+    """Reads the chosen columns of tables, and learns what becomes of each."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableFile],
+        at: int,
+        chosen: Sequence[int],
+        options: TableOptions,
+        like: DatasetManifest | None,
+    ) -> None:
+        self._tables, self._at, self._chosen, self._options, self._like = tables, at, chosen, options, like
+        self._dropped, self._largest = 0, 0.0  # rows, and of all numbers without their sign
+        self.labels, self._gap = self._look_at_labels()
+        names = [tables[0].name(column) for column in chosen]
+        fill = 0.0 if options.missing == "zero" else None
+        self.specs = [ColumnSpec(name=name, fill=fill, nonfinite=options.allow_nonfinite) for name in names]
+        if like is not None:
+            self.specs = list(like.columns or ())
+        self._with_gaps: list[int] = []
+        if options.missing or options.categories:
+            self._learn(self._survey())
+
+    def blocks(self, held_out: float) -> Iterator[Block]:
+        """Rows by split, as a `Source` gives them."""
+        if self._options.missing in ("mean", "median"):
+            self._fill(held_out)
+        if self._options.scale:
+            self._standardise(held_out)
+        self._dropped = 0
+        yield from partition(lambda _: self._rows(), None)(held_out)
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about columns of texts."""
+        texts = [spec for spec in self.specs if spec.categories is not None]
+        return tuple(f"column {spec.name}: {len(spec.categories or ())} texts as {_how(spec)}" for spec in texts)
+
+    def found(self) -> tuple[str, ...]:
+        """Sentences about what the rows have shown."""
+        filled = [self.specs[number] for number in self._with_gaps if self.specs[number].fill is not None]
+        told = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
+        if self._options.missing == "drop":
+            told.append(f"left out {self._dropped} rows with missing values")
+        if self._options.scale:
+            told.append("columns of numbers: mean 0 and deviation 1 over the rows that are not held out")
+        elif self._largest > _LARGE and self._like is None:
+            told.append(f"numbers reach up to {self._largest:g}; most models learn better with --scale standard")
+        return tuple(told)
+
+    def _rows(self) -> Iterator[Columns]:
+        numbers, classes = self.labels
+        to_number: Any = numbers.__getitem__ if classes else float
+        for table in self._tables:
+            for lines, columns, labels in self._kept(table):
+                x = self._encoded(self.specs, table, lines, columns)
+                y = [to_number(_label(cell)) for cell in labels]
+                self._largest = max(self._largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
+                yield x, np.array(y, np.int32 if classes else np.float32)
+
+    def _encoded(
+        self, specs: Sequence[ColumnSpec], table: TableFile, lines: Sequence[int], columns: Sequence[Sequence[Cell]]
+    ) -> Floats:
         try:
-            for cells in islice(filter(None, reader), int(skip), None):
-                yield reader.line_num, cells
-        except csv.Error as error:
-            raise InputError(f"{path}, line {reader.line_num}: not CSV ({error}); mend it") from None
-        except UnicodeDecodeError:
-            raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
+            return encoded(specs, columns)
+        except UnfitCell as error:
+            told = error.of(table, lines, specs)
+            if self._like is None:
+                self._learn(self._survey())  # which counts what is wrong, and raises that
+            raise told from None
 
+    def _kept(self, table: TableFile) -> Iterator[Chosen]:
+        """The rows of a table, without those that --missing drop leaves out."""
+        for lines, (labels, *columns) in table.blocks([self._at, *self._chosen]):
+            kept = np.ones(len(lines), np.bool_)
+            if self._options.missing == "drop":
+                kept = ~np.array([self._gap(cell) for cell in labels], np.bool_)
+                for cells in columns:
+                    if not is_plain(cells):
+                        kept &= ~np.array([is_missing(cell) for cell in cells], np.bool_)
+            self._dropped += int((~kept).sum())
+            if kept.all():
+                yield lines, columns, labels
+            elif kept.any():
+                rows = np.flatnonzero(kept).tolist()
+                yield [lines[i] for i in rows], [[c[i] for i in rows] for c in columns], [labels[i] for i in rows]
 
-def _numbers(cells: list[str]) -> list[float] | None:
-    """The cells' values, or None where one is not a number that float32 can hold (nan and inf are not either)."""
-    try:
-        values = [float(cell) for cell in cells]
-    except ValueError:
-        return None
-    return values if all(-_LARGEST <= value <= _LARGEST for value in values) else None
+    # -- the label
 
+    def _look_at_labels(self) -> tuple[Labels, Any]:
+        """The labels; and whether a cell is none, which the words for missing are where labels are numbers."""
+        found: dict[str, None] = {}
+        words: dict[str, tuple[TableFile, int]] = {}  # that stand for missing values, and the first place of each
+        empty, dropping = [], self._options.missing == "drop"
+        for table in self._tables:
+            for lines, (labels,) in table.blocks([self._at]):
+                for line, given in zip(lines, labels, strict=True):
+                    cell = _label(given)
+                    if is_missing(given):
+                        words.setdefault(cell, (table, line))
+                    if not cell:
+                        empty.append(table.place(line))
+                    elif cell not in found and len(found) <= MOST_CLASSES:  # one more shows that there are too many
+                        found[cell] = None
+        numbers = all(is_number(cell) for cell in found if not is_missing(cell))
+        if numbers:
+            found = {cell: None for cell in found if not is_missing(cell)}
+            empty += [table.place(line) for cell, (table, line) in words.items() if cell]
+        if empty and not dropping:
+            raise InputError(f"{empty[0]}: the label is empty; fill it in, or leave such rows out with --missing drop")
+        gap = is_missing if numbers else (lambda cell: not _label(cell))
+        return self._kind_of_labels(list(found), numbers), gap
 
-def _is_number(cell: str) -> bool:
-    return _numbers([cell]) is not None
+    def _kind_of_labels(self, found: list[str], numbers: bool) -> Labels:
+        path = self._tables[0].path
+        if not found:
+            raise InputError(f"{path}: the label column is empty; choose another --label")
+        if self._like is not None:
+            return labels_like(self._like, found, path)
+        if numbers and not all(cell.lstrip("+-").isdecimal() for cell in found):
+            return {}, None
+        if len(found) > MOST_CLASSES:
+            raise InputError(
+                f"{path}: the label column has more than {MOST_CLASSES} different values, too many for classes; "
+                "choose another --label, or write numbers to predict with a decimal point"
+            )
+        names = sorted(found, key=int) if numbers else sorted(found)
+        return {name: i for i, name in enumerate(names)}, tuple(names)
 
+    # -- the columns
 
-def _label_column(table: _Table, label: str | None) -> int:
-    names = table.header or ()
-    if label is None:
-        return names.index("label") if "label" in names else table.columns - 1
-    if label in names:
-        return names.index(label)
-    if label.isdecimal() and 1 <= int(label) <= table.columns:
-        return int(label) - 1
-    known = ", ".join(names[:20]) if names else f"1 to {table.columns}"
-    raise InputError(f"{table.path} has no column {label}; its columns are {known}")
+    def _survey(self) -> list[_ColumnSurvey]:
+        seen = [_ColumnSurvey() for _ in self._chosen]
+        for table in self._tables:
+            for lines, columns, _ in self._kept(table):
+                for column, cells in zip(seen, columns, strict=True):
+                    column.add(table, lines, cells, self._options)
+        return seen
 
+    def _learn(self, seen: Sequence[_ColumnSurvey]) -> None:
+        """What becomes of each column, by what a survey has seen."""
+        for number, (spec, column) in enumerate(zip(self.specs, seen, strict=True)):
+            texts = column.odd > (_MISTAKES * column.cells if self._options.categories else column.cells)
+            if column.odd and not texts:
+                raise self._odd(spec, column)
+            if texts:
+                self.specs[number] = self._of_texts(spec, column)
+            elif column.gaps:
+                self._with_gaps.append(number)
+        with_gaps = [(self.specs[number], seen[number]) for number in self._with_gaps]
+        if with_gaps and not (self._options.missing or self._options.allow_nonfinite):
+            raise _refused(with_gaps)
 
-def _label_kind(tables: Sequence[_Table], at: int) -> tuple[dict[str, int], tuple[str, ...] | None]:
-    """Reads the label column: (number of each label, class names), or ({}, None) for numbers to predict."""
-    found: dict[str, None] = {}
-    all_numbers, any_fraction = True, False
-    for table in tables:
-        for line, cells in table.rows():
-            cell = cells[at].strip()
-            if not cell:
-                raise InputError(f"{table.path}, line {line}: the label is empty; fill it in")
-            if cell in found:
-                continue
-            all_numbers = all_numbers and _is_number(cell)
-            any_fraction = any_fraction or not cell.lstrip("+-").isdecimal()
-            if len(found) <= MOST_CLASSES:  # one more than allowed shows that there are too many
-                found[cell] = None
-    if all_numbers and any_fraction:
-        return {}, None
-    if len(found) > MOST_CLASSES:
-        raise InputError(
-            f"{tables[0].path}: the label column has more than {MOST_CLASSES} different values, too many for classes; "
-            "choose another --label, or write numbers to predict with a decimal point"
+    def _odd(self, spec: ColumnSpec, column: _ColumnSurvey) -> InputError:
+        place, cell = column.first_odd
+        leave = f"leave the column out (--drop {spec.name})"
+        what = f"{cell!r:.100} is not a number"
+        others = f"; {column.odd} cells are like it" if column.odd > 1 else ""
+        if is_nonfinite(cell):
+            return InputError(
+                f"{place}, column {spec.name}: {what} that float32 holds{others}; mend it, {leave}, or take it as it "
+                "is with --allow-nonfinite"
+            )
+        if self._options.categories:
+            return InputError(f"{place}, column {spec.name}: {what}{others}; mend it, or {leave}")
+        return InputError(
+            f"{place}, column {spec.name}: {what}{others}; mend it, {leave}, or have texts become numbers with "
+            "--categories onehot or codes"
         )
-    names = sorted(found, key=int) if all_numbers else sorted(found)
-    return {name: i for i, name in enumerate(names)}, tuple(names)
+
+    def _of_texts(self, spec: ColumnSpec, column: _ColumnSurvey) -> ColumnSpec:
+        if len(column.names) > MOST_CATEGORIES:
+            raise InputError(
+                f"{self._tables[0].path}, column {spec.name}: more than {MOST_CATEGORIES} different texts; leave the "
+                f"column out with --drop {spec.name}"
+            )
+        how = {"categories": tuple(sorted(column.names)), "onehot": self._options.categories == "onehot", "fill": None}
+        return spec.model_copy(update=how)
+
+    def _fill(self, held_out: float) -> None:
+        """Have the mean or the median of each column with gaps fill them."""
+        numbers = self._with_gaps
+        if self._options.missing == "mean":
+            found = moments(self._trained(numbers, _EMPTY, held_out), len(numbers))
+            counts, values = found.count, found.mean
+        else:
+            counts, values = medians(self._trained(numbers, _EMPTY, held_out), len(numbers))
+        for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
+            if not count:
+                name = self.specs[number].name
+                raise InputError(
+                    f"{self._tables[0].path}, column {name}: all its values are missing; leave it out (--drop {name})"
+                )
+            self._update(number, {"fill": value})
+
+    def _standardise(self, held_out: float) -> None:
+        """Have each column of numbers become one with the mean 0 and the deviation 1."""
+        numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
+        found = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
+        for number, shift, scale in zip(numbers, found.mean.tolist(), found.deviation.tolist(), strict=True):
+            self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
+
+    def _update(self, number: int, values: dict[str, Any]) -> None:
+        self.specs[number] = self.specs[number].model_copy(update=values)
+
+    def _trained(self, numbers: Sequence[int], changed: dict[str, Any], held_out: float) -> Iterator[Floats]:
+        """Some columns of the rows that are not held out, in blocks. changed: of what becomes of them."""
+        specs, start = [self.specs[number].model_copy(update=changed) for number in numbers], 0
+        for table in self._tables if numbers else ():
+            for lines, columns, _ in self._kept(table):
+                x = self._encoded(specs, table, lines, [columns[number] for number in numbers])
+                yield x[~held_out_mask(start, len(x), held_out)]
+                start += len(x)
 
 
-def _not_a_number(table: _Table, line: int, cells: list[str], at: int) -> InputError:
-    wrong = next(i for i, cell in enumerate(cells) if not _is_number(cell))
-    name = _column_name(table, wrong + (wrong >= at))
-    what = f"{cells[wrong]!r} is not a number" if cells[wrong].strip() else "empty"
-    return InputError(f"{table.path}, line {line}, column {name}: {what}; mend it, or leave the column out")
+@dataclass
+class _ColumnSurvey:
+    """What a survey has seen of a column."""
+
+    cells: int = 0
+    gaps: int = 0
+    odd: int = 0  # cells with something that is no number
+    first_gap: str = ""
+    first_odd: tuple[str, Cell] = ("", None)
+    names: set[str] = field(default_factory=set)
+
+    def add(self, table: TableFile, lines: Sequence[int], cells: Sequence[Cell], options: TableOptions) -> None:
+        self.cells += len(cells)
+        if options.categories and len(self.names) <= MOST_CATEGORIES:
+            self.names.update(map(category, cells))
+        if is_plain(cells):
+            return
+        for line, cell in zip(lines, cells, strict=True):
+            if is_missing(cell):
+                self.gaps += 1
+                self.first_gap = self.first_gap or table.place(line)
+            elif is_odd(cell, nonfinite=options.allow_nonfinite):
+                self.odd += 1
+                self.first_odd = self.first_odd if self.first_odd[0] else (table.place(line), cell)
 
 
-def _column_name(table: _Table, at: int) -> str:
-    return table.header[at] if table.header else str(at + 1)
+def _refused(with_gaps: Sequence[tuple[ColumnSpec, _ColumnSurvey]]) -> InputError:
+    (spec, column), others = with_gaps[0], len(with_gaps) - 1
+    values = "a missing value" if column.gaps == 1 else f"{column.gaps} missing values, the first here"
+    also = f" (and {others} more columns have some)" if others else ""
+    return InputError(
+        f"{column.first_gap}, column {spec.name}: {values}{also}; mend it, say what to make of them with --missing "
+        f"mean, median, zero or drop, or leave the column out with --drop {spec.name}"
+    )
+
+
+def _how(spec: ColumnSpec) -> str:
+    return "one number each, of which one is 1" if spec.onehot else "numbers from 0"
+
+
+def _label(cell: Cell) -> str:
+    return "" if cell is None else str(cell).strip()
+
+
+def _column(table: TableFile, name: str) -> int:
+    names = table.header or ()
+    if name in names:
+        return names.index(name)
+    if name.isdecimal() and 1 <= int(name) <= table.columns:
+        return int(name) - 1
+    known = ", ".join(names[:20]) if names else f"1 to {table.columns}"
+    raise InputError(f"{table.path} has no column {name}; its columns are {known}")
+
+
+def _label_column(table: TableFile, label: str | None) -> int:
+    if label is None:
+        names = table.header or ()
+        return names.index("label") if "label" in names else table.columns - 1
+    return _column(table, label)
+
+
+def _chosen(table: TableFile, at: int, options: TableOptions) -> list[int]:
+    """The columns of x, in the order of the table."""
+    if options.columns is not None and options.drop is not None:
+        raise InputError("--columns and --drop both choose columns; give one of them")
+    named = {_column(table, name) for name in options.columns or options.drop or ()}
+    chosen = [i for i in range(table.columns) if i != at and (i in named or not options.columns)]
+    chosen = [i for i in chosen if not (options.drop and i in named)]
+    if not chosen:
+        raise InputError(f"{table.path}: no column is left to learn from; choose others with --columns or --drop")
+    return chosen

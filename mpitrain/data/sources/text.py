@@ -1,7 +1,8 @@
 """Text files as one stream of tokens: their bytes, or what a Hugging Face `tokenizers` file makes of them.
 
-Files follow each other in the order given, with nothing between them. Held out are whole files where there are
-several and they come near the fraction, else the end of the stream, cut after a line.
+Files follow each other in the order given. A file is a document: where documents have an end (see `make_encoder`), it
+comes after each, else there is nothing between them. Held out are whole files where there are several and they come
+near the fraction, else the end of the stream, cut after a line.
 
 With a tokenizer, text is encoded in pieces of about 256 KiB that end after a line, without special tokens.
 """
@@ -16,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.data.commit import os_errors
 from mpitrain.data.format import HELD_OUT, TRAIN, FieldSpec
+from mpitrain.data.sources.encoder import Encoder, make_encoder
 from mpitrain.data.sources.split import held_out_files
+from mpitrain.data.sources.streams import check_encoding, head, opened, plain_suffix, size_of, skip, wide_encoding
 from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
@@ -26,70 +28,114 @@ _CHUNK = 1 << 20
 _PIECE = 256 << 10
 _PIECES_AT_ONCE = 16  # encoded together: the tokenizer library spreads them over the cores
 _LINE_SEARCH = 64 << 10
+_SNIFF_BYTES = 64 << 10
+_ARCHIVES = (".zip", ".tar", ".7z", ".h5", ".hdf5", ".parquet", ".arrow", ".safetensors", ".pdf", ".pyc")
+NEVER_TEXT = frozenset((*_ARCHIVES, ".pt", ".pth", ".pkl", ".pickle"))
 _NEAR_ENOUGH = 0.5  # whole files held out must come within this part of the fraction asked for
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes start ... stop-1 of a file, and the split they go to."""
+    """Bytes start ... stop-1 of a file, the split they go to, and what the file's text is in (None: UTF-8)."""
 
     path: Path
     start: int
     stop: int
     split: str
+    encoding: str | None
+    ends: bool  # whether the file ends with it
 
 
-def text_source(files: Sequence[Path], tokenizer: Path | None) -> Source:
+def is_text(path: Path) -> bool:
+    """Whether a file, or what is compressed in it, is text by its first bytes."""
+    if plain_suffix(path) in NEVER_TEXT:
+        return False
+    start = head(path, _SNIFF_BYTES)
+    return b"\0" not in start or wide_encoding(start) is not None
+
+
+def text_source(
+    files: Sequence[Path], tokenizer: Path | None, encoding: str | None = None, end_token: str | None = None
+) -> Source:
     """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
 
     Args:
         files: The text files, in order.
         tokenizer: The file of a Hugging Face tokenizer; None for bytes.
+        encoding: What the text is in; None for UTF-8, or for bytes as they are.
+        end_token: What ends a document, see `make_encoder`.
     """
-    encoder = _load(tokenizer) if tokenizer else None
-    vocabulary = max(encoder.get_vocab().values()) + 1 if encoder else 256
-    dtype = "uint8" if not encoder else "uint16" if vocabulary <= 1 << 16 else "uint32"
+    encoding = encoding_of(files, encoding)
+    encoder = make_encoder(tokenizer, end_token, documents=False)
 
     def blocks(held_out: float) -> Iterator[Block]:
-        for part in _ranges(files, held_out):
-            for tokens in _encoded(part, encoder) if encoder else _bytes(part):
-                yield part.split, (np.asarray(tokens, dtype),)
+        for part in _ranges(files, held_out, encoding):
+            for tokens in _encoded(part, encoder) if encoder.tokenizer else _bytes(part):
+                yield part.split, (np.asarray(tokens, encoder.dtype),)
+            if part.ends and encoder.end is not None:
+                yield part.split, (np.array([encoder.end], encoder.dtype),)
 
-    field = FieldSpec(name="tokens", dtype=dtype, shape=(), given="integer")
-    return Source("tokens", (field,), blocks, files=len(files), vocabulary=vocabulary, tokenizer=tokenizer)
+    field = FieldSpec(name="tokens", dtype=encoder.dtype, shape=(), given="integer")
+    return Source(
+        "tokens",
+        (field,),
+        blocks,
+        files=len(files),
+        vocabulary=encoder.vocabulary,
+        tokenizer=tokenizer,
+        document_end=encoder.end,
+    )
 
 
-def _ranges(files: Sequence[Path], fraction: float) -> list[_Range]:
-    with os_errors("a text file cannot be read"):
-        sizes = [path.stat().st_size for path in files]
+def encoding_of(files: Sequence[Path], encoding: str | None) -> str | None:
+    """What the text is to be read as: as given, where it is not UTF-8.
+
+    Raises:
+        InputError: Nothing is given, and a file is UTF-16 or UTF-32.
+    """
+    if encoding is not None:
+        check_encoding(encoding)
+        return None if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    for path in files:
+        found = wide_encoding(head(path, _SNIFF_BYTES))
+        if found is not None:
+            raise InputError(f"text file {path} is {found.upper()}; give --encoding {found}, or convert it to UTF-8")
+    return None
+
+
+def text_pieces(path: Path, encoding: str | None) -> Iterator[str]:
+    """The text of a file in pieces that end after a line where they can; encoding: None for UTF-8."""
+    return _pieces(_Range(path, 0, size_of(path, encoding), TRAIN, encoding, True))
+
+
+def _ranges(files: Sequence[Path], fraction: float, encoding: str | None) -> list[_Range]:
+    sizes = [size_of(path, encoding) for path in files]
     total = sum(sizes)
     held = held_out_files(sizes, fraction)
     held_bytes = sum(size for size, out in zip(sizes, held, strict=True) if out)
     if abs(held_bytes - total * fraction) <= _NEAR_ENOUGH * total * fraction:
         return [
-            _Range(path, 0, size, HELD_OUT if out else TRAIN)
+            _Range(path, 0, size, HELD_OUT if out else TRAIN, encoding, True)
             for path, size, out in zip(files, sizes, held, strict=True)
             if size
         ]
-    return list(_tail_ranges(files, sizes, round(total * (1 - fraction))))
+    return list(_tail_ranges(files, sizes, round(total * (1 - fraction)), encoding))
 
 
-def _tail_ranges(files: Sequence[Path], sizes: Sequence[int], cut: int) -> Iterator[_Range]:
+def _tail_ranges(files: Sequence[Path], sizes: Sequence[int], cut: int, encoding: str | None) -> Iterator[_Range]:
     """Everything from byte `cut` of the stream on is held out."""
     for path, size in zip(files, sizes, strict=True):
-        inside = size if cut >= size else _after_line(path, cut, size) if cut > 0 else 0
+        inside = size if cut >= size else _after_line(path, cut, size, encoding) if cut > 0 else 0
         if inside:
-            yield _Range(path, 0, inside, TRAIN)
+            yield _Range(path, 0, inside, TRAIN, encoding, inside == size)
         if inside < size:
-            yield _Range(path, inside, size, HELD_OUT)
+            yield _Range(path, inside, size, HELD_OUT, encoding, True)
         cut -= size
 
 
-def _after_line(path: Path, offset: int, size: int) -> int:
+def _after_line(path: Path, offset: int, size: int, encoding: str | None) -> int:
     """The next place after `offset` where a line, or else a character, begins."""
-    with os_errors(f"text file {path} cannot be read"), open(path, "rb") as file:
-        file.seek(offset)
-        near = file.read(_LINE_SEARCH)
+    near = next(_read(_Range(path, offset, size, TRAIN, encoding, False), _LINE_SEARCH))
     line = near.find(b"\n") + 1
     if line and offset + line < size:
         return offset + line
@@ -101,20 +147,18 @@ def _bytes(part: _Range) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _read(part: _Range, size: int) -> Iterator[bytes]:
-    with os_errors(f"text file {part.path} cannot be read"), open(part.path, "rb") as file:
-        file.seek(part.start)
+    with opened(part.path, part.encoding) as file:
+        file.seek(part.start) if file.seekable() else skip(file, part.start)
         left = part.stop - part.start
         while left and (chunk := file.read(min(size, left))):
             left -= len(chunk)
             yield chunk
 
 
-def _encoded(part: _Range, encoder: Any) -> Iterator[np.ndarray[Any, Any]]:
+def _encoded(part: _Range, encoder: Encoder) -> Iterator[np.ndarray[Any, Any]]:
     pieces = _pieces(part)
     while together := list(islice(pieces, _PIECES_AT_ONCE)):
-        for encoding in encoder.encode_batch(together, add_special_tokens=False):
-            if encoding.ids:
-                yield np.array(encoding.ids, np.uint32)
+        yield from (tokens for tokens in encoder.encode(together) if len(tokens))
 
 
 def _pieces(part: _Range) -> Iterator[str]:
@@ -143,22 +187,5 @@ def _decoded(text: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise InputError(
             f"text file {path} is not UTF-8 at byte {offset + error.start}; "
-            "convert it, or leave --tokenizer out to train on bytes"
+            "convert it or give its --encoding, or leave --tokenizer, --pack and --blank-lines out to train on bytes"
         ) from None
-
-
-def _load(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise InputError('--tokenizer needs the package tokenizers; pip install "mpitrain[data]"') from None
-    if not path.is_file():
-        raise InputError(f"tokenizer file {path} does not exist; give a tokenizer.json")
-    try:
-        encoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        reason = str(error).splitlines()[0]
-        raise InputError(f"tokenizer file {path} is not one of Hugging Face tokenizers ({reason})") from None
-    encoder.no_truncation()  # a file may ask for both, and would silently cut our pieces
-    encoder.no_padding()
-    return encoder

@@ -1,0 +1,258 @@
+"""Several data sets as one, mixed by weight: `data.mix`.
+
+    running position   0 1 2 3 4 5 6 7 8 9 | 10 ...     weights 0.5, 0.3, 0.2: a period of 10
+    data set           a b a c a b a b c a | a b ...    of p positions, each set has its weight times p, to within one
+    its own position   0 0 1 0 2 1 3 2 1 4 | 5 3 ...    in its own shuffled order, epoch after epoch
+
+Which set comes when is Tijdeman's solution of the chairman assignment problem (R. Tijdeman, "The chairman assignment
+problem", Discrete Mathematics 32, 1980): of those that are owed a sample, the one whose deadline is the nearest. With
+rational weights it repeats, so the state is the running position alone, as that of a single data set is.
+
+Samples are numbered through: those of the first data set, then those of the second, and so on.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.dataset import Dataset, Description, Ids, open_dataset
+from mpitrain.data.format import TRAIN, DatasetManifest, read_manifest
+from mpitrain.data.order import SampleOrder
+from mpitrain.errors import InputError
+
+_LONGEST_PERIOD = 100_000  # samples; what looking for a pattern of so many takes is a part of a second
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Whole numbers in the ratio of the weights.
+
+    Attributes:
+        parts: One for each data set, without a common divisor.
+    """
+
+    parts: tuple[int, ...]
+
+    @staticmethod
+    def of(weights: Sequence[float]) -> Weights:
+        """The weights as they are written in decimals: 0.7 and 0.3 are 7 and 3.
+
+        Raises:
+            InputError: Their ratio needs numbers that are too large.
+        """
+        exact = [Fraction(str(weight)) for weight in weights]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        whole = [int(weight * scale) for weight in exact]
+        parts = tuple(part // math.gcd(*whole) for part in whole)
+        if sum(parts) > _LONGEST_PERIOD:
+            raise InputError(
+                f"data.mix: weights in the ratio {' : '.join(map(str, parts))} repeat after {sum(parts):,} samples; "
+                f"write weights with fewer digits, so that it is at most {_LONGEST_PERIOD:,}"
+            )
+        return Weights(parts)
+
+    @property
+    def period(self) -> int:
+        """After how many samples the pattern begins anew."""
+        return sum(self.parts)
+
+    @cached_property
+    def pattern(self) -> npt.NDArray[np.int64]:
+        """Which data set each position of a period takes its sample from, int64 [period]."""
+        total, several = self.period, 2 * len(self.parts) - 2
+        if several == 0:
+            return np.zeros(1, np.int64)
+        taken = [0] * len(self.parts)
+        found = np.empty(total, np.int64)
+        for position in range(total):
+            chosen, nearest = 0, math.inf
+            for number, part in enumerate(self.parts):
+                owed = several * ((position + 1) * part - taken[number] * total)
+                if owed >= total and (deadline := ((several - 1) * total - owed) / part) < nearest:
+                    chosen, nearest = number, deadline
+            taken[chosen] += 1
+            found[position] = chosen
+        return found
+
+
+class MixedOrder:
+    """The endless sequence of the samples of several data sets: each set in the order that it has by itself.
+
+    Args:
+        samples: How many samples each data set has.
+        weights: Of the data sets.
+        seed: What the orders follow from.
+    """
+
+    def __init__(self, samples: Sequence[int], weights: Weights, seed: int) -> None:
+        self._weights = weights
+        self._orders = [SampleOrder(count, seed) for count in samples]
+        self._firsts = list(accumulate(samples, initial=0))
+        pattern = weights.pattern
+        self._before = np.empty(len(pattern), np.int64)  # of the same data set, earlier in the period
+        for number, part in enumerate(weights.parts):
+            self._before[pattern == number] = np.arange(part)
+
+    def ids(self, position: int, count: int) -> Ids:
+        """The sample ids at `count` running positions from `position` on, int64 [count]."""
+        return self.at(np.arange(position, position + count, dtype=np.int64))
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Ids:
+        """The sample ids at running positions in ascending order, int64 and as many."""
+        periods, within = np.divmod(positions, self._weights.period)
+        sets = self._weights.pattern[within]
+        ids = np.empty(len(positions), np.int64)
+        for number, part in enumerate(self._weights.parts):
+            here = sets == number
+            own = periods[here] * part + self._before[within[here]]
+            ids[here] = self._firsts[number] + self._orders[number].at(own)
+        return ids
+
+
+class MixedDataset(Dataset):
+    """Several data sets as one.
+
+    Args:
+        parts: The data sets, all of the same form.
+        weights: Of each.
+        names: What data.mix calls them.
+    """
+
+    def __init__(self, parts: Sequence[Dataset], weights: Weights, names: Sequence[str]) -> None:
+        self._parts, self._weights, self._names = list(parts), weights, list(names)
+        self._firsts = np.array([0, *accumulate(map(len, parts))], np.int64)
+        self.description = _mixed_description([part.description for part in parts], weights)
+
+    def order(self, seed: int) -> MixedOrder:
+        """The order that training takes the samples in."""
+        return MixedOrder([len(part) for part in self._parts], self._weights, seed)
+
+    def spread(self, places: npt.NDArray[np.int64], chosen: int) -> Ids:
+        """Of `chosen` samples, as many of each data set as its weight says, evenly spread; those at `places`."""
+        counts = self._counts(chosen)
+        bounds = np.array([0, *accumulate(counts)], np.int64)
+        sets = np.searchsorted(bounds, places, side="right") - 1
+        sizes = np.diff(self._firsts)[sets]
+        return self._firsts[sets] + (places - bounds[sets]) * sizes // np.array(counts, np.int64)[sets]
+
+    def parts(self, chosen: int) -> dict[str, int]:
+        return dict(zip(self._names, self._counts(chosen), strict=True))
+
+    def _counts(self, chosen: int) -> list[int]:
+        return _shared_out(chosen, self._weights.parts, [len(part) for part in self._parts])
+
+    def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        self._sorted(ids)
+        facts = self.description
+        x = np.empty((len(ids), *facts.x_shape), facts.x_dtype)
+        y = np.empty((len(ids), *facts.y_shape), facts.y_dtype)
+        sets = np.searchsorted(self._firsts, ids, side="right") - 1
+        for number in np.unique(sets).tolist():
+            here = sets == number
+            x[here], y[here] = self._parts[number].read(ids[here] - self._firsts[number])
+        return x, y
+
+    def close(self) -> None:
+        """Close the files of all parts."""
+        for part in self._parts:
+            part.close()
+
+
+def open_mix(
+    mix: Mapping[str, float],
+    split: str = TRAIN,
+    *,
+    find: Callable[[str], Path],
+    sequence: int | None = None,
+    apart: bool = False,
+) -> Dataset | None:
+    """Open one split of several data sets, mixed by weight.
+
+    Args:
+        mix: What `data.path` would say of each data set, and its weight.
+        split: "train" or "held_out"; data sets that hold nothing out are left out of the latter.
+        find: Gives the folder of a data set.
+        sequence: As of `open_dataset`.
+        apart: As of `open_dataset`.
+
+    Returns:
+        The data set; None where no part has such a split.
+
+    Raises:
+        InputError: A part cannot be read, or the parts do not go together.
+    """
+    folders = {path: find(path) for path in mix}
+    manifests = {path: read_manifest(folder) for path, folder in folders.items()}
+    _check_alike(folders, manifests, apart)
+    there = [path for path in mix if split == TRAIN or split in manifests[path].splits]
+    if not there:
+        return None
+    parts = [open_dataset(folders[path], split, sequence=sequence, apart=apart) for path in there]
+    first = parts[0].description
+    for path, part in zip(there, parts, strict=True):
+        one, other = _form(first), _form(part.description)
+        if one != other:
+            raise InputError(
+                f"data.mix: samples of {folders[there[0]]} and {folders[path]} have different forms ({one} and "
+                f"{other}); mix data sets of the same form"
+            )
+    return MixedDataset(parts, Weights.of([mix[path] for path in there]), there)
+
+
+def _form(facts: Description) -> str:
+    classes = "" if facts.classes is None else f", {len(facts.classes)} classes"
+    return f"{facts.kind} {list(facts.x_shape)} {facts.x_dtype}, {list(facts.y_shape)} {facts.y_dtype}{classes}"
+
+
+def _check_alike(folders: Mapping[str, Path], manifests: Mapping[str, DatasetManifest], apart: bool) -> None:
+    """The same tokens must mean the same in all data sets."""
+    (first, one), *others = manifests.items()
+    for path, other in others:
+        pair = f"{folders[first]} and {folders[path]}"
+        if one.tokenizer_crc32 != other.tokenizer_crc32:
+            raise InputError(f"data.mix: {pair} have different tokenizers; prepare them with the same --tokenizer")
+        if one.classes is not None and other.classes is not None and one.classes != other.classes:
+            raise InputError(f"data.mix: {pair} have different classes; prepare them with the same ones")
+        if apart and one.document_end != other.document_end:
+            raise InputError(
+                f"data.mix: documents of {pair} end with different tokens ({one.document_end} and "
+                f"{other.document_end}); prepare them with the same --end-token, or set data.documents joined"
+            )
+
+
+def _mixed_description(parts: Sequence[Description], weights: Weights) -> Description:
+    vocabularies = [part.vocabulary for part in parts if part.vocabulary is not None]
+    ends = {part.document_end for part in parts}
+    told = repr((weights.parts, [part.identity for part in parts])).encode("ascii")
+    return replace(
+        parts[0],
+        samples=sum(part.samples for part in parts),
+        vocabulary=max(vocabularies) if vocabularies else None,
+        identity=f"{zlib.crc32(told):08x}",
+        masked=any(part.masked for part in parts),
+        document_end=ends.pop() if len(ends) == 1 else None,
+    )
+
+
+def _shared_out(chosen: int, weights: Sequence[int], most: Sequence[int]) -> list[int]:
+    """`chosen` in parts by weight, each at most so many; what a part has not is taken from the others."""
+    counts = [0] * len(weights)
+    while (left := chosen - sum(counts)) > 0:
+        able = [k for k in range(len(weights)) if counts[k] < most[k]]
+        total, before = sum(weights[k] for k in able), sum(counts)
+        for k in able:
+            counts[k] = min(most[k], counts[k] + left * weights[k] // total)
+        if sum(counts) == before:  # less than one each: to the heaviest
+            counts[max(able, key=lambda k: weights[k])] += 1
+    return counts

@@ -1,0 +1,338 @@
+"""Documents with borders of their own: JSON lines, JSON arrays and tables of parquet, one a line, element or row.
+
+    {"text": "..."}                          a stream of tokens, an end-of-document token after each document
+    {"prompt": "...", "completion": "..."}   whole pairs packed into samples; tokens of prompts are not trained on
+    with `pack`                              whole documents packed into samples (see `packing`)
+
+Documents are read one after the other, whatever the size of the files. Held out are documents spread evenly over the
+input, or the files that are named val, validation, dev or test, where others are named train.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
+from mpitrain.data.sources.encoder import Encoder, Tokens, make_encoder
+from mpitrain.data.sources.packing import Packer
+from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources.streams import CHUNK, head, opened, os_errors_of, plain_stem, plain_suffix
+from mpitrain.data.writer import Block, Source
+from mpitrain.errors import InputError
+
+LINES = frozenset((".jsonl", ".ndjson"))
+PAIRS_PACK = 1024  # tokens of a sample of prompts and completions, unless told otherwise
+_NEXT = re.compile(r"[\s,\[]*")  # what lies between two elements of an array
+_AT_ONCE = 256  # documents encoded together
+_ROWS_AT_ONCE = 1024
+_SPLIT = re.compile(r"(train|val|valid|validation|dev|test|held[_-]out)(?![a-z])")
+_KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+@dataclass(frozen=True)
+class TextFields:
+    """Which fields of a line or row hold the text.
+
+    Attributes:
+        text: The field of the whole text; used where there is no prompt.
+        prompt: The field of what is given to the model.
+        completion: The field of what the model learns to answer.
+    """
+
+    text: str = "text"
+    prompt: str | None = None
+    completion: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that are read."""
+        if self.prompt is None:
+            return (self.text,)
+        return self.prompt, self.completion or "completion"
+
+
+def is_documents(path: Path, fields: TextFields) -> bool:
+    """Whether a file is JSON lines or an array of objects, or parquet that has these fields as text."""
+    suffix = plain_suffix(path)
+    if suffix in LINES:
+        return True
+    if suffix == ".json":
+        if _is_array(path):
+            return True
+        with opened(path) as file:
+            try:
+                return isinstance(json.loads(file.readline(CHUNK)), dict)
+            except ValueError:
+                return False
+    return suffix == ".parquet" and _has_text(path, fields)
+
+
+def documents_of(path: Path, fields: TextFields, encoding: str | None = None) -> Iterator[tuple[str, ...]]:
+    """The texts of each document: one, or prompt and completion.
+
+    Raises:
+        InputError: A line or row is broken, or lacks a field; the message names it.
+    """
+    if plain_suffix(path) == ".parquet":
+        return _rows(path, fields)
+    if plain_suffix(path) == ".json" and _is_array(path):
+        return _elements(path, fields, encoding)
+    return _lines(path, fields, encoding)
+
+
+Read = Callable[[Path, TextFields, str | None], Iterator[tuple[str, ...]]]
+
+
+def documents_source(
+    files: Sequence[Path],
+    fields: TextFields,
+    tokenizer: Path | None,
+    *,
+    pack: int | None = None,
+    encoding: str | None = None,
+    end_token: str | None = None,
+    read: Read = documents_of,
+) -> Source:
+    """Describe documents as a stream of tokens, or as samples that they are packed into.
+
+    Args:
+        files: JSON lines and parquet, in order.
+        fields: Which fields hold the text.
+        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
+        pack: Tokens of a sample that whole documents are packed into; None for a stream.
+        encoding: What the text of JSON lines is in; None for UTF-8.
+        end_token: What ends a document, see `make_encoder`.
+        read: Gives the texts of each document of a file, as `documents_of`.
+    """
+    encoder = make_encoder(tokenizer, end_token, documents=True)
+    if fields.prompt is not None:
+        pack = pack or PAIRS_PACK
+    if pack:
+        _require_end(encoder)
+    splits = splits_by_name(files)
+    packers: dict[str, Packer] = {}
+
+    def blocks(held_out: float) -> Iterator[Block]:
+        packers.clear()
+        for held, documents in _by_split(files, splits, lambda path: read(path, fields, encoding), held_out, encoder):
+            split = HELD_OUT if held else TRAIN
+            if pack:
+                assert encoder.end is not None
+                packer = packers.setdefault(split, Packer(pack, encoder.end, encoder.dtype, whole=bool(fields.prompt)))
+                columns = packer.add(documents)
+            else:
+                columns = (np.concatenate([tokens for tokens, _ in documents]),)
+            if len(columns[0]):
+                yield split, columns
+        for split, packer in packers.items():
+            if len((rest := packer.finish())[0]):
+                yield split, rest
+
+    def notes() -> tuple[str, ...]:
+        named = ((split.replace("_", " "), packer) for split, packer in packers.items())
+        return tuple(f"{split}: {note}" for split, packer in named for note in packer.notes())
+
+    return Source(
+        "tokens",
+        _token_fields(encoder.dtype, masked=pack is not None),
+        blocks,
+        files=len(files),
+        vocabulary=encoder.vocabulary,
+        tokenizer=tokenizer,
+        document_end=encoder.end,
+        pack=pack,
+        found=notes,
+    )
+
+
+def _require_end(encoder: Encoder) -> None:
+    if encoder.end is None:
+        raise InputError(
+            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
+        )
+
+
+def _token_fields(dtype: str, *, masked: bool) -> tuple[FieldSpec, ...]:
+    tokens = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
+    mask = FieldSpec(name=MASK, dtype="uint8", shape=(), given="integer")
+    return (tokens, mask) if masked else (tokens,)
+
+
+def splits_by_name(files: Sequence[Path]) -> dict[Path, str] | None:
+    """The split of each file, where some are named train... and some val, validation, dev or test...; else None.
+
+    Raises:
+        InputError: Others beside these are named neither.
+    """
+    found: dict[Path, str] = {}
+    for path in files:
+        if match := _SPLIT.match(plain_stem(path)):
+            found[path] = TRAIN if match[1] == "train" else HELD_OUT
+    if set(found.values()) != {TRAIN, HELD_OUT}:
+        return None
+    other = next((path for path in files if path not in found), None)
+    if other is not None:
+        raise InputError(f"source {other} is named neither train nor val, as others are; rename it, or leave it out")
+    return found
+
+
+def _by_split(
+    files: Sequence[Path],
+    splits: dict[Path, str] | None,
+    documents_in: Callable[[Path], Iterator[tuple[str, ...]]],
+    held_out: float,
+    encoder: Encoder,
+) -> Iterator[tuple[bool, list[tuple[Tokens, int]]]]:
+    """(held out, documents of (tokens, how many of them are of the prompt)), each time of some documents."""
+    number = 0
+    for path in files:
+        documents = documents_in(path)
+        while together := list(islice(documents, _AT_ONCE)):
+            if splits is None:
+                held = held_out_mask(number, len(together), held_out)
+                number += len(together)
+            else:
+                held = np.full(len(together), splits[path] == HELD_OUT)
+            encoded = _encoded(together, encoder)
+            for which in (False, True):
+                chosen = [tokens for tokens, out in zip(encoded, held.tolist(), strict=True) if out == which]
+                if chosen := [document for document in chosen if len(document[0])]:
+                    yield which, chosen
+
+
+def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tuple[Tokens, int]]:
+    """The tokens of each document with its end, and how many of them are of the prompt. Empty texts give nothing."""
+    parts = iter(encoder.encode([text for document in documents for text in document]))
+    end = np.array([] if encoder.end is None else [encoder.end], encoder.dtype)
+    found = []
+    for document in documents:
+        tokens = [next(parts) for _ in document]
+        prompt = len(tokens[0]) if len(tokens) > 1 else 0
+        whole = np.concatenate([*tokens, end]) if any(map(len, tokens)) else end[:0]
+        found.append((whole, prompt))
+    return found
+
+
+def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    with opened(path, encoding) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                content = json.loads(line.strip())
+            except UnicodeDecodeError:
+                raise InputError(f"{where}: not UTF-8; convert it, or give its --encoding") from None
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", "nested too deeply")
+                raise InputError(f"{where}: not JSON ({reason}); mend or remove the line") from None
+            if not isinstance(content, dict):
+                raise InputError(f'{where}: not an object with fields; each line must be one, as {{"text": ...}}')
+            yield tuple(_text_in(content, name, where) for name in fields.names)
+
+
+def _is_array(path: Path) -> bool:
+    return re.match(rb"\s*\[\s*\{", head(path, CHUNK)) is not None
+
+
+def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    """The objects of an array, read one after the other."""
+    decode, rest, line, more = json.JSONDecoder().raw_decode, "", 1, True
+    with opened(path, encoding) as file:
+        text = codecs.getreader("utf-8")(file)
+        try:
+            while more:
+                chunk = text.read(CHUNK)
+                rest, more, at = rest + chunk, bool(chunk), 0
+                while (start := _NEXT.match(rest, at)) and start.end() < len(rest) and rest[start.end()] != "]":
+                    try:
+                        content, end = decode(rest, start.end())
+                    except (ValueError, RecursionError) as error:
+                        if more:
+                            break  # it may go on in the next chunk
+                        where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
+                        reason = getattr(error, "msg", "nested too deeply")
+                        raise InputError(f"{where}: not JSON ({reason}); mend or remove the element") from None
+                    where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
+                    if not isinstance(content, dict):
+                        raise InputError(f"{where}: not an object with fields; mend or remove the element")
+                    yield tuple(_text_in(content, name, where) for name in fields.names)
+                    line, at = line + rest.count("\n", at, end), end
+                rest = rest[at:]
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is not UTF-8 after line {line}; convert it, or give its --encoding") from None
+    if not rest.rstrip().endswith("]"):
+        raise InputError(f"{path} ends after line {line} without the ] of its array; restore that file")
+
+
+def _text_in(content: dict[str, Any], name: str, where: str) -> str:
+    if name not in content:
+        raise InputError(
+            f"{where}: no field {name!r} (there: {', '.join(map(str, content))[:200]}); "
+            "name the field with --text, or --prompt and --completion"
+        )
+    value = content[name]
+    if not isinstance(value, str):
+        raise InputError(f"{where}: field {name!r} is {_KINDS.get(type(value), 'null')}, not text; mend or remove it")
+    return value
+
+
+def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
+    row = 0
+    with os_errors_of(path), _arrow_errors(path):
+        file = _parquet(path)
+        missing = next((name for name in fields.names if name not in file.schema_arrow.names), None)
+        if missing is not None:
+            _text_in(dict.fromkeys(file.schema_arrow.names), missing, str(path))
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(fields.names)):
+            for texts in zip(*(batch.column(name).to_pylist() for name in fields.names), strict=True):
+                row += 1
+                for name, text in zip(fields.names, texts, strict=True):
+                    _text_in({name: text}, name, f"{path}, row {row}")
+                yield texts
+
+
+def _has_text(path: Path, fields: TextFields) -> bool:
+    schema = _parquet(path).schema_arrow
+    return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    """Turn what is wrong with the content of parquet into an InputError of one line."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
+            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]:.120}); restore that file") from None
+        raise
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise InputError(f'{path} needs the package pyarrow; pip install "mpitrain[data]"') from None
+    try:
+        return parquet.ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise InputError(f"{path} is not parquet ({str(error).splitlines()[0]:.120}); restore that file") from None

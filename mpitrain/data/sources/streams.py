@@ -1,0 +1,215 @@
+"""A file as a stream of bytes, whatever it is compressed by (.gz, .bz2, .xz, .zst) and whatever its text is in.
+
+    a.jsonl.zst     decompressed as it is read; its name without the last suffix, a.jsonl, says what is in it
+    UTF-16, UTF-32  recognised by their byte order mark or their zeros; read as UTF-8 where the encoding is given
+
+Memory in use: one chunk, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from mpitrain.data.commit import os_errors
+from mpitrain.errors import InputError
+
+CHUNK = 1 << 20
+_ZEROS = 0.3  # of the bytes of a file at least, where it is text in UTF-16 or UTF-32 without a byte order mark
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+class _Frames(io.RawIOBase):
+    """The content of zstandard frames. One that is cut off is an error, which the package's own stream passes over."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise InputError(f'{path} needs the package zstandard; pip install "mpitrain[data]"') from None
+        self._decompressor, self._error = zstandard.ZstdDecompressor(), zstandard.ZstdError
+        self._file = open(path, "rb")  # noqa: SIM115 - `close` closes it
+        self._frame: Any = None
+        self._packed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._ready and self._more():
+            pass
+        count = min(len(into), len(self._ready))
+        into[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _more(self) -> bool:
+        """Decompress a piece; False at the end of the file."""
+        self._packed = self._packed or self._file.read(CHUNK)
+        if not self._packed:
+            if self._frame is not None:
+                raise EOFError("it ends inside of a frame")
+            return False
+        self._frame = self._frame or self._decompressor.decompressobj()
+        try:
+            self._ready = memoryview(self._frame.decompress(self._packed))
+        except self._error as error:
+            raise EOFError(str(error)) from None
+        self._packed = self._frame.unused_data if self._frame.eof else b""
+        self._frame = None if self._frame.eof else self._frame
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+_OPENERS: dict[str, Callable[[Path], Any]] = {  # each gives the bytes that are in the file
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda path: io.BufferedReader(_Frames(path), CHUNK),
+}
+COMPRESSED = frozenset(_OPENERS)
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file's name says that it is compressed in a way that can be read as a stream."""
+    return path.suffix.lower() in COMPRESSED
+
+
+def plain_suffix(path: Path) -> str:
+    """The suffix of what is in a file, in lower case: `.jsonl` of a.jsonl and of a.jsonl.zst."""
+    return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
+
+
+def plain_stem(path: Path) -> str:
+    """The name of what is in a file without its suffix, in lower case: `train` of train.jsonl.zst."""
+    return Path(path.stem if is_compressed(path) else path.name).stem.lower()
+
+
+@contextmanager
+def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
+    """Open what is in a file.
+
+    Args:
+        path: The file.
+        encoding: What its text is in; it is read as UTF-8 then. None: the bytes as they are.
+
+    Raises:
+        InputError: Inside, for a file that cannot be read, is damaged, or is not in this encoding.
+    """
+    with os_errors_of(path):
+        file = _OPENERS[path.suffix.lower()](path) if is_compressed(path) else open(path, "rb")  # noqa: SIM115
+        with file:
+            yield file if encoding is None else io.BufferedReader(_Transcoded(file, path, encoding), CHUNK)
+
+
+@contextmanager
+def os_errors_of(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with reading a file inside into an InputError of one line that names it."""
+    try:
+        with os_errors(f"{path} cannot be read"):
+            yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise _damaged(path, error) from None
+    except InputError as error:
+        if is_compressed(path) and isinstance(error.__cause__, OSError) and error.__cause__.errno is None:
+            raise _damaged(path, error.__cause__) from None
+        raise
+
+
+def _damaged(path: Path, error: BaseException) -> InputError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return InputError(f"{path} is damaged or cut off ({reason}); restore that file")
+
+
+class _Transcoded(io.RawIOBase):
+    """Text in some encoding, read as UTF-8."""
+
+    def __init__(self, file: IO[bytes], path: Path, encoding: str) -> None:
+        super().__init__()
+        self._file, self._path, self._encoding = file, path, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ready = b""
+        self._taken = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._ready:
+            chunk = self._file.read(CHUNK)
+            try:
+                self._ready = self._decoder.decode(chunk, final=not chunk).encode("utf-8")
+            except UnicodeError:
+                raise InputError(
+                    f"text file {self._path} is not {self._encoding} after byte {self._taken}; give its --encoding"
+                ) from None
+            self._taken += len(chunk)
+            if not chunk:
+                break
+        count = min(len(into), len(self._ready))
+        into[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def head(path: Path, size: int) -> bytes:
+    """The first bytes of what is in a file."""
+    with opened(path) as file:
+        return file.read(size)
+
+
+def wide_encoding(start: bytes) -> str | None:
+    """The encoding of text that begins so, where it is UTF-16 or UTF-32: its marks or its many zeros tell."""
+    for mark, name in _MARKS:
+        if start.startswith(mark):
+            return name
+    zeros = [start[i::4].count(0) / max(1, len(start[i::4])) for i in range(4)]
+    if len(start) < 8 or sum(zeros) / 4 < _ZEROS:
+        return None
+    if zeros[0] + zeros[1] > 1.8 and zeros[3] < 0.1:
+        return "utf-32-be"
+    if zeros[2] + zeros[3] > 1.8 and zeros[0] < 0.1:
+        return "utf-32-le"
+    if min(zeros[0], zeros[2]) > 2 * _ZEROS and max(zeros[1], zeros[3]) < 0.1:
+        return "utf-16-be"
+    if min(zeros[1], zeros[3]) > 2 * _ZEROS and max(zeros[0], zeros[2]) < 0.1:
+        return "utf-16-le"
+    return None
+
+
+def check_encoding(name: str) -> None:
+    """Raise InputError for an encoding that Python does not know, or that is none of text."""
+    try:
+        "a".encode(name)
+    except LookupError:
+        raise InputError(f"--encoding {name} is unknown; give utf-8, utf-16, utf-32, latin-1, cp1252 ...") from None
+
+
+def size_of(path: Path, encoding: str | None = None) -> int:
+    """How many bytes are in a file: read through where it is compressed or in another encoding than UTF-8."""
+    if encoding is None and not is_compressed(path):
+        with os_errors(f"{path} cannot be read"):
+            return path.stat().st_size
+    with opened(path, encoding) as file:
+        return sum(len(chunk) for chunk in iter(lambda: file.read(CHUNK), b""))
+
+
+def skip(file: IO[bytes], count: int) -> None:
+    """Go `count` bytes ahead in a stream that need not be able to seek."""
+    while count and (chunk := file.read(min(CHUNK, count))):
+        count -= len(chunk)

@@ -1,0 +1,181 @@
+"""Files of tables, read as blocks of columns: CSV and TSV, also compressed, and Parquet.
+
+A CSV file is separated by commas, semicolons or tabs, whichever the first line has most of. A header is optional: the
+first line is one where none of its cells is a number, or where it has text in a column of which the second line has a
+number. Cells of CSV are texts; those of Parquet are texts, numbers or None.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.commit import os_errors
+from mpitrain.data.sources.streams import opened, plain_suffix
+from mpitrain.errors import InputError
+
+Cell = str | float | None
+CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
+LARGEST = float(np.finfo(np.float32).max)
+_MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
+_CELLS = 1 << 17  # of a block: as Python numbers they take 32 bytes each
+_LONGEST_LINE = 16 << 20
+_TEXT_COLUMN = "text"
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A file, learnt from its beginning.
+
+    Attributes:
+        path: The file.
+        header: The names of its columns, where it has them.
+        columns: How many columns it has.
+        delimiter: What separates them in a line; nothing in Parquet.
+    """
+
+    path: Path
+    header: tuple[str, ...] | None
+    columns: int
+    delimiter: str
+
+    def name(self, column: int) -> str:
+        """What a column is called: its name, or its number from 1."""
+        return self.header[column] if self.header else str(column + 1)
+
+    def place(self, number: int) -> str:
+        """What messages call a row."""
+        return f"{self.path}, {'line' if self.delimiter else 'row'} {number}"
+
+    def blocks(self, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        """(the lines that rows stand in, the cells of each chosen column), again and again."""
+        return self._lines(chosen) if self.delimiter else _groups(self.path, chosen)
+
+    def _lines(self, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        rows = _lines(self.path, self.delimiter, skip=self.header is not None)
+        while block := list(islice(rows, max(1, _CELLS // self.columns))):
+            for line, cells in block:
+                if len(cells) != self.columns:
+                    raise InputError(
+                        f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}; "
+                        "mend it"
+                    )
+            columns = list(zip(*(cells for _, cells in block), strict=True))
+            yield [line for line, _ in block], [columns[i] for i in chosen]
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table: by its name, and one of Parquet that has a column of texts called text is not."""
+    suffix = plain_suffix(path)
+    if suffix in CSV:
+        return True
+    return path.suffix.lower() in PARQUET and not _has_text(path)
+
+
+def look(path: Path, *, least: int = 2) -> TableFile:
+    """Learn what columns a file has. least: how many there must be."""
+    if path.suffix.lower() in PARQUET:
+        schema = _parquet(path).schema_arrow
+        if len(schema.names) < least:
+            raise InputError(f"table {path} has one column; it needs inputs and a label")
+        return TableFile(path, tuple(schema.names), len(schema.names), "")
+    with opened(path) as file:
+        top = io.TextIOWrapper(file, "utf-8-sig", "replace").readline(_LONGEST_LINE)
+    if len(top) == _LONGEST_LINE:
+        raise InputError(
+            f"table {path}: its first line is longer than {_LONGEST_LINE >> 20} Mi characters; is it a table?"
+        )
+    delimiter = max(",;\t", key=top.count)
+    lines = [cells for _, cells in islice(_lines(path, delimiter, skip=False), 2)]
+    if not lines:
+        raise InputError(f"table {path} is empty; give a file with data")
+    head = [is_number(cell) for cell in lines[0]]
+    below = [is_number(cell) for cell in lines[1]] if len(lines) > 1 else []
+    has_header = not any(head) or any(
+        now and not above and not is_missing(text) for text, above, now in zip(lines[0], head, below, strict=False)
+    )
+    if len(lines[0]) < least:
+        raise InputError(f"table {path} has one column; it needs numbers and a label, separated by , ; or tab")
+    if has_header and len(lines) < 2:
+        raise InputError(f"table {path} has a header and no rows; give a file with data")
+    header = tuple(cell.strip() for cell in lines[0]) if has_header else None
+    return TableFile(path, header, len(lines[0]), delimiter)
+
+
+def is_missing(cell: Cell) -> bool:
+    """Whether a cell has no value: empty, null, or one of the words that stand for that, as NA and NaN."""
+    if isinstance(cell, str):
+        return cell.strip().lower() in _MISSING
+    return cell is None or math.isnan(cell)
+
+
+def is_number(cell: Cell) -> bool:
+    """Whether a cell is a number that float32 can hold (nan and inf are not either)."""
+    try:
+        return cell is not None and -LARGEST <= float(cell) <= LARGEST
+    except ValueError:
+        return False
+
+
+def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
+    """(line number, cells) of every line that is not blank; skip: but the first."""
+    with opened(path) as file:
+        reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter)
+        try:
+            for cells in islice(filter(None, reader), int(skip), None):
+                yield reader.line_num, cells
+        except csv.Error as error:
+            raise InputError(f"{path}, line {reader.line_num}: not CSV ({error}); mend it") from None
+        except UnicodeDecodeError:
+            raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError('Parquet needs the package pyarrow; pip install "mpitrain[data]"') from None
+    with os_errors(f"table {path} cannot be read"):
+        try:
+            return pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"table {path} is not a whole Parquet file ({reason:.200}); get it again") from None
+
+
+def _has_text(path: Path) -> bool:
+    schema = _parquet(path).schema_arrow
+    return _TEXT_COLUMN in schema.names and str(schema.field(_TEXT_COLUMN).type) in ("string", "large_string")
+
+
+def _groups(path: Path, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+    import pyarrow
+
+    file, start = _parquet(path), 1
+    names = [file.schema_arrow.names[i] for i in chosen]
+    for name, kind in ((name, file.schema_arrow.field(name).type) for name in names):
+        held = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        plain = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean, pyarrow.types.is_null)
+        texts = (pyarrow.types.is_string, pyarrow.types.is_large_string)
+        if not any(is_so(held) for is_so in (*plain, *texts)):
+            raise InputError(
+                f"table {path}, column {name}: {held} is neither a number nor text; convert it, or leave the column "
+                f"out with --drop {name}"
+            )
+    with os_errors(f"table {path} cannot be read"):
+        try:
+            for batch in file.iter_batches(max(1, _CELLS // max(1, len(names))), columns=names):
+                columns = [batch.column(name).to_pylist() for name in names]
+                yield range(start, start + batch.num_rows), columns
+                start += batch.num_rows
+        except pyarrow.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"table {path} is damaged ({reason:.200}); get it again") from None

@@ -1,0 +1,216 @@
+"""Tokens that another tool has made already: flat files of numbers, and Megatron's pairs of .idx and .bin.
+
+    train.bin, val.bin     numbers of uint16 or uint32, one after the other, as nanoGPT writes them; also compressed
+    tokens.npy             one dimension of whole numbers
+    data.idx + data.bin    documents (see `megatron`)
+
+Flat files follow each other in the order given; held out is the end of all, or the files named val..., where others
+are named train.... Held out of Megatron's files are documents spread evenly over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.format import HELD_OUT, TOKENS, TRAIN, FieldSpec
+from mpitrain.data.sources import megatron
+from mpitrain.data.sources.documents import splits_by_name
+from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
+from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, size_of
+from mpitrain.data.writer import Block, Source
+from mpitrain.errors import InputError
+
+Tokens = np.ndarray[Any, Any]
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LARGEST = 1 << 32
+_LABELS = ("x", "y", "x_train", "y_train", "x_test", "y_test")  # names of arrays, as of `arrays`
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """What a person may say about tokens.
+
+    Attributes:
+        tokenizer: The file of the tokenizer that made them, which is kept with the data.
+        dtype: Of the numbers in flat files.
+        vocabulary: How many tokens there are; None: as many as the tokenizer has, or up to the largest.
+        end_token: The token after a document: a number, or a name that the tokenizer has; or "none".
+    """
+
+    tokenizer: Path | None = None
+    dtype: str | None = None
+    vocabulary: int | None = None
+    end_token: str | None = None
+
+
+def is_tokens(path: Path) -> bool:
+    """Whether a file is named .bin, is an index of Megatron's, or an array of one dimension of whole numbers."""
+    suffix = plain_suffix(path)
+    if suffix == ".npy" and plain_stem(path) not in _LABELS:
+        try:
+            shape, dtype = _header(path)
+        except InputError:
+            return False  # `arrays` says what is wrong
+        return len(shape) == 1 and dtype.kind in "iu"
+    return suffix == ".bin" or (suffix == ".idx" and megatron.is_index(path))
+
+
+def token_source(files: Sequence[Path], options: TokenOptions) -> Source:
+    """Describe files of tokens, in order.
+
+    Raises:
+        InputError: Sizes and types do not fit, or the tokenizer cannot be read.
+    """
+    pairs, flats = megatron.pairs_of(files)
+    if pairs and flats:
+        raise InputError(f"sources {pairs[0].index} and {flats[0]} are of different kinds; prepare them apart")
+    if pairs and options.dtype:
+        raise InputError(f"--dtype is for flat files, and {pairs[0].index} says its own; leave it out")
+    vocabulary, end = _facts(options)
+    if end is None and options.end_token is None and pairs:
+        end = megatron.common_end(pairs)
+    if pairs:
+        stored = np.result_type(*(pair.dtype for pair in pairs))
+    else:
+        stored = np.result_type(*(_flat_dtype(path, options.dtype) for path in flats))
+    dtype = smallest_dtype(vocabulary) if vocabulary else stored.name if stored.kind == "u" else "uint32"
+    most = vocabulary or min(_LARGEST, np.iinfo(dtype).max + 1)
+
+    def blocks(held_out: float) -> Iterator[Block]:
+        found = _documents(pairs, held_out, end) if pairs else _flat_blocks(flats, options.dtype, held_out)
+        for split, tokens, path, start in found:
+            _check(tokens, most, path, start)
+            yield split, (tokens.astype(dtype),)
+
+    field = FieldSpec(name=TOKENS, dtype=dtype, shape=(), given="integer")
+    return Source(
+        "tokens",
+        (field,),
+        blocks,
+        files=2 * len(pairs) + len(flats),
+        vocabulary=vocabulary,
+        tokenizer=options.tokenizer,
+        document_end=end,
+    )
+
+
+def _facts(options: TokenOptions) -> tuple[int | None, int | None]:
+    """The size of the vocabulary and the token after a document, where they are known."""
+    vocabulary, end = options.vocabulary, None
+    number = options.end_token is not None and options.end_token.isdecimal()
+    if number:
+        end = int(options.end_token or 0)
+    if options.tokenizer is not None:
+        known = load_tokenizer(options.tokenizer).get_vocab()
+        vocabulary = vocabulary or max(known.values()) + 1
+        end = end if number else end_of_vocabulary(known, options.end_token, options.tokenizer)
+    elif options.end_token not in (None, NO_END) and not number:
+        raise InputError(f"--end-token {options.end_token} is a name; give --tokenizer too, or the token's number")
+    if vocabulary is not None and end is not None and end >= vocabulary:
+        raise InputError(f"--end-token {end} is beyond the vocabulary of {vocabulary}; give one below")
+    return vocabulary, end
+
+
+def _check(tokens: Tokens, most: int, path: Path, start: int) -> None:
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < most:
+        at = int(np.flatnonzero((tokens < 0) | (tokens >= most))[0])
+        raise InputError(
+            f"{path}, token {start + at}: {int(tokens[at])} is not in a vocabulary of {most:,}; give the --tokenizer "
+            "or the --dtype that it was made with"
+        )
+
+
+def _flat_dtype(path: Path, given: str | None) -> np.dtype[Any]:
+    if plain_suffix(path) == ".npy":
+        return _header(path)[1]
+    dtype = np.dtype(given or "uint16").newbyteorder("<")
+    size = size_of(path)
+    if size % dtype.itemsize:
+        raise InputError(f"{path} has {size:,} bytes, which are no whole numbers of {dtype.name}; give its --dtype")
+    return dtype
+
+
+def _flat_blocks(files: Sequence[Path], given: str | None, held_out: float) -> Iterator[tuple[str, Tokens, Path, int]]:
+    """(split, tokens, their file, the place of the first in it)."""
+    splits = splits_by_name(files)
+    lengths = [_length(path, given) for path in files]
+    cut = round(sum(lengths) * (1 - held_out))
+    for path, length in zip(files, lengths, strict=True):
+        done = 0
+        for tokens in _flat(path, given):
+            inside = len(tokens) if splits else min(max(0, cut - done), len(tokens))
+            split = splits[path] if splits else TRAIN
+            if inside:
+                yield split, tokens[:inside], path, done
+            if inside < len(tokens):
+                yield HELD_OUT, tokens[inside:], path, done + inside
+            done += len(tokens)
+        if done != length:
+            raise InputError(f"{path} ends after {done:,} of {length:,} tokens; restore that file")
+        cut -= length
+
+
+def _length(path: Path, given: str | None) -> int:
+    if plain_suffix(path) == ".npy":
+        return int(_header(path)[0][0])
+    return size_of(path) // _flat_dtype(path, given).itemsize
+
+
+def _flat(path: Path, given: str | None) -> Iterator[Tokens]:
+    dtype = _flat_dtype(path, given)
+    with opened(path) as file:
+        if plain_suffix(path) == ".npy":
+            _read_header(file, path)
+        rest = b""
+        while chunk := file.read(CHUNK):
+            rest += chunk
+            whole = len(rest) // dtype.itemsize * dtype.itemsize
+            if whole:
+                yield np.frombuffer(rest[:whole], dtype)
+            rest = rest[whole:]
+
+
+def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    with opened(path) as file:
+        return _read_header(file, path)
+
+
+def _read_header(file: Any, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    try:
+        version = np.lib.format.read_magic(file)
+        shape, _, dtype = _HEADERS[version](file)
+    except (ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path} is not an array of NumPy ({reason:.120}); save it with np.save") from None
+    return shape, dtype
+
+
+def _documents(
+    pairs: Sequence[megatron.Pair], held_out: float, end: int | None
+) -> Iterator[tuple[str, Tokens, Path, int]]:
+    """As `_flat_blocks`: neighbouring documents of the same split together, each with its end."""
+    splits = splits_by_name([pair.index for pair in pairs])
+    number = 0
+    for pair in pairs:
+        held = held_out_mask(number, pair.documents, 0.0 if splits else held_out)
+        number += pair.documents
+        waiting: dict[str, list[Tokens]] = {TRAIN: [], HELD_OUT: []}
+        done = 0
+        for document, out in zip(pair.read(), held.tolist(), strict=True):
+            split = splits[pair.index] if splits else HELD_OUT if out else TRAIN
+            if end is not None and len(document) and document[-1] != end:
+                document = np.append(document, document.dtype.type(end))
+            waiting[split].append(document)
+            if sum(map(len, waiting[split])) * pair.dtype.itemsize >= CHUNK:
+                yield split, np.concatenate(waiting[split]), pair.data, done
+                waiting[split] = []
+            done += len(document)
+        for split, documents in waiting.items():
+            if documents and any(map(len, documents)):
+                yield split, np.concatenate(documents), pair.data, done
