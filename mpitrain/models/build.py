@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from mpitrain.choices import RESNET_LAYERS, Model, one_of
+from mpitrain.choices import Model
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.images import channels_last, is_image
+from mpitrain.models import hugging_face
+from mpitrain.models.adapters import with_adapters
 from mpitrain.models.factory import build_from_factory
-from mpitrain.models.losses import cross_entropy, squared_error
-from mpitrain.models.task import Criterion, Task
+from mpitrain.models.losses import MaskedCrossEntropy, cross_entropy, squared_error
+from mpitrain.models.task import Criterion, Task, TrainedBase
 
 if TYPE_CHECKING:
     from mpitrain.data import Description
 
-IMAGE_CHANNELS = (1, 3, 4)
 
-
-def build_model(section: ModelSection, description: Description) -> Task:
+def build_model(section: ModelSection, description: Description, base: TrainedBase | None = None) -> Task:
     """The model `section` names, shaped for the data `description` describes, on the CPU in fp32.
+
+    base: What is put into it before it gets adapters; None: the weights that it is made with.
 
     Raises InputError (agreed: every rank comes to the same verdict) when the model does not fit the data, and
     (not agreed) when the user's factory cannot be found or does not give a model with a loss.
     """
+    task = _built(section, description)
+    if base is not None:
+        base.fill(task.module)
+    return with_adapters(section, task, base.checkpoint if base is not None else "") if section.lora else task
+
+
+def _built(section: ModelSection, description: Description) -> Task:
+    if section.factory.startswith(hugging_face.PREFIX):
+        return hugging_face.build_hugging_face(section.factory, description, section.options)
     if section.factory:
         return build_from_factory(section.factory, description, section.options)
     if section.options:
@@ -40,7 +53,7 @@ def build_model(section: ModelSection, description: Description) -> Task:
 
 
 def _gpt(section: ModelSection, description: Description) -> Task:
-    from mpitrain.models.gpt import GPT
+    from mpitrain.models.gpt import GPT, Form
 
     if description.kind != "tokens" or description.vocabulary is None:
         raise _misfit(section, description, "tokens")
@@ -50,7 +63,30 @@ def _gpt(section: ModelSection, description: Description) -> Task:
             f"model.width {section.width} does not give each of model.heads {section.heads} an even number of "
             f"features; set model.width to {fitting}"
         )
-    model = GPT(description.vocabulary, section.layers, section.width, section.heads, section.dropout)
+    if 0 < section.vocabulary < description.vocabulary:
+        raise refusal(
+            f"the data have a vocabulary of {description.vocabulary} tokens, and model.vocabulary is "
+            f"{section.vocabulary}; prepare the data with the model's own tokenizer, or set model.vocabulary to "
+            f"{description.vocabulary}"
+        )
+    if section.positions == "learned" and 0 < section.max_positions < section.sequence:
+        raise refusal(
+            f"model.sequence {section.sequence} is longer than model.max_positions {section.max_positions}; set "
+            f"model.sequence to {section.max_positions}, or model.positions to rotary"
+        )
+    model = GPT(
+        section.vocabulary or description.vocabulary,
+        section.layers,
+        section.width,
+        section.heads,
+        section.dropout,
+        tied=section.tied,
+        max_positions=section.max_positions or section.sequence,
+        form=Form(**{field.name: getattr(section, field.name) for field in fields(Form)}),
+        apart=description.apart,
+    )
+    if description.masked:
+        model.criterion = MaskedCrossEntropy()
     return Task(model, model.loss)
 
 
@@ -60,7 +96,7 @@ def _resnet(section: ModelSection, description: Description) -> Task:
     if not _is_image(description):
         raise _misfit(section, description, "images")
     shape = description.x_shape
-    last = len(shape) == 3 and shape[-1] in IMAGE_CHANNELS and shape[0] not in IMAGE_CHANNELS
+    last = channels_last(shape)
     sides = shape[:2] if last else shape[-2:]
     channels = 1 if len(shape) == 2 else shape[-1] if last else shape[0]
     outputs, criterion = _target(description)
@@ -91,8 +127,7 @@ def _target(description: Description) -> tuple[int, Criterion]:
 
 
 def _is_image(description: Description) -> bool:
-    """[height, width], [channels, height, width] or [height, width, channels]."""
-    return description.kind == "arrays" and len(description.x_shape) in (2, 3)
+    return description.kind == "arrays" and is_image(description.x_shape)
 
 
 def _misfit(section: ModelSection, description: Description, takes: str) -> InputError:
@@ -100,7 +135,7 @@ def _misfit(section: ModelSection, description: Description, takes: str) -> Inpu
     if description.kind == "tokens":
         data, fitting = "tokens", "gpt"
     elif _is_image(description):
-        data, fitting = f"images of shape {shape}", f"resnet (with model.layers {one_of(RESNET_LAYERS)}) or mlp"
+        data, fitting = f"images of shape {shape}", "resnet or mlp"
     else:
         data, fitting = f"arrays of shape {shape}", "mlp"
     return refusal(f"model.name {section.name} takes {takes}, but the data are {data}; set model.name to {fitting}")

@@ -17,6 +17,7 @@ from torch import nn
 
 from mpitrain.config.named import find, told
 from mpitrain.errors import InputError
+from mpitrain.layers.base_weights import BaseWeights
 from mpitrain.models.task import Task
 
 if TYPE_CHECKING:
@@ -50,4 +51,5 @@ def build_from_factory(path: str, description: Description, options: Mapping[str
             f"model.factory {path}: the loss {type(loss).__name__} has parameters of its own, which nobody would "
             "train; make them part of the module"
         )
-    return Task(module, loss)
+    adapted = hasattr(module, "peft_config")
+    return Task(module, loss, BaseWeights.of(module, f"model.factory {path}", {"kind": "peft"}) if adapted else None)

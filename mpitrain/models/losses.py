@@ -1,10 +1,13 @@
-"""The two losses of the built-in models. Both are means over samples, so that the mean over equal shares of
+"""The losses of the built-in models. All are means over samples, so that the mean over equal shares of
 a batch is the mean over the batch."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional
+
+UNCOUNTED = -100  # a target that does not count, as torch has it
 
 
 def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -14,6 +17,26 @@ def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     tokens is the mean over samples.
     """
     return functional.cross_entropy(widened(output).flatten(0, -2), y.flatten())
+
+
+class MaskedCrossEntropy(nn.Module):
+    """Cross-entropy of targets of which some, -100, do not count.
+
+    A sample's loss is the mean over its targets that count (0 where none does), and the whole is the mean over samples:
+    a mean over all that count would depend on how samples are divided over microbatches and ranks.
+
+    Shape:
+        output [batch, ..., classes], any float dtype; y [batch, ...], int64.
+    """
+
+    by_sample = True  # so that the cross-entropy of divided scores is taken alike
+
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = functional.cross_entropy(
+            widened(output).flatten(0, -2), y.flatten(), ignore_index=UNCOUNTED, reduction="none"
+        )
+        counted = (y != UNCOUNTED).flatten(1).sum(1).clamp(min=1)
+        return (each.view(len(y), -1).sum(1) / counted).mean()
 
 
 def squared_error(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

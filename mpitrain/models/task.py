@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.layers.base_weights import BaseWeights
+
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of output and y: the loss
 
 
@@ -36,8 +38,23 @@ class BlockModel(nn.Module):
 
 
 @dataclass(frozen=True)
+class TrainedBase:
+    """Trained weights for a model that gets adapters.
+
+    checkpoint: The folder that they come from. fill: Puts them into the model that was just made.
+    """
+
+    checkpoint: str
+    fill: Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
 class Task:
-    """loss(module(x), y) is a scalar: the mean over the samples of the batch."""
+    """loss(module(x), y) is a scalar: the mean over the samples of the batch.
+
+    base: what is frozen under adapters, which checkpoints then hold alone; None where all of the model is saved.
+    """
 
     module: nn.Module
     loss: Callable[[Any, Any], torch.Tensor]
+    base: BaseWeights | None = None

@@ -95,13 +95,15 @@ class Axis:
         """
         if self.size == 1:
             return x
-        views = self._exchange(_SUM, x, 0, tag)
+        # of two ranks each sum is one pass anyway, and nothing is to be copied out
+        direct = self.size == 2 or x.nbytes <= _DIRECT
+        views = self._exchange(_SUM, x, 0, tag, (self.size - 1) * x.nbytes * direct)
         if views is None:
             total = x.clone(memory_format=torch.contiguous_format)
             self.comm.all_reduce(total)
             return total
-        if self.size == 2 or x.numel() * x.element_size() <= _DIRECT:
-            return _sum(views)  # of two ranks each sum is one pass anyway, and nothing is to be copied out
+        if direct:
+            return _sum(views)
         self.comm.all_reduce(views[self.rank])
         return views[self.rank].clone()
 
@@ -117,7 +119,8 @@ class Axis:
             return x
         bounds = self.bounds(x.shape[dim]) if lengths is None else [0, *accumulate(lengths)]
         start, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
-        views = self._exchange(_SCATTER, x, dim, 0)
+        taken = (self.size - 1) * x.nbytes * length // max(1, x.shape[dim])
+        views = self._exchange(_SCATTER, x, dim, 0, taken)
         if views is not None:
             return _sum([view.narrow(dim, start, length) for view in views])
         parts = x.split([hi - lo for lo, hi in pairwise(bounds)], dim)
@@ -142,7 +145,7 @@ class Axis:
         """
         if self.size == 1:
             return x, [x.shape[dim]]
-        views = self._exchange(_GATHER, x, dim, tag)
+        views = self._exchange(_GATHER, x, dim, tag, (self.size - 1) * x.nbytes)
         if views is not None:
             return torch.cat(views, dim), [view.shape[dim] for view in views]
         if lengths is None:
@@ -156,8 +159,10 @@ class Axis:
         parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
         return torch.cat(parts, dim), list(lengths)
 
-    def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int) -> list[torch.Tensor] | None:
+    def _exchange(self, operation: int, x: torch.Tensor, dim: int, tag: int, taken: int) -> list[torch.Tensor] | None:
         """Show all ranks this rank's x, in shared memory; their lengths along `dim` may differ in an all-gather.
+
+        taken: bytes that the caller then takes out of the others' memory (of a gather: that they take out of this).
 
         Returns:
             Every rank's x, as views that hold it until the exchange after the next one; None where the ranks share no
@@ -176,7 +181,7 @@ class Axis:
             if nbytes <= slots.capacity:
                 slots.view(turn, self.rank, x.shape, x.dtype).copy_(x)
             slots.headers[turn][self.rank][:] = mine
-            slots.alternating.meet()
+            slots.alternating.meet(taken * (nbytes <= slots.capacity))
             told = [bytes(header) for header in slots.headers[turn]]
             if all(header == mine for header in told) and nbytes <= slots.capacity:
                 return [slots.view(turn, rank, x.shape, x.dtype) for rank in range(self.size)]

@@ -70,13 +70,13 @@ def _boxes(
 ) -> tuple[Box, ...]:
     """The boxes whose elements, one box after the other, are those of the ranges put together along `dim`.
 
-    Along the first dimension equal sections are one more dimension before it: then one box holds all of them. Along
-    another dimension the sections of one row lie side by side, so there must be one.
+    Equal sections are one more dimension before the divided one: then one box holds all of them. Sections that are not
+    equal are boxes one after the other, which they are along the first dimension alone.
     """
     if len(ranges) == 1:
         return (Box.along(shape, dim, *ranges[0]),)
-    if dim != 0:
-        raise ValueError("only the first dimension can have several sections")
     if len(set(sections)) == 1:
-        return (Box.along([len(sections), sections[0], *shape[1:]], 1, *ranges[0]),)
+        return (Box.along([*shape[:dim], len(sections), sections[0], *shape[dim + 1 :]], dim + 1, *ranges[0]),)
+    if dim != 0:
+        raise ValueError("only the first dimension can have sections that are not equal")
     return tuple(Box.along(shape, 0, start, stop) for start, stop in ranges)

@@ -13,17 +13,25 @@ from torch import nn
 
 from mpitrain.choices import one_of
 from mpitrain.errors import InputError, refusal
+from mpitrain.layers.linear_parts import LinearParts, linear_parts
 from mpitrain.tensor.features import Features
 
 _COUNTS = ["num_heads", "n_heads", "n_head", "heads", "num_attention_heads"]
 _COUNTS += ["num_kv_heads", "n_kv_heads", "num_key_value_heads"]
+_GROUPS = ("num_key_value_groups",)  # query heads for each head of keys and values
+_WIDTHS = ("split_size",)  # of all heads of q, by which a fused layer's output is cut up (GPT-2 of transformers)
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
 _FUSED = re.compile(r"qkv|c_attn", re.IGNORECASE)  # by custom [3, heads, head_dim]
 _UNKNOWN_ORDER = re.compile(r"query_key_value|in_proj|^kv|to_kv", re.IGNORECASE)
 
 
 def column_features(
-    name: str, linear: nn.Linear, parent: nn.Module, ranks: int, sections: int | Sequence[int] | None, heads: int | None
+    name: str,
+    linear: LinearParts,
+    parent: nn.Module,
+    ranks: int,
+    sections: int | Sequence[int] | None,
+    heads: int | None,
 ) -> Features:
     """How the outputs of a column layer are divided.
 
@@ -45,7 +53,7 @@ def column_features(
                 f"{name}: its name does not tell the order of its parts; say Column(sections=3, heads=...) for [3, "
                 "heads, head_dim], Column(sections=1, heads=...) for [heads, 3, head_dim]"
             )
-        sections = 3 if _FUSED.search(last) else 1
+        sections = _fused_sections(width, parent) if _FUSED.search(last) else 1
     if isinstance(sections, int):
         if width % sections:
             raise refusal(f"{name} has {width} outputs, not {sections} equal parts; give their sizes")
@@ -66,7 +74,7 @@ def column_features(
     return Features(tuple(sections), unit)
 
 
-def row_features(name: str, linear: nn.Linear, parent: nn.Module, ranks: int, heads: int | None) -> Features:
+def row_features(name: str, linear: LinearParts, parent: nn.Module, ranks: int, heads: int | None) -> Features:
     """How the inputs of a row layer are divided: like the outputs of the column layer that they come from."""
     unit = linear.in_features // heads if heads else _head_size(parent, linear.in_features)
     if unit is None:
@@ -90,7 +98,7 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
     counts = _numbers(parent, _COUNTS)
     if not counts:
         return {}
-    left = [key for key, child in parent.named_children() if isinstance(child, nn.Linear) and key not in planned]
+    left = [key for key, child in parent.named_children() if linear_parts(child) is not None and key not in planned]
     if left:
         raise refusal(
             f"{name}.{next(iter(counts))} counts the heads of all its linear layers, but the plan leaves "
@@ -99,7 +107,15 @@ def localize_heads(name: str, parent: nn.Module, ranks: int, planned: Sequence[s
     for key, count in counts.items():
         if count % ranks:
             raise _unshareable(f"{name}.{key}", count, ranks)
-    return {key: count // ranks for key, count in counts.items()}
+    return {key: count // ranks for key, count in (counts | _numbers(parent, _WIDTHS)).items()}
+
+
+def _fused_sections(width: int, parent: nn.Module) -> int | list[int]:
+    """Queries, keys and values of a fused layer: three equal parts, or as many queries more as share keys."""
+    for groups in _numbers(parent, _GROUPS).values():
+        if width % (groups + 2) == 0:
+            return [groups * width // (groups + 2), width // (groups + 2), width // (groups + 2)]
+    return 3
 
 
 def _head_size(parent: nn.Module, width: int) -> int | None:
@@ -125,15 +141,15 @@ def _check_heads(name: str, sections: Sequence[int], unit: int, ranks: int) -> N
         if rest or unit < 1:
             raise refusal(f"{name}: {section} features are not heads of {unit}; give the right number of heads")
         if heads % ranks:
-            raise _unshareable(name, heads, ranks)
+            raise _unshareable(name, heads, ranks, "heads" if section == sections[0] else "key-value heads")
 
 
-def _unshareable(name: str, heads: int, ranks: int) -> InputError:
+def _unshareable(name: str, heads: int, ranks: int, what: str = "heads") -> InputError:
     """The error that names numbers of ranks and of heads that would fit."""
     fitting = [n for n in range(1, heads + 1) if heads % n == 0]
     lower, upper = heads // ranks * ranks, -(-heads // ranks) * ranks
     near = f"{lower} or {upper}" if lower else f"{upper}"
     return refusal(
-        f"{name}: {heads} heads cannot be shared evenly by {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
-        f"{near} heads"
+        f"{name}: {heads} {what} cannot be shared evenly by {ranks} tensor ranks; use {one_of(fitting)} ranks, or "
+        f"{near} {what}"
     )

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from mpitrain.layers.linear_parts import LinearParts
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.features import Features, part_of
 from mpitrain.tensor.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter
@@ -48,7 +49,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
-        linear: nn.Linear,
+        linear: nn.Linear | LinearParts,
         axis: Axis,
         features: Features | None = None,
         *,
@@ -60,20 +61,25 @@ class ColumnParallelLinear(nn.Module):
         self.axis, self.gather_output, self.sequence = axis, gather_output, sequence
         self.paired = paired and axis.size > 1
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.transposed = isinstance(linear, LinearParts) and linear.transposed
         features = features or Features((linear.out_features,))
-        self.weight = part_of(linear.weight, 0, features, axis.rank, axis.size)
+        self.weight = part_of(linear.weight, int(self.transposed), features, axis.rank, axis.size)
         self.bias = None if linear.bias is None else part_of(linear.bias, 0, features, axis.rank, axis.size)
         self.training = linear.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self._input(x)
         with saved_tensors_hooks(*given.keeping) if given.keeping else nullcontext():
-            y = functional.linear(given.whole, self.weight, self.bias)
+            y = functional.linear(given.whole, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
-            return gather(y, self.axis, -1)
+            return self.gathered(y)
         if self.paired and self.training:
             self.axis.rng.enter(self, y.device)
         return y
+
+    def gathered(self, y: torch.Tensor) -> torch.Tensor:
+        """The whole output of all ranks' parts."""
+        return gather(y, self.axis, -1)
 
     def _input(self, x: torch.Tensor) -> ColumnInput:
         """The prepared input: that of the layer before, where it took the same tensor."""
@@ -85,9 +91,9 @@ class ColumnParallelLinear(nn.Module):
         return given
 
     def extra_repr(self) -> str:
+        own = self.weight.shape[int(self.transposed)]
         return (
-            f"in_features={self.in_features}, out_features={self.weight.shape[0]} of {self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"in_features={self.in_features}, out_features={own} of {self.out_features}, bias={self.bias is not None}"
         )
 
 
@@ -108,7 +114,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(
         self,
-        linear: nn.Linear,
+        linear: nn.Linear | LinearParts,
         axis: Axis,
         features: Features | None = None,
         *,
@@ -118,7 +124,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis, self.scatter_input, self.sequence = axis, scatter_input, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = part_of(linear.weight, 1, features or Features((linear.in_features,)), axis.rank, axis.size)
+        self.transposed = isinstance(linear, LinearParts) and linear.transposed
+        features = features or Features((linear.in_features,))
+        self.weight = part_of(linear.weight, 0 if self.transposed else 1, features, axis.rank, axis.size)
         self.bias = linear.bias
         if sequence and self.bias is not None:
             sum_gradient(self.bias, axis)
@@ -129,14 +137,14 @@ class RowParallelLinear(nn.Module):
         self.axis.column_input = None
         if self.scatter_input:
             x = scatter(x, self.axis, -1)
-        part = functional.linear(x, self.weight)
+        part = functional.linear(x, self.weight.t() if self.transposed else self.weight)
         y = reduce_scatter(part, self.axis, SEQUENCE) if self.sequence else reduce(part, self.axis)
         return y if self.bias is None else y.add_(self.bias.to(y.dtype))  # in place: y is new, and nobody keeps it
 
     def extra_repr(self) -> str:
+        own = self.weight.shape[0 if self.transposed else 1]
         return (
-            f"in_features={self.weight.shape[1]} of {self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"in_features={own} of {self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         )
 
 

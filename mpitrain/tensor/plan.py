@@ -50,7 +50,8 @@ def plan_for(model: nn.Module) -> dict[str, str | ParallelStyle]:
     if callable(listing := getattr(model, "tensor_plan", None)):
         return dict(listing())
     raise refusal(
-        f"{type(model).__name__} does not say how it is to be divided; give it a method tensor_plan() that returns "
+        getattr(model, "undivided", "")
+        or f"{type(model).__name__} does not say how it is to be divided; give it a method tensor_plan() that returns "
         '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
     )
 
@@ -203,6 +204,8 @@ def _replace_criterion(model: nn.Module, vocabulary: Sequence[PlannedModule]) ->
                     f"{each.name} as Column(gather=True)"
                 )
             options = {"ignore_index": criterion.ignore_index, "label_smoothing": criterion.label_smoothing}
+        if getattr(criterion, "by_sample", False):
+            options = {"by_sample": True}
         model.criterion = VocabularyCrossEntropy(each.axis, each.module.out_features, **options)
 
 

@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from mpitrain.errors import refusal
+from mpitrain.layers.linear_parts import LinearParts, linear_parts
+from mpitrain.layers.lora import LoraLinear
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.functions import gather, scatter
 from mpitrain.tensor.heads import column_features, row_features
 from mpitrain.tensor.linear import SEQUENCE, ColumnParallelLinear, RowParallelLinear, sum_gradient
+from mpitrain.tensor.lora import ColumnParallelLora, RowParallelLora, refuse_sequence
 from mpitrain.tensor.vocabulary import VocabularyParallelEmbedding
 
 
@@ -67,7 +70,7 @@ class ParallelStyle(ABC):
 
 @dataclass(frozen=True)
 class Column(ParallelStyle):
-    """Outputs of an nn.Linear divided.
+    """Outputs of an nn.Linear (or a Conv1D of transformers) divided.
 
     Attributes:
         sections: Of a fused layer, how many equal parts lie one after the other, or the features of each; None: 3
@@ -85,8 +88,12 @@ class Column(ParallelStyle):
         return not self.gather
 
     def apply(self, planned: PlannedModule) -> nn.Module:
-        linear, axis = _plain(planned, nn.Linear, "column"), planned.axis
+        linear, axis = _linear(planned, "column"), planned.axis
         features = column_features(planned.name, linear, planned.parent, axis.size, self.sections, self.heads)
+        if isinstance(planned.module, LoraLinear):
+            return ColumnParallelLora(
+                linear, planned.module, axis, features, gather_output=self.gather, paired=not self.gather
+            )
         return ColumnParallelLinear(
             linear, axis, features, gather_output=self.gather, sequence=planned.sequence, paired=not self.gather
         )
@@ -94,7 +101,7 @@ class Column(ParallelStyle):
 
 @dataclass(frozen=True)
 class Row(ParallelStyle):
-    """Inputs of an nn.Linear divided.
+    """Inputs of an nn.Linear (or a Conv1D of transformers) divided.
 
     Attributes:
         heads: Of the inputs, as of `Column`.
@@ -107,14 +114,19 @@ class Row(ParallelStyle):
     scatter: bool = False
 
     def apply(self, planned: PlannedModule) -> nn.Module:
-        linear, axis = _plain(planned, nn.Linear, "row"), planned.axis
+        linear, axis = _linear(planned, "row"), planned.axis
         features = row_features(planned.name, linear, planned.parent, axis.size, self.heads)
+        if isinstance(planned.module, LoraLinear) and not self.scatter:
+            return RowParallelLora(linear, planned.module, axis, features)
         return RowParallelLinear(linear, axis, features, scatter_input=self.scatter, sequence=planned.sequence)
 
 
 @dataclass(frozen=True)
 class Vocabulary(ParallelStyle):
-    """An nn.Embedding divided by tokens, or an nn.Linear by classes, whose scores stay divided."""
+    """An nn.Embedding divided by tokens, or an nn.Linear by classes, whose scores stay divided.
+
+    Forward hooks of an embedding are kept: they see all tokens, and with `sequence` a part of the output.
+    """
 
     by_vocabulary = True
     begins_sequence = True
@@ -123,12 +135,15 @@ class Vocabulary(ParallelStyle):
         if isinstance(planned.module, nn.Linear):
             linear = _plain(planned, nn.Linear, "vocabulary")
             return ColumnParallelLinear(linear, planned.axis, sequence=planned.sequence)
-        embedding = _plain(planned, nn.Embedding, "vocabulary")
+        embedding = _plain(planned, nn.Embedding, "vocabulary", hooks=True)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise refusal(f"{planned.name}: an embedding with {option} cannot be divided; do without")
         sequence = planned.sequence and not planned.scattered
-        return VocabularyParallelEmbedding(embedding, planned.axis, sequence=sequence)
+        parallel = VocabularyParallelEmbedding(embedding, planned.axis, sequence=sequence)
+        for hook in embedding._forward_hooks.values():
+            parallel.register_forward_hook(hook)
+        return parallel
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ class Undivided(ParallelStyle):
     def apply(self, planned: PlannedModule) -> nn.Module:
         module, exchange = planned.module, self.exchange
         if planned.sequence and exchange is not None:
-            module.register_forward_hook(lambda m, args, out: exchange(out, planned.axis, SEQUENCE))
+            module.register_forward_hook(lambda m, args, out: _of_first(exchange, out, planned.axis))
         for parameter in module.parameters(recurse=False) if planned.sequence and self.sums else ():
             sum_gradient(parameter, planned.axis)
         return module
@@ -168,8 +183,27 @@ STYLES: Mapping[str, ParallelStyle] = {
 }
 
 
-def _plain(planned: PlannedModule, kind: type[Any], style: str) -> Any:
-    """The module, if it is what can be divided; else InputError."""
+def _of_first(exchange: Callable[[torch.Tensor, Axis, int], torch.Tensor], output: Any, axis: Axis) -> Any:
+    """A module's output with what is along the sequence exchanged: a tensor, or the first of a tuple."""
+    if isinstance(output, tuple):
+        return exchange(output[0], axis, SEQUENCE), *output[1:]
+    return exchange(output, axis, SEQUENCE)
+
+
+def _linear(planned: PlannedModule, style: str) -> LinearParts:
+    """The parts of a plain linear layer, with or without an adapter; else InputError."""
+    parts = linear_parts(planned.module)
+    if parts is None:
+        _plain(planned, nn.Linear, style)
+    if isinstance(planned.module, LoraLinear) and planned.sequence:
+        refuse_sequence(planned.name)
+    _refuse_hooks(planned)
+    assert parts is not None
+    return parts
+
+
+def _plain(planned: PlannedModule, kind: type[Any], style: str, *, hooks: bool = False) -> Any:
+    """The module, if it is what can be divided; else InputError. hooks: it may have plain forward hooks."""
     module = planned.module
     if type(module) is not kind:
         wanted = "nn.Embedding or nn.Linear" if style == "vocabulary" else f"nn.{kind.__name__}"
@@ -177,6 +211,14 @@ def _plain(planned: PlannedModule, kind: type[Any], style: str) -> Any:
             f"{planned.name} is a {type(module).__name__}, which cannot be divided as {style!r}; only a plain {wanted} "
             "can"
         )
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise refusal(f"{planned.name} has hooks, which dividing it would lose; register them afterwards")
+    _refuse_hooks(planned, allowed=hooks)
     return module
+
+
+def _refuse_hooks(planned: PlannedModule, *, allowed: bool = False) -> None:
+    """Raise InputError for a module with hooks. allowed: plain forward hooks are moved along."""
+    module = planned.module
+    with_more = module._forward_hooks_with_kwargs or module._forward_hooks_always_called
+    forward = module._forward_hooks and (with_more or not allowed)
+    if forward or module._forward_pre_hooks or module._backward_hooks:
+        raise refusal(f"{planned.name} has hooks, which dividing it would lose; register them afterwards")

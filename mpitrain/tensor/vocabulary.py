@@ -77,6 +77,8 @@ def cross_entropy(
     classes: int,
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
+    *,
+    by_sample: bool = False,
 ) -> torch.Tensor:
     """The cross-entropy of torch.nn.functional, from scores that are divided over the ranks of the tensor axis.
 
@@ -87,6 +89,8 @@ def cross_entropy(
         classes: Of all ranks together.
         ignore_index: The y that does not count.
         label_smoothing: As of torch.nn.functional.cross_entropy.
+        by_sample: Take the mean over the tokens that count of each sample (the first dimension of y), 0 where none
+            does, and of these the mean.
 
     Returns:
         The mean over the tokens that count, in nats, a scalar, the same on all ranks.
@@ -94,19 +98,29 @@ def cross_entropy(
     Raises:
         IndexError: A y is none of the classes, on the CPU. On other devices the mean is NaN then.
     """
-    return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing)
+    return _CrossEntropy.apply(scores, y, axis, classes, ignore_index, label_smoothing, by_sample)
 
 
 class VocabularyCrossEntropy(nn.Module):
     """`cross_entropy` of an axis and a number of classes, in place of a model's own criterion(scores, y)."""
 
-    def __init__(self, axis: Axis, classes: int, ignore_index: int = IGNORED, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        classes: int,
+        ignore_index: int = IGNORED,
+        label_smoothing: float = 0.0,
+        *,
+        by_sample: bool = False,
+    ) -> None:
         super().__init__()
-        self.axis, self.classes = axis, classes
+        self.axis, self.classes, self.by_sample = axis, classes, by_sample
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(scores, y, self.axis, self.classes, self.ignore_index, self.label_smoothing)
+        return cross_entropy(
+            scores, y, self.axis, self.classes, self.ignore_index, self.label_smoothing, by_sample=self.by_sample
+        )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -121,6 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         classes: int,
         ignore_index: int,
         label_smoothing: float,
+        by_sample: bool,
     ) -> torch.Tensor:
         bounds = axis.bounds(classes)
         start, stop = bounds[axis.rank], bounds[axis.rank + 1]
@@ -129,11 +144,13 @@ class _CrossEntropy(torch.autograd.Function):
                 f"rank {axis.rank} has {stop - start} of the {classes} classes, but was given scores of "
                 f"{scores.shape[-1]}; pass the output of a head that is divided by vocabulary"
             )
+        own = y != ignore_index  # in the shape of y, whose first dimension is that of samples
         y = y.reshape(-1)
         counted = y != ignore_index
         targets = y.where(counted, 0)
         _check_range(targets, classes, "target")
         dtype = torch.promote_types(scores.dtype, torch.float32)
+        share = _shares(own, by_sample, dtype)
         wide = scores.reshape(len(y), stop - start).to(dtype)
         here = (y >= start) & (y < stop) & counted
         column = (y - start).clamp_(0, max(0, stop - start - 1)).unsqueeze(-1)  # any one, where y is another rank's
@@ -159,26 +176,33 @@ class _CrossEntropy(torch.autograd.Function):
         loss = logarithm - (1 - label_smoothing) * told[:, 2].sum(0)
         if label_smoothing:
             loss -= label_smoothing / classes * told[:, 3].sum(0)
-        count = counted.sum()
         # exponentials here times this are the probabilities, already weighed for the mean
         weight = (numbers[0] - largest).exp_() / total
-        ctx.save_for_backward(shares, weight, counted, count, here, column)
+        ctx.save_for_backward(shares, weight, share, here, column)
         ctx.smoothing, ctx.classes = label_smoothing, classes
         ctx.shape, ctx.dtype = scores.shape, scores.dtype
-        return _marked(loss.masked_fill_(~counted, 0), targets, classes).sum() / count
+        return (_marked(loss.masked_fill_(~counted, 0), targets, classes) * share).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        shares, weight, counted, count, here, column = ctx.saved_tensors
-        each = (grad / count).to(shares.dtype) * counted
+        shares, weight, share, here, column = ctx.saved_tensors
+        each = grad.to(shares.dtype) * share
         into = shares * (weight * each).unsqueeze(-1)
         if ctx.smoothing:
             into -= (each * (ctx.smoothing / ctx.classes)).unsqueeze(-1)
         if into.shape[-1]:
             right = (each * (1 - ctx.smoothing)).masked_fill_(~here, 0).unsqueeze(-1)
             into.scatter_(-1, column, into.gather(-1, column) - right)
-        return into.view(ctx.shape).to(ctx.dtype), None, None, None, None, None
+        return into.view(ctx.shape).to(ctx.dtype), None, None, None, None, None, None
+
+
+def _shares(counted: torch.Tensor, by_sample: bool, dtype: torch.dtype) -> torch.Tensor:
+    """What each token's loss counts for in the mean, [tokens]. counted: [samples, ...], whether it does at all."""
+    if not by_sample:
+        return counted.flatten().to(dtype) / counted.sum()
+    each = counted.flatten(1).to(dtype)
+    return (each / (each.sum(1, keepdim=True).clamp(min=1) * len(each))).flatten()
 
 
 def _check_range(numbers: torch.Tensor, size: int, name: str) -> None:

@@ -1,0 +1,192 @@
+"""`python -m mpitrain.adapters merge | peft`: what a run with model.lora has trained, for others to use. Needs no MPI.
+
+python -m mpitrain.adapters merge RUN OUT       the base with the adapters added to its weights: a model of its own
+python -m mpitrain.adapters peft RUN FOLDER     the adapters alone, as `peft` loads them onto the base
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from mpitrain.checkpoint import contents
+from mpitrain.checkpoint.folders import temporary_name
+from mpitrain.config.training import ModelSection
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
+from mpitrain.loading import BASE, saved_in
+from mpitrain.models import Task
+from mpitrain.models.adapters import adapted_layers
+from mpitrain.models.hugging_face import PREFIX
+from mpitrain.models.hugging_face.facade import Facade
+from mpitrain.models.hugging_face.folder import quiet
+
+_BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
+_FILES = (".safetensors", ".pt")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m mpitrain.adapters", description="export what model.lora trained")
+    commands = parser.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser("merge", help="write the model with the adapters added to its weights")
+    merge.set_defaults(act=lambda given: write_merged(given.run, given.out))
+    out = "a .safetensors or .pt file; or, of an hf: model, a new folder that from_pretrained loads"
+    peft = commands.add_parser("peft", help="write the adapters in peft's format")
+    peft.set_defaults(act=lambda given: write_peft(given.run, given.out))
+    for command, told in ((merge, out), (peft, "a new folder, for PeftModel.from_pretrained")):
+        command.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one step-... folder in it")
+        command.add_argument("out", type=Path, metavar="OUT", help=told)
+    arguments = parser.parse_args(argv)
+
+    def act() -> int:
+        print(arguments.act(arguments))
+        return EXIT_DONE
+
+    return exit_code_of(act)
+
+
+def trained(path: Path) -> tuple[Task, ModelSection]:
+    """The model of a run with model.lora, with its trained adapters, and the section that it was built by.
+
+    Raises:
+        InputError: The run trained no adapters, or its base is not there any more as it was.
+        CheckpointError: The checkpoint is damaged.
+    """
+    saved = saved_in(contents.only(path))
+    base = saved.manifest.values.get(BASE)
+    if not isinstance(base, dict) or "rank" not in base.get("adapter", {}):
+        raise InputError(f"{saved.folder} holds no adapters of model.lora; use python -m mpitrain.checkpoint export")
+    return saved.load(), saved.section
+
+
+def write_merged(run: Path, out: Path) -> str:
+    """Write the model with the adapters added to its weights, under the names that it has without adapters.
+
+    Args:
+        run: A run folder, or one checkpoint.
+        out: A new .safetensors or .pt file; of an hf: model also a new folder.
+
+    Returns:
+        What was written, in words.
+    """
+    _require_new(out)
+    task, section = trained(run)
+    folder = section.factory.startswith(PREFIX) and not out.suffix
+    if not folder and out.suffix not in _FILES:
+        raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
+    state = merged_state(task.module)
+
+    def write(temporary: Path) -> None:
+        if folder:
+            assert isinstance(task.module, Facade)
+            with quiet():
+                task.module.inner.save_pretrained(temporary, state_dict=state)
+            _copy_beside(Path(section.factory.removeprefix(PREFIX)).expanduser(), temporary)
+        elif out.suffix == ".pt":
+            torch.save(state, temporary)
+        else:
+            _save_safetensors({name: tensor.clone() for name, tensor in state.items()}, temporary)
+
+    _put(out, write)
+    return f"{out}: {len(state)} tensors, with {len(adapted_layers(task.module))} adapters of {run} merged"
+
+
+def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model with adapters, as the same model without adapters that computes the same has it."""
+    layers = adapted_layers(module)
+    added = {f"{name}.{key}" for name in layers for key in ("lora_a", "lora_b")}
+    state = {name: tensor for name, tensor in module.state_dict().items() if name not in added}
+    with torch.no_grad():
+        return state | {f"{name}.weight": layer.merged().contiguous() for name, layer in layers.items()}
+
+
+def write_peft(run: Path, out: Path) -> str:
+    """Write the adapters as adapter_config.json and adapter_model.safetensors.
+
+    Args:
+        run: A run folder, or one checkpoint.
+        out: A new folder.
+
+    Returns:
+        What was written, in words.
+    """
+    _require_new(out)
+    task, section = trained(run)
+    layers = adapted_layers(task.module)
+    turned = {layer.transposed for layer in layers.values()}
+    if len(turned) > 1:
+        raise InputError(
+            f"{run} has adapters of layers that keep their weights in both orders, which peft has one setting for; "
+            "use merge"
+        )
+    factory = section.factory
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if factory.startswith(PREFIX) else None,
+        "base_model_name_or_path": section.base or factory.removeprefix(PREFIX) or section.name,
+        "r": section.lora,
+        "lora_alpha": section.lora_alpha,
+        "lora_dropout": section.lora_dropout,
+        "target_modules": list(layers),
+        "fan_in_fan_out": turned == {True},
+        "bias": "none",
+        "inference_mode": True,
+    }
+    tensors = {}
+    for name, layer in layers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = layer.lora_a.detach().contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = layer.lora_b.detach().contiguous()
+
+    def write(temporary: Path) -> None:
+        temporary.mkdir()
+        (temporary / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _save_safetensors(tensors, temporary / "adapter_model.safetensors")
+
+    _put(out, write)
+    return f"{out}: {len(layers)} adapters of rank {section.lora} of {run}"
+
+
+def _save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise InputError('.safetensors files need the package safetensors; pip install "mpitrain[hf]"') from None
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    """The tokenizer of the base, where its folder has one."""
+    for pattern in _BESIDE:
+        for path in source.glob(pattern):
+            if path.is_file() and not (target / path.name).exists():
+                shutil.copy(path, target / path.name)
+
+
+def _require_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists already; give another name, or remove it")
+
+
+def _put(out: Path, write: Callable[[Path], None]) -> None:
+    """Have a file or folder written under another name, which is then its own."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(temporary_name(out.name) + out.suffix)
+    try:
+        write(temporary)
+        os.rename(temporary, out)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Low-rank adaptation of a linear layer (Hu et al. 2021, LoRA).
+
+    y = x W^T + b  +  alpha / rank * dropout(x) A^T B^T        A [rank, in], B [out, rank]
+
+W and b are frozen; A and B are trained. B begins as zeros, so that the layer begins as it was.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter, under the names that the layer had: weight, bias, lora_a, lora_b.
+
+    A is drawn as torch draws the weight of an nn.Linear, from its default generator.
+
+    Args:
+        weight: W, [out, in], or [in, out] if it is transposed; it is frozen here.
+        bias: b, frozen as well, or None.
+        rank: Of the product B A.
+        alpha: The adapter's output is multiplied with alpha / rank.
+        dropout: Probability with which each of its inputs is left out in training.
+        transposed: Whether W is kept as [in, out].
+
+    Shape:
+        Input [..., in], output [..., out].
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+        self.rank, self.alpha, self.dropout, self.transposed = rank, alpha, dropout, transposed
+        self.weight, self.bias = weight, bias
+        weight.requires_grad_(False)
+        if bias is not None:
+            bias.requires_grad_(False)
+        self.lora_a = nn.Parameter(weight.new_empty(rank, inputs))
+        self.lora_b = nn.Parameter(weight.new_zeros(outputs, rank))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's output is multiplied with."""
+        return self.alpha / self.rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        inner = functional.linear(functional.dropout(x, self.dropout, self.training), self.lora_a)
+        return y + functional.linear(inner, self.lora_b) * self.scale
+
+    def merged(self) -> torch.Tensor:
+        """The weight of the plain layer that computes the same in evaluation: W + alpha / rank * B A."""
+        change = (self.lora_b @ self.lora_a) * self.scale
+        return self.weight + (change.t() if self.transposed else change)
+
+    def extra_repr(self) -> str:
+        outputs, inputs = self.lora_b.shape[0], self.lora_a.shape[1]
+        return f"in_features={inputs}, out_features={outputs}, rank={self.rank}, alpha={self.alpha}"

@@ -1,0 +1,62 @@
+"""Positions of tokens: rotary, in attention, and learned, beside the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mpitrain.errors import refusal
+from mpitrain.models.gpt.documents import State, Stream, ends_of, places_in_documents
+from mpitrain.models.gpt.form import ROTARY_BASE
+from mpitrain.models.losses import widened
+
+
+class LearnedPositions(nn.Module):
+    """Adds a row of a table to each token, by its position; of documents that are kept apart, by that in its document.
+
+    Args:
+        positions: Rows of the table, the longest sequence there can be.
+        width: Features of a token.
+    """
+
+    def __init__(self, positions: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(positions, width))
+
+    def forward(self, x: Stream) -> Stream:
+        return self.forward_slice(x, [])[0]
+
+    def forward_slice(self, x: Stream, past: Sequence[State]) -> tuple[Stream, State]:
+        """A slice of the sequence, after earlier ones. A state has a slice's length, and the ends of its documents."""
+        before = sum(state[0].shape[2] for state in past)
+        if isinstance(x, tuple):
+            stream, ends = x
+            every = ends_of([state[0][:, 0] for state in past], ends)
+            rows = functional.embedding(places_in_documents(every)[:, before:], self.weight)
+            return (stream + rows, ends), (ends[:, None].to(stream.dtype),)
+        length = x.shape[1]
+        if before + length > len(self.weight):
+            raise refusal(
+                f"a sequence of {before + length} tokens, and the model has learned positions for {len(self.weight)}; "
+                "set model.sequence to that, or model.max_positions to more"
+            )
+        return x + self.weight[before : before + length], (x.new_empty(len(x), 1, length, 0),)
+
+
+def rotate(x: torch.Tensor, first: int = 0, base: float = ROTARY_BASE) -> torch.Tensor:
+    """Rotary positions, from `first` on: x [batch, sequence, ..., head_dim] -> the same, in x's dtype; head_dim even.
+
+    Features 2i and 2i+1 are one complex number, turned by position * base^(-2i / head_dim). So the product of a
+    query and a key depends on their distance alone. The angles are made anew on each call: that is little beside
+    the block, and leaves no buffer to move or broadcast.
+    """
+    sequence, head_dim = x.shape[1], x.shape[-1]
+    frequency = base ** (torch.arange(0, head_dim, 2, device=x.device, dtype=torch.float32) / -head_dim)
+    position = torch.arange(first, first + sequence, device=x.device, dtype=torch.float32)
+    angle = torch.outer(position, frequency)
+    angle = angle.view(sequence, *[1] * (x.dim() - 3), head_dim // 2)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(torch.view_as_complex(widened(x).unflatten(-1, (-1, 2))) * turn).flatten(-2).to(x.dtype)
