@@ -1,0 +1,138 @@
+"""`mpirun -n N python -m mpitrain.evaluate RUN [--data PATH] [--section.key value]...`: how good a checkpoint is.
+
+RUN is a run folder, which is only read, or one of its checkpoints. Settings such as --parallel.tensor 2 say how the
+ranks share the work; those of the run's layout do not hold here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpitrain.comm import Communicator, init
+from mpitrain.errors import EXIT_DONE, InputError, refusal
+from mpitrain.monitor.text import aligned, counted, spoken
+from mpitrain.storage.disk import reason
+from mpitrain.trainer.held_out.evaluating import Asked, Evaluation, Evaluator, checkpoint_of
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, the same on all ranks."""
+
+    def error(self, message: str) -> NoReturn:
+        raise refusal(f"{message}; see python -m mpitrain.evaluate --help")
+
+
+def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -> int:
+    """Evaluate as the command line says. Collective.
+
+    Args:
+        argv: Its arguments; None: those of the command line.
+        world: The ranks; None: all of the job.
+
+    Returns:
+        The exit code.
+    """
+    words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
+    if {"-h", "--help"} & set(words):
+        world = world or init()
+        if world.rank == 0:
+            _parser().print_help()
+        return EXIT_DONE
+    world = world or init()
+    options = _parser().parse_args(words)
+    if options.best and options.step is not None:
+        raise refusal("--best and --step each name a checkpoint; give one of them")
+    if options.confusion is not None and options.confusion.suffix != ".csv":
+        raise refusal(f"--confusion {options.confusion} is to be a table; give a name that ends in .csv")
+    if options.samples is not None and options.samples < 1:
+        raise refusal(f"--samples {options.samples} would measure nothing; give 1 or more, or leave it out for all")
+    found = world.on_root(lambda: _found(options))
+    run, checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
+    asked = Asked(run, checkpoint, options.data, options.split, options.samples or 0, options.confusion is not None)
+    told = Evaluator(asked, flags, world).evaluation()
+    world.on_root(lambda: _tell(told, options))
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m mpitrain.evaluate",
+        usage="mpirun -n N python -m mpitrain.evaluate RUN [options] [--section.key value]...",
+        description="Measure a checkpoint on a data set: the loss and the task's metrics, the same on any layout.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
+    parser.add_argument(
+        "--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]"
+    )
+    parser.add_argument("--split", choices=("held_out", "train"), default="held_out", help="of the data set [held_out]")
+    parser.add_argument("--samples", type=int, metavar="N", help="at most so many, spread evenly [all]")
+    parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step [the newest]")
+    parser.add_argument(
+        "--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures into this file")
+    return parser
+
+
+def _divided(words: list[str]) -> tuple[list[str], list[str]]:
+    """(the command's own arguments, the settings among them: --section.key value)."""
+    own, flags = list[str](), list[str]()
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            own.append(word)
+            continue
+        flags.append(word)
+        if not equals and words:
+            flags.append(words.pop(0))
+    return own, flags
+
+
+def _found(options: argparse.Namespace) -> tuple[str, str]:
+    run, checkpoint = checkpoint_of(options.run, best=options.best, step=options.step)
+    return str(run), str(checkpoint or "")
+
+
+def _tell(told: Evaluation, options: argparse.Namespace) -> None:
+    """Print the figures and write the files that are asked for. By one rank."""
+    split = options.split.replace("_", "-")
+    print(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
+    print(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]), flush=True)
+    try:
+        if options.confusion is not None:
+            _write_confusion(options.confusion, told)
+        if options.json is not None:
+            options.json.write_text(json.dumps(_values(told, options), allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be written: {reason(error)}; choose another file") from None
+
+
+def _write_confusion(path: Path, told: Evaluation) -> None:
+    """A line for each right class, a column for each that was found."""
+    assert told.confusion is not None
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["right \\ found", *told.classes])
+        for name, row in zip(told.classes, told.confusion.tolist(), strict=True):
+            table.writerow([name, *row])
+
+
+def _values(told: Evaluation, options: argparse.Namespace) -> dict[str, Any]:
+    figures = {name: value if math.isfinite(value) else None for name, value in told.figures.items()}
+    known = {"checkpoint": str(told.checkpoint), "step": told.step, "data": told.data, "split": options.split}
+    more = {"classes": list(told.classes), "confusion": told.confusion.tolist()} if told.confusion is not None else {}
+    return known | {"samples": told.samples} | figures | more
+
+
+if __name__ == "__main__":
+    sys.exit(main())

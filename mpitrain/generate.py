@@ -1,0 +1,149 @@
+"""`python -m mpitrain.generate RUN --prompt TEXT`: a trained model goes on from prompts.
+
+Text goes to standard output and all else to standard error: of one prompt as it is made, of several as JSON lines. One
+process needs no MPI. A model that is too large for a rank is divided as in training:
+
+    mpirun -n 2 python -m mpitrain.generate RUN --prompt TEXT --parallel.tensor 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import EXIT_DONE, refusal
+from mpitrain.inference.commands import Job, add_run, parse, run_as_job
+from mpitrain.inference.output import json_lines, require_new
+
+if TYPE_CHECKING:
+    from mpitrain.inference.placing import LanguageModel
+    from mpitrain.inference.prompts import TextCodec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
+    arguments = parse(_parser(), argv)
+    return run_as_job(lambda job: _run(arguments, job), pipeline=arguments.pipeline, tensor=arguments.tensor)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "a trained model of text goes on from prompts; text to standard output"
+    parser = argparse.ArgumentParser(prog="python -m mpitrain.generate", description=about)
+    add_run(parser)
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    prompts = 'prompts, one a line; of FILE.jsonl what each line has under "prompt"'
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=prompts)
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens to be made, at most [128]")
+    divided = "what scores are divided by; 0: the likeliest token each time [1]"
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=divided)
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: all [0]"
+    )
+    nucleus = "draw from the fewest likeliest tokens that have probability P together [1]"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
+    seed = "of what is drawn; a prompt goes on alike beside any others [1]"
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help=seed)
+    lines = 'write {"prompt", "text", "tokens", "ended"} of each prompt there; else to standard output'
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help=lines)
+    layers, blocks = "ranks that share the layers of the model [1]", "ranks that share its blocks, as stages [1]"
+    parser.add_argument("--parallel.tensor", dest="tensor", type=int, default=1, metavar="N", help=layers)
+    parser.add_argument("--parallel.pipeline", dest="pipeline", type=int, default=1, metavar="N", help=blocks)
+    return parser
+
+
+def _run(arguments: argparse.Namespace, job: Job) -> int:
+    """Let all prompts go on. Collective over the ranks of the job."""
+    from mpitrain.inference import placing
+    from mpitrain.inference.generation import Generation
+    from mpitrain.inference.sampling import Draws, Sampling
+
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    if arguments.tokens < 1:
+        raise refusal(f"--tokens {arguments.tokens}: give 1 or more")
+    texts: list[str] = job.decided(lambda: _texts(arguments))
+    model = placing.placed(arguments.run, job.mesh, job.device(arguments.device), job.say, best=arguments.best)
+    if model.remark:
+        job.say(model.remark)
+    codec, prompts = job.agreed(lambda: _encoded(texts, model))
+    generation = Generation(model, sampling, arguments.tokens)
+    if min(map(generation.left, prompts)) < arguments.tokens:
+        job.say(f"the model has positions for {model.longest} tokens, so that texts end there")
+    stream = len(texts) == 1 and not arguments.out
+    screen = _Screen(texts[0], codec) if stream and job.first else None
+    mine = range(job.column, len(prompts), job.columns)
+    made = generation.run(prompts, Draws(arguments.seed, prompts), mine, screen.add if screen is not None else None)
+    if screen is not None:
+        screen.end()
+    found = job.gathered([(number, made[number].tokens, made[number].ended) for number in mine])
+    if job.first and not stream:
+        texts_of = {n: {"text": codec.decode(of), "tokens": len(of), "ended": ended} for n, of, ended in found}
+        json_lines(arguments.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
+    return EXIT_DONE
+
+
+def _texts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts that the command line and its file give."""
+    from mpitrain.inference.prompts import read_prompts
+
+    if arguments.out is not None:
+        require_new(arguments.out)
+    found = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts is not None else [])]
+    if not found:
+        raise refusal("nothing to go on from; give --prompt TEXT, or --prompts FILE")
+    return found
+
+
+def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, list[list[int]]]:
+    """What makes tokens of text, and the tokens of the prompts. An empty one begins a document, if that can be said."""
+    from mpitrain.inference.prompts import codec_of
+
+    codec = codec_of(model.saved.tokenizer, model.vocabulary, model.saved.run)
+    prompts = []
+    for text in texts:
+        tokens = codec.encode(text)
+        if not tokens and model.end is not None:
+            tokens = [model.end]
+        if not tokens:
+            raise refusal("an empty prompt, and the data have no token that ends a document to begin with; give a text")
+        if max(tokens) >= model.vocabulary:
+            raise refusal(
+                f"the prompt {text[:40]!r} has the token {max(tokens)}, and the model was trained on "
+                f"{model.vocabulary}; put the tokenizer.json of its data into {model.saved.run}"
+            )
+        if model.longest is not None and len(tokens) >= model.longest:
+            raise refusal(
+                f"the prompt {text[:40]!r} has {len(tokens)} tokens, and the model has positions for {model.longest}; "
+                "give a shorter one"
+            )
+        prompts.append(tokens)
+    return codec, prompts
+
+
+class _Screen:
+    """Standard output, where a text appears as it is made."""
+
+    def __init__(self, prompt: str, codec: TextCodec) -> None:
+        self._decoder = codec.decoder()
+        self._write(prompt)
+
+    def add(self, number: int, token: int) -> None:
+        """The next token of the text."""
+        self._write(self._decoder.add(token))
+
+    def end(self) -> None:
+        """The text is at its end."""
+        self._write(self._decoder.finish() + "\n")
+
+    def _write(self, text: str) -> None:
+        from mpitrain.inference.prompts import utf8
+
+        if text:
+            sys.stdout.buffer.write(utf8(text))
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

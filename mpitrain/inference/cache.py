@@ -1,0 +1,46 @@
+"""What blocks have to remember of earlier positions, keys and values in attention, while a text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mpitrain.pipe.stage import State
+
+SEQUENCE = 2  # the axis of a state along which it grows
+_ROOM = 64  # positions that there is room for at first
+
+
+class StateCache:
+    """The states of one block, kept as one state.
+
+    Its tensors have more room than they use, and double it when it is full: a position is written once.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+        self.length = 0
+
+    def past(self) -> list[State]:
+        """What the block's `forward_slice` is given: the state of all positions so far, if there are any."""
+        return [tuple(t.narrow(SEQUENCE, 0, self.length) for t in self._memory)] if self.length else []
+
+    def append(self, state: State) -> None:
+        """Add the state of the positions that come next."""
+        end = self.length + state[0].shape[SEQUENCE]
+        if not self._memory or end > self._memory[0].shape[SEQUENCE]:
+            room = max(_ROOM, 2 * end)
+            grown = [t.new_empty((*t.shape[:SEQUENCE], room, *t.shape[SEQUENCE + 1 :])) for t in state]
+            for new, old in zip(grown, self._memory, strict=False):
+                new.narrow(SEQUENCE, 0, self.length).copy_(old.narrow(SEQUENCE, 0, self.length))
+            self._memory = grown
+        for kept, t in zip(self._memory, state, strict=True):
+            kept.narrow(SEQUENCE, self.length, end - self.length).copy_(t)
+        self.length = end
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep some rows of the batch."""
+        if self._memory:
+            chosen = torch.tensor(rows, device=self._memory[0].device)
+            self._memory = [t.index_select(0, chosen) for t in self._memory]

@@ -1,0 +1,184 @@
+"""The scores of the next token, for a batch of texts that grow together, of every kind of model.
+
+    CachedBlocks       blocks that remember (see `remembering`): each position is computed once
+    RecomputedBlocks   any other model: the whole texts, each time
+    Transformers       a model of the transformers library, with the cache that it brings along
+
+All texts of a batch have one length. None of them is padded, so that models need no mask for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.errors import InputError, refusal
+from mpitrain.inference.cache import StateCache
+
+Blocks = Sequence[tuple[str, nn.Module]]
+Through = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.through`
+
+
+def alone(x: Any, stage: Callable[[Any], Any]) -> Any:
+    """The output of a model that one rank has all of."""
+    return stage(x)
+
+
+class Decoder(ABC):
+    """Gives the scores of the next tokens; collective over the ranks that have the model between them.
+
+    Args:
+        through: Takes (tokens, what this rank's part of the model makes of its input) through the whole model; gives
+            its output, or None on ranks that do not have its end.
+    """
+
+    def __init__(self, through: Through = alone) -> None:
+        self.through = through
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget the batch before."""
+
+    @abstractmethod
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Let the texts go on.
+
+        Args:
+            tokens: What comes next in each of them, int64 [rows, positions].
+
+        Returns:
+            The scores [rows, vocabulary] of what comes after that; None on ranks that do not have the model's end.
+        """
+
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some of the texts alone."""
+
+
+class CachedBlocks(Decoder):
+    """A model whose blocks remember earlier positions where they look at them.
+
+    Args:
+        blocks: Those of this rank, in order.
+        last: The name of the model's last block that looks back: after it one position is enough.
+    """
+
+    def __init__(self, blocks: Blocks, last: str, through: Through = alone) -> None:
+        super().__init__(through)
+        self._blocks, self._last = list(blocks), last
+        self.begin()
+
+    def begin(self) -> None:
+        self._caches = {name: StateCache() for name, block in self._blocks if remembering(block)}
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        return last_scores(self.through(tokens, self._run))
+
+    def _run(self, x: Any) -> Any:
+        for name, block in self._blocks:
+            cache = self._caches.get(name)
+            if cache is None:
+                x = block(x)
+                continue
+            x, state = remembering(block)(x, cache.past())
+            cache.append(state)
+            if name == self._last and isinstance(x, torch.Tensor):
+                x = x[:, -1:]
+        return x
+
+    def select(self, rows: Sequence[int]) -> None:
+        for cache in self._caches.values():
+            cache.select(rows)
+
+
+def remembering(block: nn.Module) -> Any:
+    """The method (x, states of earlier positions) -> (output, state) of a block that looks back; None of another."""
+    return getattr(block, "forward_cached", None) or getattr(block, "forward_slice", None)
+
+
+class RecomputedBlocks(Decoder):
+    """A model that knows whole texts only. blocks: those of this rank, in order."""
+
+    def __init__(self, blocks: Blocks, through: Through = alone) -> None:
+        super().__init__(through)
+        self._blocks = list(blocks)
+        self.begin()
+
+    def begin(self) -> None:
+        self._tokens: torch.Tensor | None = None
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        self._tokens = tokens if self._tokens is None else torch.cat([self._tokens, tokens], 1)
+        return last_scores(self.through(self._tokens, self._run))
+
+    def _run(self, x: Any) -> Any:
+        for _, block in self._blocks:
+            x = block(x)
+        return x
+
+    def select(self, rows: Sequence[int]) -> None:
+        assert self._tokens is not None
+        self._tokens = self._tokens[torch.tensor(rows, device=self._tokens.device)]
+
+
+class Transformers(Decoder):
+    """A model of the transformers library. model: has `forward(input_ids, past_key_values=, use_cache=)`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+        self.begin()
+
+    def begin(self) -> None:
+        self._past: Any = None
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        out = self._model(input_ids=tokens, past_key_values=self._past, use_cache=True)
+        self._past = out.past_key_values
+        return last_scores(out.logits)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._past.batch_select_indices(torch.tensor(rows))
+
+
+def of_transformers(module: nn.Module) -> Any:
+    """The model of the transformers library that a module is or stands for, if it can keep a cache; else None."""
+    for found in (getattr(module, "inner", None), module):
+        if callable(getattr(found, "prepare_inputs_for_generation", None)) and hasattr(found, "config"):
+            return found
+    return None
+
+
+def longest_text(module: nn.Module) -> int | None:
+    """The tokens of the longest text that a model has positions for; None where it knows no end."""
+    table = getattr(getattr(module, "positions", None), "weight", None)
+    if isinstance(table, torch.Tensor):
+        return len(table)
+    longest = getattr(getattr(of_transformers(module), "config", None), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
+
+
+def last_scores(output: Any) -> torch.Tensor | None:
+    """The scores of the last position. Raises InputError for what are no scores of tokens."""
+    if output is None:
+        return None
+    if not isinstance(output, torch.Tensor) or output.dim() != 3:
+        told = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise refusal(
+            f"the model gives {told} for tokens [batch, sequence]; generate needs scores [batch, sequence, vocabulary]"
+        )
+    return output[:, -1]
+
+
+def require_text(kind: str, vocabulary: int | None) -> int:
+    """The vocabulary of a model of text. Raises InputError for a model of anything else."""
+    if kind != "tokens" or vocabulary is None:
+        raise InputError(
+            f"the model was trained on {kind}, not on text, and generate goes on from a text; use "
+            "`python -m mpitrain.predict`"
+        )
+    return vocabulary

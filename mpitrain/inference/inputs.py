@@ -1,0 +1,211 @@
+"""Samples to be predicted: a prepared data set, or files as `prepare` takes them, with targets or without.
+
+data set folder     its samples, those of train first
+.npy, .npz          an array of x, or the one called x; uint8 is taken as value / 255, as in training
+tables              .csv, .tsv, .parquet: columns made into x as those of the training were; others are passed over
+images              a file or a folder, in the order of their paths; scaled and cut to the size of the training
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data import Dataset, Description, open_dataset, read_manifest
+from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
+from mpitrain.data.sources.columns import rows_of_table
+from mpitrain.data.sources.images import BadImage, Skipped, fitted, load_decoders
+from mpitrain.data.sources.table_files import is_table, look
+from mpitrain.errors import InputError
+
+Array = npt.NDArray[Any]
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+
+
+class Samples(ABC):
+    """Samples in their order.
+
+    shape, dtype: of one's x. names: what output calls them; None: their numbers. notes: sentences about them.
+    """
+
+    names: Sequence[str] | None = None
+    notes: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+        """x of samples lo to hi - 1, and what follows each token of those that are tokens."""
+
+
+def open_samples(path: Path, description: Description, *, skip_bad: bool = False) -> Samples:
+    """The samples in a data set, a file or a folder.
+
+    Args:
+        path: Where they are.
+        description: The data that the model was trained on.
+        skip_bad: Whether images that cannot be read are left out.
+
+    Raises:
+        InputError: They cannot be read, or have another form than those.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist; give a data set's folder, or a file or folder of samples")
+    if path.is_dir() and is_dataset(path):
+        found: Samples = _Prepared(path, description)
+    elif description.kind == "tokens":
+        raise InputError(
+            f"{path} is neither a data set of tokens, which the model takes, nor a file of texts; give .txt or .jsonl, "
+            "or make a data set with mpitrain.data prepare"
+        )
+    elif path.suffix.lower() in (".npy", ".npz"):
+        found = _Array(path)
+    elif path.is_file() and is_table(path):
+        found = _Rows(path, description)
+    elif images := _images_in(path):
+        found = _Images(path, images, description.x_shape, skip_bad=skip_bad)
+    else:
+        raise InputError(f"{path} holds no samples that predict reads; give a data set, .npy, .npz, a table or images")
+    if found.shape != description.x_shape or found.dtype != description.x_dtype:
+        raise InputError(
+            f"{path} has samples of {found.dtype} {list(found.shape)}, and the model was trained on "
+            f"{description.x_dtype} {list(description.x_shape)}; give samples of that form"
+        )
+    return found
+
+
+class _Prepared(Samples):
+    def __init__(self, path: Path, description: Description) -> None:
+        manifest = read_manifest(path)
+        if manifest.kind != description.kind:
+            raise InputError(f"{path} holds {manifest.kind}, and the model was trained on {description.kind}")
+        sequence = description.x_shape[0] if description.kind == "tokens" else None
+        splits = [split for split in (TRAIN, HELD_OUT) if split in manifest.splits]
+        self._parts: list[Dataset] = [open_dataset(path, split, sequence=sequence) for split in splits]
+        first = self._parts[0].description
+        self.shape, self.dtype, self._tokens = first.x_shape, first.x_dtype, description.kind == "tokens"
+        known, own = description.vocabulary, first.vocabulary
+        if known is not None and own is not None and own > known:
+            raise InputError(f"{path} has a vocabulary of {own}, the model was trained on {known}; prepare it alike")
+        self._bounds = [0, *accumulate(map(len, self._parts))]
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+        found = []
+        for begin, part in zip(self._bounds, self._parts, strict=False):
+            first, last = max(lo - begin, 0), min(hi - begin, len(part))
+            if first < last:
+                found.append(part.read(np.arange(first, last)))
+        x, y = (np.concatenate([pair[i] for pair in found]) for i in (0, 1))
+        return x, y if self._tokens else None
+
+
+class _Array(Samples):
+    def __init__(self, path: Path) -> None:
+        try:
+            loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                self._x: Array = loaded
+            else:
+                names = loaded.files
+                name = "x" if "x" in names else names[0] if len(names) == 1 else ""
+                if not name:
+                    raise InputError(f"{path} holds {', '.join(names)}; call the array of samples x")
+                self._x = loaded[name]
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(f"{path} is no plain array ({str(error).splitlines()[0]:.200}); save it again") from None
+        if self._x.ndim == 0 or self._x.dtype.kind not in "biuf":
+            raise InputError(f"{path} is {self._x.dtype} {list(self._x.shape)}; give numbers, a row for each sample")
+        self.shape = self._x.shape[1:]
+        kind = self._x.dtype.kind
+        self.dtype = np.dtype(np.int64 if kind in "iu" and self._x.dtype != np.uint8 else np.float32)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+        x = self._x[lo:hi]
+        return x.astype(self.dtype) * np.float32(1 / 255) if x.dtype == np.uint8 else x.astype(self.dtype), None
+
+
+class _Rows(Samples):
+    """Rows of a table, made into x as those of the training were, where they came from one too.
+
+    Args:
+        path: The table.
+        description: The data that the model was trained on. Where it knows of no columns, there are those of x, and
+            perhaps a label: the column of that name, or else the last one.
+    """
+
+    def __init__(self, path: Path, description: Description) -> None:
+        specs = description.columns
+        if specs is None:
+            table = look(path, least=1)
+            names = [table.name(i) for i in range(table.columns)]
+            if table.columns == math.prod(description.x_shape) + 1:
+                names.pop(next((i for i, name in enumerate(names) if name.lower() == "label"), -1))
+            specs = tuple(ColumnSpec(name=name) for name in names)
+        self._x = np.concatenate(list(rows_of_table(path, specs)))
+        self.shape, self.dtype = self._x.shape[1:], self._x.dtype
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+        return self._x[lo:hi], None
+
+
+class _Images(Samples):
+    """Images as `prepare --size` makes them. skip_bad: those that cannot be read are left out; each is read twice."""
+
+    def __init__(self, path: Path, images: Sequence[Path], wanted: tuple[int, ...], *, skip_bad: bool) -> None:
+        load_decoders()
+        if len(wanted) != 3 or wanted[0] != 3:
+            raise InputError(f"{path} holds images, and the model was trained on samples of {list(wanted)}; give such")
+        self.shape, self.dtype = wanted, np.dtype(np.float32)
+        skipped = Skipped()
+        self._images = [image for image in images if not skip_bad or self._is_readable(image, skipped)]
+        self.notes = skipped.sentences()
+        if not self._images:
+            raise InputError(f"{path} has no image that can be read; give some")
+        self.names = [str(image.relative_to(path)) if path.is_dir() else image.name for image in self._images]
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
+        return np.stack([self._pixels(image) * np.float32(1 / 255) for image in self._images[lo:hi]]), None
+
+    def _pixels(self, path: Path) -> npt.NDArray[np.uint8]:
+        return fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
+
+    def _is_readable(self, path: Path, skipped: Skipped) -> bool:
+        try:
+            self._pixels(path)
+        except BadImage as error:
+            skipped.add(error, str(path))
+            return False
+        return True
+
+
+def _images_in(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.suffix.lower() in _IMAGES else []
+    found = []
+    for top, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(top, name) for name in files if not name.startswith(".")]
+    return sorted(file for file in found if file.suffix.lower() in _IMAGES)

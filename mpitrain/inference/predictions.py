@@ -1,0 +1,186 @@
+"""What a model says of samples, and the files that it is written to.
+
+classes    the likeliest class, and the probability of each
+numbers    the numbers
+tokens     the logarithm of the probability of a sample's tokens, each after those before it, and how many they are
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from mpitrain.data import Description
+from mpitrain.errors import InputError
+from mpitrain.inference.inputs import Array
+from mpitrain.inference.output import require_new, whole_file
+
+IGNORED = -100  # a target that is not counted, as in torch
+
+
+class Foretold(ABC):
+    """What is told of each sample: a row of numbers. columns: their names. width: how many they are."""
+
+    columns: tuple[str, ...]
+
+    @abstractmethod
+    def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        """fp64 [samples, width], of a model's output."""
+
+    @abstractmethod
+    def line(self, row: Array) -> dict[str, Any]:
+        """What is told of a sample, as JSON has it."""
+
+    @abstractmethod
+    def cells(self, row: Array) -> list[Any]:
+        """The same as cells of a table with `columns`."""
+
+    @abstractmethod
+    def arrays(self, rows: Array) -> dict[str, Array]:
+        """What is told of all samples, as arrays."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a sample."""
+        return len(self.columns)
+
+
+class ClassProbabilities(Foretold):
+    """The probability of each class."""
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = tuple(classes)
+        self.columns = ("class", *self._classes)
+
+    @property
+    def width(self) -> int:
+        return len(self._classes)
+
+    def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        _require(output, [len(output), len(self._classes)], "a score of each class")
+        return torch.softmax(output.double(), 1)
+
+    def line(self, row: Array) -> dict[str, Any]:
+        probabilities = dict(zip(self._classes, row.tolist(), strict=True))
+        return {"class": self._classes[int(row.argmax())], "probabilities": probabilities}
+
+    def cells(self, row: Array) -> list[Any]:
+        return [self._classes[int(row.argmax())], *row.tolist()]
+
+    def arrays(self, rows: Array) -> dict[str, Array]:
+        return {"class": rows.argmax(1), "probabilities": rows, "classes": np.array(self._classes)}
+
+
+class Numbers(Foretold):
+    """The numbers that the model gives. shape: of a sample's y."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        count = math.prod(shape)
+        self.columns = ("y",) if count == 1 else tuple(f"y{number}" for number in range(count))
+
+    def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        _require(
+            output.flatten(1) if output.dim() > 1 else output[:, None], [len(output), self.width], "numbers like y"
+        )
+        return output.reshape(len(output), self.width).double()
+
+    def line(self, row: Array) -> dict[str, Any]:
+        return {"y": row.reshape(self._shape).tolist()}
+
+    def cells(self, row: Array) -> list[Any]:
+        return list(row.tolist())
+
+    def arrays(self, rows: Array) -> dict[str, Array]:
+        return {"y": rows.reshape(len(rows), *self._shape)}
+
+
+class LogProbability(Foretold):
+    """The logarithm of the probability of a sample's tokens, in nats, and how many are counted."""
+
+    columns = ("log_probability", "tokens")
+
+    def rows(self, output: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        assert y is not None
+        _require(output[..., :1], [*y.shape, 1], "scores [batch, sequence, vocabulary]")
+        scores = output.double().transpose(1, 2)
+        counted = functional.cross_entropy(scores, y, ignore_index=IGNORED, reduction="none")
+        return torch.stack([-counted.sum(1), (y != IGNORED).sum(1).double()], 1)
+
+    def line(self, row: Array) -> dict[str, Any]:
+        return {"log_probability": float(row[0]), "tokens": int(row[1])}
+
+    def cells(self, row: Array) -> list[Any]:
+        return [float(row[0]), int(row[1])]
+
+    def arrays(self, rows: Array) -> dict[str, Array]:
+        return {"log_probability": rows[:, 0], "tokens": rows[:, 1].astype(np.int64)}
+
+
+def told_of(description: Description) -> Foretold:
+    """What is told of samples of such data."""
+    if description.kind == "tokens":
+        return LogProbability()
+    return ClassProbabilities(description.classes) if description.classes else Numbers(description.y_shape)
+
+
+def _require(output: torch.Tensor, shape: list[int], what: str) -> None:
+    if list(output.shape) != shape:
+        raise InputError(f"the model gives {list(output.shape)} for {shape[0]} samples; predict needs {what}, {shape}")
+
+
+# -- files
+
+Write = Callable[[int, Array], None]  # the number of the first sample, and the rows of it and the next ones
+
+
+@contextmanager
+def new_file(path: Path, told: Foretold, names: Sequence[str] | None) -> Iterator[Write]:
+    """Write what is told of samples into a new file, which is there when all of it is.
+
+    Args:
+        path: Its name; the ending says what it is.
+        told: What the rows are.
+        names: Of the samples; None: their numbers.
+    """
+
+    def name(number: int) -> Any:
+        return number if names is None else names[number]
+
+    with ExitStack() as stack:
+        aside = stack.enter_context(whole_file(path))
+        if path.suffix == ".npz":
+            kept: list[Array] = []
+            yield lambda _, rows: kept.append(rows)
+            rows = np.concatenate(kept) if kept else np.empty((0, told.width))
+            arrays: dict[str, Any] = told.arrays(rows)
+            if names is not None:
+                arrays["sample"] = np.array(names)
+            np.savez(aside, **arrays)
+            return
+        file = stack.enter_context(open(aside, "x", encoding="utf-8", newline=""))
+        if path.suffix == ".csv":
+            table = csv.writer(file)
+            table.writerow(["sample", *told.columns])
+            yield lambda first, rows: table.writerows([name(first + n), *told.cells(r)] for n, r in enumerate(rows))
+            return
+        yield lambda first, rows: file.writelines(
+            json.dumps({"sample": name(first + n)} | told.line(row)) + "\n" for n, row in enumerate(rows)
+        )
+
+
+def require_file(path: Path) -> None:
+    """Raise InputError for a file that cannot be made, or is of no kind that is written."""
+    if path.suffix not in (".csv", ".jsonl", ".npz"):
+        raise InputError(f"--out {path}: the kind of file is told by its ending; use .csv, .jsonl or .npz")
+    require_new(path)

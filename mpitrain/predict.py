@@ -1,0 +1,105 @@
+"""`python -m mpitrain.predict RUN INPUT --out FILE`: what a trained model says of samples.
+
+The lines of FILE (.csv, .jsonl or .npz) are in the order of INPUT. One process needs no MPI; of several ranks
+(`mpirun -n 4 python -m mpitrain.predict ...`) each has the whole model, and takes its part of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import EXIT_DONE, refusal
+from mpitrain.inference.commands import Job, add_run, parse, run_as_job
+
+if TYPE_CHECKING:
+    from mpitrain.inference.inputs import Samples
+    from mpitrain.loading import SavedModel
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
+    arguments = parse(_parser(), argv)
+    return run_as_job(lambda job: _run(arguments, job))
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "what a trained model says of samples: probabilities of classes, numbers, or how likely texts are"
+    parser = argparse.ArgumentParser(prog="python -m mpitrain.predict", description=about)
+    add_run(parser)
+    given = "a data set's folder (train, then held-out samples), .npy, .npz, a table (.csv, .parquet), an image or a "
+    given += "folder of images; of a model of text: .txt with a text a line, or JSON lines"
+    parser.add_argument("input", type=Path, metavar="INPUT", help=given)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="samples at a time and rank [64]")
+    bad = "leave out images that cannot be read, and count them"
+    parser.add_argument("--skip-bad", action="store_true", help=bad)
+    parser.add_argument("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
+    prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
+    parser.add_argument("--prompt", metavar="FIELD", help=prompt)
+    parser.add_argument("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
+    return parser
+
+
+def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
+    """What is to be predicted."""
+    from mpitrain.data.sources.documents import TextFields
+    from mpitrain.inference.inputs import open_samples
+    from mpitrain.inference.prompts import codec_of
+    from mpitrain.inference.texts import Texts, is_texts
+
+    about = saved.description
+    if about.kind != "tokens" or not is_texts(arguments.input):
+        return open_samples(arguments.input, about, skip_bad=arguments.skip_bad)
+    fields = TextFields(arguments.text, arguments.prompt, arguments.completion)
+    return Texts(arguments.input, about, lambda: codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
+
+
+def _run(arguments: argparse.Namespace, job: Job) -> int:
+    """Predict all samples. Collective over the ranks of the job."""
+    import numpy as np
+    import torch
+
+    from mpitrain.inference.predictions import new_file, require_file, told_of
+    from mpitrain.loading import candidates, first_whole, load_folder
+
+    if arguments.batch < 1:
+        raise refusal(f"--batch {arguments.batch}: give 1 or more")
+    job.decided(lambda: require_file(arguments.out))
+    found = job.decided(lambda: [str(each) for each in candidates(arguments.run, best=arguments.best)])
+    task, saved = first_whole(list(map(Path, found)), lambda folder: job.agreed(lambda: load_folder(folder)), job.say)
+    samples = job.agreed(lambda: _samples(arguments, saved))
+    told, device = told_of(saved.description), job.device(arguments.device)
+    module = task.module.to(device)
+
+    def rows_of(lo: int, hi: int) -> np.ndarray:
+        if lo == hi:
+            return np.empty((0, told.width))
+        x, y = samples.read(lo, hi)
+        with torch.no_grad():
+            output = module(torch.from_numpy(np.ascontiguousarray(x)).to(device))
+            return told.rows(output, None if y is None else torch.from_numpy(y).to(device)).cpu().numpy()
+
+    with ExitStack() as stack:
+        write = stack.enter_context(new_file(arguments.out, told, samples.names)) if job.first else None
+        together = arguments.batch * job.columns
+        for first in range(0, len(samples), together):
+            end = min(first + together, len(samples))
+            lo = min(first + arguments.batch * job.column, end)
+            hi = min(lo + arguments.batch, end)
+            mine = job.agreed(partial(rows_of, lo, hi))
+            found = job.rows(mine)
+            if write is not None:
+                write(first, found)
+    for sentence in (*samples.notes, f"{len(samples)} samples in {arguments.out}"):
+        job.say(sentence)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
