@@ -1,6 +1,9 @@
-"""`python -m mpitrain.report RUN`: what a run did, from its folder. Needs neither MPI nor torch.
+"""`python -m mpitrain.report RUN [RUN...] [--out FILE.html] [--png DIR]`: what runs did, from their folders.
 
-`python -m mpitrain.report schedule`: a pipeline schedule, predicted or as it ran (`--help` lists the options).
+`--watch` shows one run while it goes on. `python -m mpitrain.report timeline RUN` makes recorded timelines again, and
+`python -m mpitrain.report schedule` draws a pipeline schedule, predicted or as it ran (`--help` lists the options).
+
+Needs neither MPI nor torch, but for schedules; charts need altair and vl-convert (`pip install "mpitrain[monitor]"`).
 """
 
 from __future__ import annotations
@@ -8,173 +11,121 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
-from statistics import median_high
-from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
 
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, first_problem
-from mpitrain.monitor.metrics import read_metrics
-from mpitrain.monitor.text import aligned, counted, duration, short
-from mpitrain.pipe import command
-
-Number = StrictInt | StrictFloat
-Positive = Annotated[Number, Field(gt=0)]
-
-
-class _Memory(BaseModel):
-    parameters: Number
-    gradients: Number
-    states: Number
-    activations: Number
-    buffers: Number
-    expected: dict[str, Number]
-
-
-class _Line(BaseModel):
-    """What is read of a line here."""
-
-    loss: Number | None
-    held_out_loss: Number | None = None
-    step_s: Positive
-    samples: Number
-    tokens: Number
-    world_size: StrictInt
-    memory: _Memory = _Memory(parameters=0, gradients=0, states=0, activations=0, buffers=0, expected={})
+Run = Callable[[argparse.Namespace], int | None]  # the exit code; None where all is well
+_PROGRAM = "python -m mpitrain.report"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command.
 
     Args:
-        argv: A run folder, or the word schedule and its options; without it those of the command line.
+        argv: Run folders and options, or the word schedule or timeline and theirs; without it those of the command
+            line.
 
     Returns:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m mpitrain.report", description="What a run did.")
-    run: Callable[[argparse.Namespace], None]
-    if argv[:1] == ["schedule"]:
-        parser = argparse.ArgumentParser(prog="python -m mpitrain.report schedule", description=command.__doc__)
-        command.add_arguments(parser)
-        argv, run = argv[1:], command.run
-    else:
-        parser.add_argument("run", type=Path, help="run folder; or the word schedule, to draw a pipeline schedule")
-        run = _print_summary
-    arguments = parser.parse_args(argv)
+    makers: dict[str, Callable[[], tuple[argparse.ArgumentParser, Run]]] = {
+        "schedule": _of_schedules,
+        "timeline": _of_timelines,
+    }
+    parser, run = makers.get(argv[0] if argv else "", _of_runs)()
+    arguments = parser.parse_args(argv[1:] if argv[:1] and argv[0] in makers else argv)
     try:
-        run(arguments)
+        return run(arguments) or EXIT_DONE
     except InputError as error:
         print(f"mpitrain: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    return EXIT_DONE
 
 
-def _print_summary(arguments: argparse.Namespace) -> None:
-    print(summary(arguments.run))
+def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="What runs did, in a few lines or as a page of charts.",
+        epilog=f"{_PROGRAM} schedule --help and {_PROGRAM} timeline --help tell of pipeline schedules and timelines.",
+    )
+    runs = "run folders, several to compare; or the word schedule or timeline"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a page of charts, in one file")
+    parser.add_argument("--png", type=Path, metavar="DIR", help="write each chart as a picture into this folder")
+    parser.add_argument("--watch", action="store_true", help="show a run while it goes on, until it ends")
+    parser.add_argument("--once", action="store_true", help="show what --watch would show now, and end")
+    return parser, _report
 
 
-def summary(folder: Path) -> str:
-    """A few lines of what a run did: steps, losses, speed, checkpoints.
+def _of_schedules() -> tuple[argparse.ArgumentParser, Run]:
+    from mpitrain.pipe import command
 
-    Args:
-        folder: The run folder.
-
-    Raises:
-        InputError: No step of it is finished, or a line of its metrics is damaged.
-    """
-    lines = read_metrics(folder)
-    if not lines:
-        raise InputError(f"run folder {folder} has no finished step; give the folder of a run that took one")
-    for line in lines:
-        try:
-            _Line.model_validate(line)
-        except ValidationError as error:
-            raise InputError(
-                f"metrics of {folder}, step {line['step']}: {first_problem(error)}; mend that line"
-            ) from None
-    first, last = lines[0], lines[-1]
-    held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
-    checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)
-    rows = [
-        ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
-        ("loss", f"{_number(first['loss'])} -> {_number(last['loss'])}"),
-        ("skipped", _skipped(lines)),
-        ("held-out loss", " -> ".join(f"{_number(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
-        ("speed", _speed(lines)),
-        (
-            "step time",
-            f"median {median_high(_all(lines, 'step_s')) * 1e3:.1f} ms, in all {duration(sum(_all(lines, 'step_s')))}",
-        ),
-        ("between groups", _between_groups(lines)),
-        ("staleness", _staleness(lines)),
-        ("memory", _memory(lines)),
-        ("recovered", _recovered(lines)),
-        ("ranks", ", ".join(str(size) for size in dict.fromkeys(m["world_size"] for m in lines))),
-        ("checkpoints", ", ".join(checkpoints) or "none"),
-    ]
-    return f"run {folder}\n{aligned([row for row in rows if row[1]])}"
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=command.__doc__)
+    command.add_arguments(parser)
+    return parser, command.run
 
 
-def _speed(lines: list[dict[str, Any]]) -> str:
-    samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
-    tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
-    return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+def _of_timelines() -> tuple[argparse.ArgumentParser, Run]:
+    about = "Make the timelines of a run again from what its ranks recorded."
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} timeline", description=about)
+    parser.add_argument("run", type=Path, help="run folder, or one of RUN/timeline/")
+    return parser, _merge_timelines
 
 
-def _between_groups(lines: list[dict[str, Any]]) -> str:
-    """What averages cost in parallel.mode local, where groups of ranks met."""
-    sent = [m["between_groups_bytes"] for m in lines if "between_groups_bytes" in m]
-    if not sent:
-        return ""
-    return f"{median_high(sent) / 1e6:.4g} MB sent by rank 0 a step, {len(sent)} meetings in {len(lines)} steps"
+def _report(arguments: argparse.Namespace) -> int | None:
+    """Print what runs did, or write it as a page or pictures, or show one that goes on."""
+    folders: list[Path] = arguments.runs
+    if arguments.watch or arguments.once:
+        from mpitrain.monitor.watch.command import run
+
+        if len(folders) > 1 or arguments.out or arguments.png:
+            raise InputError("--watch and --once show one run, and write nothing; give one run folder alone")
+        return run(folders[0], once=arguments.once)
+    if len(folders) == 1 and not (arguments.out or arguments.png):
+        from mpitrain.monitor.report.summary import summary
+
+        print(summary(folders[0]))
+        return None
+    from mpitrain.monitor.report.compare import Named, comparison, short_names  # NumPy, which a summary does without
+    from mpitrain.monitor.report.reading import read_run
+
+    if arguments.out or arguments.png:
+        _require_charts()
+    runs = [Named(name, read_run(folder)) for name, folder in zip(short_names(folders), folders, strict=True)]
+    if arguments.out:
+        from mpitrain.monitor.report.page import write_page
+
+        size = write_page(runs, arguments.out)
+        print(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
+    if arguments.png:
+        from mpitrain.monitor.report.png import write_pictures
+
+        print(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
+    if not (arguments.out or arguments.png):
+        print(comparison(runs))
+    return None
 
 
-def _staleness(lines: list[dict[str, Any]]) -> str:
-    """How old the parameters were that updates were computed with, where a server did not wait for all workers."""
-    known = [m for m in lines if "staleness_mean" in m]
-    if not known:
-        return ""
-    mean = sum(m["staleness_mean"] for m in known) / len(known)
-    most, ahead = max(m["staleness_max"] for m in known), max(m["ahead_max"] for m in known)
-    return f"mean {mean:.2g} steps, at most {most:.3g}; workers at most {counted(ahead, 'step')} ahead of the slowest"
+def _require_charts() -> None:
+    try:
+        import altair  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f'charts need a package that is not there ({error}); pip install "mpitrain[monitor]", '
+            "or leave --out and --png out for the text"
+        ) from None
 
 
-def _skipped(lines: list[dict[str, Any]]) -> str:
-    """Steps without an update, and those at the end that taught nothing."""
-    skipped = sum(bool(m.get("skipped")) for m in lines)
-    useless = list(takewhile(lambda m: m.get("skipped") or m["loss"] is None, reversed(lines)))
-    told = [f"{skipped} of {len(lines)} steps" if skipped else ""]
-    told.append(f"nothing learned since step {useless[-1]['step']}" if useless else "")
-    return ", ".join(filter(None, told))
+def _merge_timelines(arguments: argparse.Namespace) -> None:
+    from mpitrain.monitor.timeline.merging import merge, recordings, told
 
-
-def _recovered(lines: list[dict[str, Any]]) -> str:
-    """How often ranks were lost, and how long it took until the first step without them."""
-    seconds = [(m["recovered_s"], m["step"]) for m in lines if "recovered_s" in m]
-    return ", ".join(f"{s:.1f} s from the loss of ranks to step {step}" for s, step in seconds)
-
-
-def _memory(lines: list[dict[str, Any]]) -> str:
-    """Rank 0's bytes by category, as the last start of the run had them, with what the formula says."""
-    told = [m["memory"] for m in lines if "memory" in m]
-    if not told:
-        return ""
-    names = ("parameters", "gradients", "states", "activations", "buffers")
-    expected = told[-1]["expected"]
-    parts = [f"{n} {told[-1][n] / 1e6:.4g}" + (f" ({expected[n] / 1e6:.4g})" if n in expected else "") for n in names]
-    return ", ".join(parts) + " MB on rank 0 (in brackets: by formula)"
-
-
-def _all(lines: list[dict[str, Any]], key: str) -> list[float]:
-    return [m[key] for m in lines]
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    folders = recordings(arguments.run)
+    if not folders:
+        raise InputError(f'{arguments.run} has no timeline; record one with monitor.timeline = "A:B"')
+    for folder in folders:
+        print("\n".join(told(merge(folder))))
 
 
 if __name__ == "__main__":

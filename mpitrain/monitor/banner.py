@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpitrain.monitor.text import aligned, counted, duration, short
@@ -18,6 +19,7 @@ class RunFacts:
         mpi: The library and its version.
         tokens: Per sample; 0 where samples are not tokens.
         batch: The global one, in samples.
+        samples_taken: In all steps.
         notes: Further labels and texts.
     """
 
@@ -36,6 +38,7 @@ class RunFacts:
     batch: int
     microbatch: int
     steps: int
+    samples_taken: int
     start_step: int
     precision: str
     run_dir: str
@@ -48,13 +51,14 @@ class Outcome:
 
     Attributes:
         loss: Of the last step; NaN where there was none.
-        held_out_loss: None where nothing was held out; NaN where there was no step.
+        held_out: The figures of the last evaluation, by name, as text; empty where nothing was held out.
         seconds: Of this start, not of the whole run.
         samples_done: Likewise.
         tokens: Per sample; 0 where samples are not tokens.
         peak_memory_bytes: Of the rank that held most.
         skipped: Steps without an update.
         fruitless_since: The step since which nothing was learned; 0 where something was.
+        early: Why the run was done before its last step; empty where it was not.
         commands: What can be done next, and the command for it, to copy.
     """
 
@@ -62,7 +66,7 @@ class Outcome:
     steps: int
     start_step: int
     loss: float
-    held_out_loss: float | None
+    held_out: Mapping[str, str]
     seconds: float
     samples_done: int
     tokens: int  # per sample; 0 where samples are not tokens
@@ -71,13 +75,14 @@ class Outcome:
     skipped: int = 0
     fruitless_since: int = 0
     commands: tuple[tuple[str, str], ...] = ()
+    early: str = ""
 
 
 def banner(facts: RunFacts) -> str:
     """What a run says first. The lines are without a newline at the end."""
     size = f" of {facts.tokens:,} tokens" if facts.tokens else ""
     held_out = f", {facts.held_out_samples:,} held out" if facts.held_out_samples else ""
-    passes = (facts.steps * facts.batch) / facts.samples if facts.samples else 0.0
+    passes = facts.samples_taken / facts.samples if facts.samples else 0.0
     start = f", from step {facts.start_step:,}" if facts.start_step else ""
     nodes, threads = counted(facts.nodes, "node"), counted(facts.threads, "thread")
     rows = [
@@ -98,15 +103,15 @@ def banner(facts: RunFacts) -> str:
 def closing(outcome: Outcome) -> str:
     """What a run says last. The lines are without a newline at the end."""
     steps = outcome.step - outcome.start_step
-    done = "done" if outcome.step >= outcome.steps else "stopped"
+    done = "done" if outcome.step >= outcome.steps or outcome.early else "stopped"
     fruitless = ""
     if outcome.fruitless_since:
         done = "ended" if done == "done" else done
         fruitless = f", nothing learned since step {outcome.fruitless_since:,}"
+    early = f", {outcome.early}" if outcome.early else ""
     since = f" ({steps:,} since the resume)" if outcome.start_step else ""
     rows = [("loss", "none: no step was taken" if math.isnan(outcome.loss) and not steps else f"{outcome.loss:.4f}")]
-    if outcome.held_out_loss is not None:
-        rows.append(("held-out loss", f"{outcome.held_out_loss:.4f}"))
+    rows += [(f"held-out {name}", text) for name, text in outcome.held_out.items()]
     if outcome.skipped:
         rows.append(("skipped", f"{counted(outcome.skipped, 'step')}, for gradients that were not finite"))
     rows.append(("throughput", _throughput(outcome)))
@@ -114,7 +119,7 @@ def closing(outcome: Outcome) -> str:
     rows.append(("peak memory", f"{short(outcome.peak_memory_bytes)}B per rank at most"))
     rows.append(("run folder", outcome.run_dir))
     rows.extend(outcome.commands)
-    return f"{done} at step {outcome.step:,} of {outcome.steps:,}{since}{fruitless}\n{aligned(rows)}"
+    return f"{done} at step {outcome.step:,} of {outcome.steps:,}{since}{fruitless}{early}\n{aligned(rows)}"
 
 
 def _throughput(outcome: Outcome) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 STATUS = Path("/proc/self/status")
+SHARED = Path("/proc/self/smaps_rollup")  # takes about 10 ms for each GB
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:
@@ -50,6 +51,20 @@ def memory_bytes(device: torch.device | None = None) -> int:
     if (kibibytes := _status("VmRSS")) is not None:
         return kibibytes * 1024
     return peak_memory_bytes()
+
+
+def host_memory_bytes() -> int:
+    """Resident host memory, of which pages that n processes share count as 1/n: the sum over a node is what they take.
+
+    Where the system does not tell (no /proc), what `memory_bytes` says.
+    """
+    try:
+        for line in SHARED.read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return memory_bytes()
 
 
 def _status(name: str) -> int | None:

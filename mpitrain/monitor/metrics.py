@@ -1,6 +1,6 @@
 """RUN/metrics.jsonl: one JSON object a line, one line a step, steps rising.
 
-    {"step": 1, "loss": 5.53, "lr": 0.00015, "grad_norm": 2.1, ..., "world_size": 8}
+    {"step": 1, "time": 1767225600.25, "loss": 5.53, "lr": 0.00015, "grad_norm": 2.1, ..., "world_size": 8}
     {"step": 2, ...}
 
 Each line is one write, so a reader that follows the file sees whole lines, and a killed run tears at most its last
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
+from mpitrain.monitor.json_lines import read_lines, whole_object
 from mpitrain.storage.disk import free_name, open_plain
 
 METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
 
 
 class MetricsWriter:
     """Rank 0's writer of the run's metrics."""
 
-    def __init__(self, run_dir: str | Path, resume_step: int | None = None, tensorboard: bool = False) -> None:
+    def __init__(self, run_dir: str | Path, resume_step: int | None = None) -> None:
         """Open the file.
 
         Args:
@@ -35,14 +35,12 @@ class MetricsWriter:
             resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to
                 keep the
                 lines up to step k and go on after them.
-            tensorboard: Whether to write for TensorBoard, too.
 
         Raises:
-            InputError: The folder is not writable, the disk is full, or tensorboard is asked for and not installed.
+            InputError: The folder is not writable, or the disk is full.
         """
         self.path = Path(run_dir) / METRICS
         self._last_step = -1
-        self._board = _open_board(Path(run_dir), resume_step) if tensorboard else None
         try:
             if resume_step is None:  # an earlier run's file, unless empty, gets the first free number
                 if self.path.exists() and self.path.stat().st_size:
@@ -58,9 +56,10 @@ class MetricsWriter:
 
         Args:
             step: Its number.
-            figures: What else the line says, in this order; whatever JSON can hold. A run writes of each step loss, lr,
-                grad_norm (None where it was not taken), samples, tokens, step_s (seconds), tokens_per_s, memory_bytes
-                (the peak per rank) and world_size (ranks); of some held_out_loss (nats) or ids (the samples' numbers).
+            figures: What else the line says, in this order; whatever JSON can hold. A run writes of each step time (in
+                unix seconds, at its end), loss, lr, grad_norm (None where it was not taken), samples, tokens, step_s
+                (seconds), tokens_per_s, memory_bytes (the peak per rank) and world_size (ranks); of some held_out_loss
+                (nats) or ids (the samples' numbers).
 
         Raises:
             InputError: The line cannot be written.
@@ -75,16 +74,10 @@ class MetricsWriter:
                 raise OSError("only a part of a line was written; the disk may be full")
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        if self._board is not None:
-            for name, value in figures.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -98,31 +91,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     path = path / METRICS if path.is_dir() else path
-    lines: list[dict[str, Any]] = []
     try:
-        with open_plain(path) as file:
-            for number, line in enumerate(file, 1):
-                value = _parsed(line)
-                if value is not None:
-                    lines.append(value)
-                elif line.endswith(b"\n"):
-                    raise InputError(f"metrics {path}: line {number} is damaged; remove it")
+        return read_lines(path, "metrics")
     except FileNotFoundError:
         raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
-    except OSError as error:
-        raise InputError(f"metrics {path} cannot be read ({error.strerror}); give a run folder you may read") from error
-    return lines
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line; None for a torn or foreign one."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def _cut_after(path: Path, resume_step: int) -> int:
@@ -131,7 +103,7 @@ def _cut_after(path: Path, resume_step: int) -> int:
     last = -1
     with open_plain(path) as lines, open(temporary, "wb") as file:
         for line in lines:
-            value = _parsed(line)
+            value = whole_object(line)
             if value is not None and last < value["step"] <= resume_step:
                 last = value["step"]
                 file.write(line)
@@ -143,18 +115,6 @@ def _cut_after(path: Path, resume_step: int) -> int:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _open_board(run_dir: Path, resume_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError(
-            f'monitor.tensorboard needs a package that is not there ({error}); pip install "mpitrain[monitor]", '
-            "or leave it out"
-        ) from error
-    purge = None if resume_step is None else resume_step + 1
-    return SummaryWriter(str(run_dir / TENSORBOARD), purge_step=purge)
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:

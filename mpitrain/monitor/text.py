@@ -36,6 +36,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def spoken(figure: str) -> str:
+    """The name of a figure as people say it: token_accuracy without its _, "loss of my_set" with that of the set."""
+    what, of, whose = figure.partition(" of ")
+    return what.replace("_", " ") + of + whose
+
+
 def aligned(rows: list[tuple[str, str]]) -> str:
     """Lines of `  label   text`, the texts under one another."""
     width = max(len(label) for label, _ in rows)

@@ -1,0 +1,107 @@
+"""RUN/ranks/rank-00003.jsonl: what one rank did with its time and its memory. Every rank writes its own file.
+
+    {"start": t, "rank": 3, "world_size": 8, "host": "n0", "node": 0, "device": "cpu", "coordinates": [3, 0, 0],
+     "expected_memory": {...}, "expected_bytes": {...}, "step": 100}                                a start of the job
+    {"step": 105, "steps": 5, "time": t, "seconds": {"data": s, ...}, "sent": [[...], ...], "memory": {...}}
+
+A line stands for `steps` steps, the last of which is `step`. Times are unix seconds, all else is in seconds and bytes.
+Where a start went back to an earlier step, what the file says of later ones is replaced by what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import InputError
+from mpitrain.storage.disk import reason
+
+RANKS = "ranks"
+_FLUSH = 5.0  # seconds that a line is kept in memory at most
+_LEAST = 0.5  # seconds between two lines
+_PART = 1e-3  # of the time since the start: the same for long runs, whose files would grow
+
+
+def axis_of(label: str) -> str:
+    """The axis that a communicator belongs to, by its label: "data" of "data/shard", "pipeline" of its tied ranks."""
+    return label.partition("/")[0].partition(" tied ")[0]
+
+
+class RankWriter:
+    """Appends to the file of one rank.
+
+    Args:
+        folder: The run folder.
+        rank: The rank's number.
+        started: When the job started, in unix seconds.
+        header: What is to be known of this start, as JSON can hold it.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int, started: float, header: dict[str, Any]) -> None:
+        self.path = folder / RANKS / f"rank-{rank:05d}.jsonl"
+        self._began = self._written = self._flushed = time.monotonic()
+        self._lines: list[str] = []
+        self._steps = 0
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - it is open as long as the writer
+            if self.path.stat().st_size:
+                self._end_torn_line()
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self._append({"start": started, "rank": rank} | header)
+        self.flush()
+
+    def _end_torn_line(self) -> None:
+        """End the line that a killed job has not completed; readers leave it out."""
+        with open(self.path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def due(self) -> bool:
+        """Whether a step that ends now is to be followed by a line."""
+        now = time.monotonic()
+        return self._written == self._began or now - self._written >= max(_LEAST, _PART * (now - self._began))
+
+    def write(self, step: int, steps: int, **told: Any) -> None:
+        """Append a line.
+
+        Args:
+            step: The last step that it stands for.
+            steps: How many it stands for.
+            told: What else it says.
+        """
+        self._append({"step": step, "steps": steps, "time": time.time()} | told)
+        self._written = time.monotonic()
+        if self._written - self._flushed >= _FLUSH:
+            self.flush()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+
+    def flush(self) -> None:
+        """Write what is kept in memory. Raises InputError where that fails."""
+        self._flushed = time.monotonic()
+        data, self._lines = "".join(self._lines).encode(), []
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError("only a part was written; the disk may be full")
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def close(self) -> None:
+        """Write what is kept in memory, and close the file. Nothing is raised: the run is over."""
+        with suppress(InputError):
+            self.flush()
+        self._file.close()
+
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(f"{self.path} cannot be written ({reason(error)}); make room, or choose another run.dir")

@@ -1,0 +1,296 @@
+"""Charts of what was learned and how fast: loss, metrics, learning rate, gradient norm, throughput, step time."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from mpitrain.monitor.report import style
+from mpitrain.monitor.report.compare import Named
+from mpitrain.monitor.report.records import Column, RunRecord, StepColumns
+from mpitrain.monitor.report.series import at_steps, histogram, kept, percentiles, trained_seconds, trend
+from mpitrain.monitor.report.style import Drawing, data, missing, records
+from mpitrain.monitor.text import counted, spoken
+
+NOISY = 300  # points, from where on a line of medians is drawn over the series itself
+SAVES = 30  # up to so many saves are marked in the chart of the loss
+HOVER = 300  # points of a series that answer to the pointer
+METRICS = 12  # charts of metrics at most
+LARGEST = 1e300  # of a metric that can be drawn
+MARKS = {"start": "restart", "save": "checkpoint", "lost": "ranks lost", "stop": "stop", "end": "failure"}
+MARK_DASHES = {"restart": [1, 0], "checkpoint": [2, 4], "ranks lost": [7, 3], "stop": [4, 4], "failure": [9, 3, 2, 3]}
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A series over the steps. marked: its points are few, and each is shown. exact: it is not noisy."""
+
+    name: str
+    columns: StepColumns
+    values: Column
+    marked: bool = False
+    exact: bool = False
+
+    def rows(self, at: Any) -> list[dict[str, Any]]:
+        """Those points as rows of a chart."""
+        return records(**positions(self.columns, self.columns.step[at]), value=self.values[at], run=self.name)
+
+    def medians(self) -> list[dict[str, Any]]:
+        """A line through a noisy series."""
+        step, value = trend(self.columns.step, self.values)
+        return records(**positions(self.columns, step), value=value, run=self.name)
+
+
+def positions(columns: StepColumns, steps: Column) -> dict[str, Column]:
+    """Where steps lie on each x axis: their numbers, seconds of training, samples seen."""
+    return {
+        "step": steps,
+        "seconds": at_steps(columns, steps, trained_seconds(columns)),
+        "samples": at_steps(columns, steps, np.cumsum(columns.samples)),
+    }
+
+
+def _lines(
+    title: str, curves: Sequence[_Curve], y: alt.Y, *, number: str, unit: str, extra: Sequence[alt.Chart] = ()
+) -> alt.LayerChart:
+    """Curves over each other. number: how d3 writes a value. unit: what follows it where the pointer is."""
+    names = [curve.name for curve in curves]
+    several = len({id(curve.columns) for curve in curves}) > 1  # of one run, dashes are for events
+    colour, dash = style.run_colour(names, "run" if several else "series"), style.run_dash(names)
+    x = style.steps_axis()
+    tooltip = [
+        alt.Tooltip("run:N", title="series"),
+        alt.Tooltip("step:Q", format=",.0f"),
+        alt.Tooltip("value:Q", title=unit, format=number),
+    ]
+    whole: list[dict[str, Any]] = []
+    points, marks = list(whole), list(whole)
+    layers: list[alt.Chart] = list(extra)
+    for place, curve in enumerate(curves):
+        at = kept(curve.values)
+        if len(at) > NOISY and not curve.exact:  # pale, and with a colour of its own, so that the legend is not pale
+            faint = alt.Chart(data(curve.rows(at)))
+            layers.append(faint.mark_line(style="faint", color=style.colour_of_run(place)).encode(x, y))
+            whole.extend(curve.medians())
+        else:
+            whole.extend(curve.rows(at))
+        alone = len(at) == 1  # no line goes through one point
+        (marks if alone or (curve.marked and len(at) <= 60) else points).extend(curve.rows(kept(curve.values, HOVER)))
+    layers.append(alt.Chart(data(whole)).mark_line(clip=True).encode(x, y, colour, *([dash] if several else [])))
+    if marks:
+        layers.append(alt.Chart(data(marks)).mark_point(filled=True, size=36).encode(x, y, colour, tooltip=tooltip))
+    if points:
+        layers.append(alt.Chart(data(points)).mark_point(size=90, opacity=0).encode(x, y, colour, tooltip=tooltip))
+    layers[-1] = layers[-1].add_params(style.zoom())
+    chart = alt.layer(*layers).properties(title=title, width="container", autosize=style.FIT, height=style.HEIGHT)
+    return chart.properties(usermeta={"axes": True})
+
+
+def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: float = np.inf) -> alt.Y:
+    """The y axis of some series. log_from: the ratio of the largest to the median from which it is logarithmic."""
+    everything = np.concatenate([v[np.isfinite(v)] for v in values])
+    if len(everything) and float(np.ptp(everything)) == 0.0 and not zero:  # an axis without extent has no numbers
+        middle = float(everything[0])
+        around = [middle - 0.1 * abs(middle), middle + 0.1 * abs(middle)] if middle else [-1.0, 1.0]
+        return alt.Y("value:Q", title=title, scale=alt.Scale(domain=around), stack=None)
+    positive = len(everything) > 0 and float(everything.min()) > 0
+    if positive and float(everything.max()) > log_from * float(np.median(everything)):
+        return alt.Y("value:Q", title=f"{title}, log scale", scale=alt.Scale(type="log", nice=True), stack=None)
+    return alt.Y("value:Q", title=title, scale=alt.Scale(zero=zero), stack=None)
+
+
+def _of(runs: Sequence[Named], column: str, single: str) -> list[_Curve]:
+    """A column of each run, where it has values. single: its name where there is one run."""
+    curves = []
+    for named in runs:
+        values = getattr(named.run.columns, column)
+        if np.isfinite(values).any():
+            curves.append(_Curve(named.name if len(runs) > 1 else single, named.run.columns, values))
+    return curves
+
+
+def losses(runs: Sequence[Named]) -> list[Drawing]:
+    """The loss and the held-out loss: one chart for one run, two for several."""
+    trained, held_out = _of(runs, "loss", "training"), _of(runs, "held_out_loss", "held out")
+    held_out = [dataclasses.replace(curve, marked=True) for curve in held_out]
+    why = "No step has a finite loss." if not trained else "Nothing was held out (data.held_out), or not evaluated yet."
+    if len(runs) == 1:
+        curves = trained + held_out
+        if not curves:
+            return [missing("loss", "Loss", why)]
+        y, marks = _y("loss (nats)", [c.values for c in curves]), event_rules(runs[0].run)
+        note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of steps."
+        note += " Thin upright lines are events of the run." if marks else ""
+        note += "" if held_out else " " + why
+        chart = _lines("Loss", curves, y, number=".4f", unit="loss (nats)", extra=marks)
+        return [Drawing("loss", "Loss", note, chart)]
+    drawings = []
+    for name, title, curves in (("loss", "Training loss", trained), ("held_out_loss", "Held-out loss", held_out)):
+        if not curves:
+            drawings.append(missing(name, title, why))
+            continue
+        chart = _lines(title, curves, _y("loss (nats)", [c.values for c in curves]), number=".4f", unit="loss (nats)")
+        drawings.append(Drawing(name, title, f"The {title.lower()} of each run.", chart))
+    return drawings
+
+
+def metrics(runs: Sequence[Named]) -> list[Drawing]:
+    """A chart of each metric of held-out samples, in the order in which the runs name them; none where none has any."""
+    measured = [(named, metric_columns(named.run)) for named in runs]
+    drawings = []
+    for name in list(dict.fromkeys(name for _, columns in measured for name in columns))[:METRICS]:
+        told = spoken(name)
+        curves = [
+            _Curve(named.name if len(runs) > 1 else told, named.run.columns, columns[name], marked=True, exact=True)
+            for named, columns in measured
+            if name in columns
+        ]
+        unit = "nats" if told.startswith("loss of ") else "no unit"
+        y, title = _y(f"{told} ({unit})", [curve.values for curve in curves]), f"Held-out {told}"
+        place = re.sub(r"\W", "_", f"held_out_{name}")  # the name of its file: metrics are called as users like
+        note = f"The {told} of held-out samples at each evaluation."
+        drawings.append(Drawing(place, title, note, _lines(title, curves, y, number=".4g", unit=told), wide=False))
+    return drawings
+
+
+def metric_columns(run: RunRecord) -> dict[str, Column]:
+    """Of each metric of held-out samples the values, one a step; NaN where it was not measured.
+
+    What was measured by a job that was killed, at steps that are not there any more or again, is left out.
+    """
+    steps, found = run.columns.step, dict[str, Column]()
+    for moment in run.moments:
+        told = moment.told.get("metrics")
+        at = int(np.searchsorted(steps, moment.step))
+        if moment.kind != "evaluate" or not isinstance(told, dict) or at == len(steps) or steps[at] != moment.step:
+            continue
+        for name, value in told.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
+                found.setdefault(name, np.full(len(steps), np.nan))[at] = value
+    return found
+
+
+def event_rules(run: RunRecord) -> list[alt.Chart]:
+    """Thin upright lines where something happened to a run; none where nothing did."""
+    found = []
+    for moment in run.moments:
+        kind = MARKS.get(moment.kind)
+        resumed = moment.kind == "start" and moment is not next(m for m in run.moments if m.kind == "start")
+        failed = moment.kind == "end" and moment.told.get("outcome") == "failed"
+        if kind and (moment.kind not in ("start", "end") or resumed or failed):
+            found.append((kind, float(moment.step)))
+    found = list(dict.fromkeys(found))
+    if sum(kind == "checkpoint" for kind, _ in found) > SAVES:
+        found = [(kind, step) for kind, step in found if kind != "checkpoint"]
+    if not found:
+        return []
+    steps = np.clip(np.array([step for _, step in found]), run.columns.step[0], run.columns.step[-1])
+    rows = records(**positions(run.columns, steps), event=[kind for kind, _ in found])
+    names = [name for name in MARK_DASHES if any(kind == name for kind, _ in found)]
+    dashes = alt.StrokeDash(
+        "event:N",
+        scale=alt.Scale(domain=names, range=[MARK_DASHES[n] for n in names]),
+        legend=alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="@muted", title="event"),
+    )
+    chart = alt.Chart(data(rows)).mark_rule(color="@muted", clip=True)
+    return [chart.encode(style.steps_axis(), dashes, tooltip=["event:N", alt.Tooltip("step:Q", format=",.0f")])]
+
+
+def learning_rate(runs: Sequence[Named]) -> Drawing:
+    """The learning rate."""
+    curves = [dataclasses.replace(curve, exact=True) for curve in _of(runs, "lr", "learning rate")]
+    if not curves:
+        return missing("learning_rate", "Learning rate", "The metrics say no learning rate.")
+    y = alt.Y("value:Q", title="learning rate (per step)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~g"))
+    chart = _lines("Learning rate", curves, y, number=".3e", unit="learning rate")
+    return Drawing("learning_rate", "Learning rate", "What the optimizer multiplied its steps with.", chart, wide=False)
+
+
+def gradient_norm(runs: Sequence[Named]) -> Drawing:
+    """The norm of the gradients."""
+    curves = _of(runs, "grad_norm", "gradient norm")
+    title = "Gradient norm"
+    if not curves:
+        return missing("gradient_norm", title, "No norm was taken: train.clip was 0.")
+    y = _y("L2 norm before clipping (no unit)", [c.values for c in curves], log_from=20)
+    chart = _lines(title, curves, y, number=".3f", unit="L2 norm")
+    return Drawing("gradient_norm", title, "The L2 norm of all gradients, before they were clipped.", chart, wide=False)
+
+
+def throughput(runs: Sequence[Named]) -> Drawing:
+    """Tokens a second, or samples where they are not tokens."""
+    unit = "tokens" if any(named.run.columns.tokens.any() for named in runs) else "samples"
+    curves = [
+        _Curve(named.name if len(runs) > 1 else f"{unit}/s", named.run.columns,
+               getattr(named.run.columns, unit) / named.run.columns.seconds)
+        for named in runs
+    ]  # fmt: skip
+    y = alt.Y("value:Q", title=f"throughput ({unit}/s)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~s"))
+    rates = [f"{n.run.columns.samples.sum() / n.run.columns.seconds.sum():,.1f}" for n in runs]
+    note = f"All ranks together, step by step. On the whole {', '.join(rates)} samples/s" + (
+        " (in the order of the runs)." if len(runs) > 1 else "."
+    )
+    chart = _lines("Throughput", curves, y, number=",.0f", unit=f"{unit}/s")
+    return Drawing("throughput", "Throughput", note, chart)
+
+
+def step_time(runs: Sequence[Named]) -> Drawing:
+    """Seconds of each step."""
+    size, unit = style.time_unit(max(float(np.median(n.run.columns.seconds)) for n in runs))
+    curves = [
+        _Curve(n.name if len(runs) > 1 else "step time", n.run.columns, n.run.columns.seconds / size) for n in runs
+    ]
+    y = _y(f"step time ({unit})", [c.values for c in curves], zero=True, log_from=8)
+    chart = _lines("Step time", curves, y, number=",.2f", unit=unit)
+    note = "How long each step took, without evaluation and saving."
+    return Drawing("step_time", "Step time", note, chart, wide=False)
+
+
+def step_histogram(runs: Sequence[Named]) -> Drawing:
+    """How often steps took how long."""
+    size, unit = style.time_unit(max(float(np.median(n.run.columns.seconds)) for n in runs))
+    title, rows, above, names = "Distribution of step times", [], 0, [named.name for named in runs]
+    everything = [named.run.columns.seconds / size for named in runs]
+    for named, seconds in zip(runs, everything, strict=True):
+        shares, edges, more = histogram(seconds, among=everything)
+        above += more
+        row = records(low=edges[:-1], high=edges[1:], share=shares, run=named.name)
+        rows += row
+    tooltip = [
+        alt.Tooltip("low:Q", title=f"from ({unit})", format=",.2f"),
+        alt.Tooltip("high:Q", title=f"to ({unit})", format=",.2f"),
+        alt.Tooltip("share:Q", title="share of steps", format=".1%"),
+    ]
+    x = alt.X("low:Q", title=f"step time ({unit})", scale=alt.Scale(zero=False), bin="binned")
+    y = alt.Y("share:Q", title="share of steps (%)", axis=alt.Axis(format=".2~%"), stack=None)
+    colour = style.run_colour(names)
+    bars = alt.Chart(data(rows)).mark_bar(opacity=0.8 if len(runs) == 1 else 0.45)
+    layers = [bars.encode(x, y, colour, x2="high:Q", tooltip=tooltip)]
+    if len(runs) > 1:
+        outline = alt.Chart(data(rows)).mark_line(interpolate="step-after")
+        layers.append(outline.encode(alt.X("low:Q"), y, colour, style.run_dash(names)))
+    else:
+        layers.append(_percentile_rules(runs[0].run.columns.seconds / size, unit))
+    note = "Where most steps lie. A second hill is a second kind of step, such as those after a save."
+    note += f" Further to the right: {counted(above, 'step')}, the slowest." if above else ""
+    chart = alt.layer(*layers).properties(title=title, width="container", autosize=style.FIT, height=style.HEIGHT)
+    return Drawing("step_histogram", title, note, chart, wide=False)
+
+
+def _percentile_rules(seconds: Column, unit: str) -> alt.Chart:
+    """The median, and what one step of ten and one of a hundred exceed, as upright lines."""
+    found = percentiles(seconds)
+    rows = [{"low": found[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
+    dashes = alt.StrokeDash(
+        "percentile:N",
+        scale=alt.Scale(domain=["p50", "p90", "p99"], range=[[1, 0], [6, 3], [2, 3]]),
+        legend=alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="@muted"),
+    )
+    rule = alt.Chart(data(rows)).mark_rule(color="@ink", strokeWidth=1.4)
+    return rule.encode(x="low:Q", strokeDash=dashes, tooltip=["percentile:N", alt.Tooltip("low:Q", title=unit)])

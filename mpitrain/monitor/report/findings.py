@@ -1,0 +1,268 @@
+"""What follows from a run's files: times by part of a step, stragglers, memory, bytes sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import median
+
+import numpy as np
+
+from mpitrain.monitor.rank_file import axis_of
+from mpitrain.monitor.report.records import CATEGORIES, OWN, PARTS, MeasuredRank, RunRecord, StartRecord
+
+SLOWER = 1.1  # a rank that computes so many times as long as the median one is a straggler
+STATES = ("parameters", "gradients", "states")  # the categories that have a formula
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that computes longer than others while they wait.
+
+    Attributes:
+        rank: Its number.
+        host: Its machine.
+        own: Seconds a step of its data, forward, backward and optimizer.
+        usual: Those of the median rank with the same part of the model.
+        part: The part of a step in which it loses most.
+        lost: Seconds a step that it loses there.
+        waited: Seconds a step that it waits in communication itself.
+        others: Those that the median rank waits.
+    """
+
+    rank: int
+    host: str
+    own: float
+    usual: float
+    part: str
+    lost: float
+    waited: float
+    others: float
+
+    def sentence(self) -> str:
+        """What a person is told."""
+        host = f" on {self.host}" if self.host else ""
+        return (
+            f"Rank {self.rank}{host} is a straggler: it computes {self.own * 1e3:.1f} ms a step, "
+            f"{self.own / self.usual - 1:.0%} longer than the median rank ({self.usual * 1e3:.1f} ms). It loses "
+            f"most in {self.part} ({self.lost * 1e3:+.1f} ms). It waits {self.waited * 1e3:.1f} ms for communication, "
+            f"the median rank {self.others * 1e3:.1f} ms."
+        )
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a rank held at most, and what it should hold.
+
+    Attributes:
+        rank: Its number.
+        host: Its machine.
+        held: Bytes by category, where their sum was the largest.
+        expected: Bytes by category, by formula.
+        resident: Most bytes of the process in host memory.
+        device: Most bytes on its device; 0 without one.
+    """
+
+    rank: int
+    host: str
+    held: dict[str, float]
+    expected: dict[str, float]
+    resident: float
+    device: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all categories."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True)
+class SentRow:
+    """What one operation sends along one axis, a step and rank, as the mean over ranks.
+
+    Attributes:
+        operation: Such as all_reduce.
+        axis: The communicator's label.
+        algorithm: By which it was done.
+        calls: A step.
+        inside: Bytes to ranks of the same node.
+        between: Bytes to other nodes.
+        seconds: In the operation.
+        most: Bytes of the rank that sends most.
+    """
+
+    operation: str
+    axis: str
+    algorithm: str
+    calls: float
+    inside: float
+    between: float
+    seconds: float
+    most: float
+
+
+def parts_a_step(rank: MeasuredRank) -> dict[str, float]:
+    """Seconds a step by part, as the mean over the steps that a rank measured."""
+    steps = float(rank.steps.sum())
+    return {part: float(np.nansum(rank.seconds[part])) / steps for part in PARTS}
+
+
+def own_seconds(rank: MeasuredRank) -> float:
+    """Seconds a step in which a rank waits for nobody: data, forward, backward, optimizer."""
+    parts = parts_a_step(rank)
+    return sum(parts[part] for part in OWN)
+
+
+def stage(rank: MeasuredRank) -> int:
+    """A rank's pipeline stage: ranks of different stages have different things to do."""
+    coordinates = rank.header.coordinates
+    return coordinates[1] if len(coordinates) > 1 else 0
+
+
+def stragglers(run: RunRecord) -> list[Straggler]:
+    """Ranks that compute longer than the median of those with the same part of the model, the slowest first."""
+    found = []
+    for number in {stage(rank) for rank in run.ranks}:
+        ranks = [rank for rank in run.ranks if stage(rank) == number]
+        if len(ranks) < 2:
+            continue
+        parts = [parts_a_step(rank) for rank in ranks]
+        own = [sum(p[name] for name in OWN) for p in parts]
+        usual = _low_median(own)
+        typical = {name: median(p[name] for p in parts) for name in PARTS}
+        for rank, mine, seconds in zip(ranks, parts, own, strict=True):
+            if seconds > SLOWER * usual > 0:
+                part = max(OWN, key=lambda name, mine=mine, typical=typical: mine[name] - typical[name])  # type: ignore[misc]
+                found.append(
+                    Straggler(
+                        rank.rank, rank.header.host, seconds, usual, part, mine[part] - typical[part],
+                        mine["communication"], typical["communication"],
+                    )
+                )  # fmt: skip
+    return sorted(found, key=lambda s: -s.own / s.usual)
+
+
+def _low_median(values: Sequence[float]) -> float:
+    """The lower of the two in the middle: of two ranks, one can be the straggler."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def memory_use(run: RunRecord) -> list[MemoryUse]:
+    """What each rank of the last job held at most, of those that told."""
+    found = []
+    for rank in run.ranks:
+        table = np.array([np.nan_to_num(rank.memory[name]) for name in CATEGORIES])
+        if not table.any():
+            continue
+        at = int(np.argmax(table.sum(axis=0)))
+        held = {name: float(table[row, at]) for row, name in enumerate(CATEGORIES)}
+        host, device = (float(np.nanmax(np.append(rank.memory[name], 0.0))) for name in ("host", "device"))
+        expected = {name: float(rank.header.expected_memory.get(name, math.nan)) for name in STATES}
+        found.append(MemoryUse(rank.rank, rank.header.host, held, expected, host, device))
+    return found
+
+
+def traffic(run: RunRecord) -> list[SentRow]:
+    """What each operation sends, the largest first."""
+    by_kind: dict[tuple[str, str, str], list[list[float]]] = {}
+    for rank in run.ranks:
+        steps = float(rank.steps.sum())
+        for sent in rank.sent:
+            figures = [sent.calls, sent.inside, sent.between, sent.seconds]
+            key = (sent.operation, sent.axis, sent.algorithm)
+            by_kind.setdefault(key, []).append([value / steps for value in figures])
+    found = []
+    for kind, of in by_kind.items():
+        calls, inside, between, seconds = (sum(column) / len(run.ranks) for column in zip(*of, strict=True))
+        found.append(SentRow(*kind, calls, inside, between, seconds, max(f[1] + f[2] for f in of)))
+    return sorted(found, key=lambda t: -(t.inside + t.between))
+
+
+def sent_along(run: RunRecord, axis: str) -> tuple[float, float]:
+    """Bytes a rank sends a step along an axis of the mesh, inside nodes and between them, as means over the ranks."""
+    rows = [row for row in traffic(run) if axis_of(row.axis) == axis]
+    return sum(row.inside for row in rows), sum(row.between for row in rows)
+
+
+def expected_traffic(run: RunRecord) -> dict[str, float]:
+    """Bytes a rank sends a step by formula, by axis, as the mean over ranks."""
+    axes = {axis for rank in run.ranks for axis in rank.header.expected_bytes}
+    return {axis: sum(r.header.expected_bytes.get(axis, 0.0) for r in run.ranks) / len(run.ranks) for axis in axes}
+
+
+def findings(run: RunRecord) -> list[str]:
+    """What a person should know of a run, in sentences."""
+    return [*_course(run), *_times(run), *_memory(run), *_bytes(run)]
+
+
+def _course(run: RunRecord) -> list[str]:
+    told = []
+    for start, after in zip_longest(run.starts, run.starts[1:]):
+        if start.outcome in ("killed", "failed"):
+            redone = f"; the next start went on from step {after.first_step:,}" if after is not None else ""
+            message = f" ({start.message})" if start.outcome == "failed" and start.message else ""
+            told.append(f"Start {start.number} {_ended(start)}{message}{redone}.")
+    for moment in run.moments:
+        if moment.kind == "lost":
+            ranks = moment.told.get("ranks")
+            names = ", ".join(map(str, ranks)) if isinstance(ranks, list) else "unknown"
+            seconds = moment.told.get("recovered_s")
+            after_s = f"; the run went on after {seconds:.1f} s" if isinstance(seconds, (int, float)) else ""
+            told.append(f"Ranks were lost at step {moment.step:,}: {names}{after_s}.")
+    skipped = int(run.columns.skipped.sum())
+    if skipped:
+        told.append(f"{skipped:,} of {len(run.columns.step):,} steps made no update.")
+    return told
+
+
+def _ended(start: StartRecord) -> str:
+    """How a start ended. What a killed one did last may not have reached its files."""
+    step = f"{start.last_step:,}"
+    return f"was killed, at step {step} or later" if start.outcome == "killed" else f"failed after step {step}"
+
+
+def _times(run: RunRecord) -> list[str]:
+    if not run.ranks:
+        return []
+    told = [s.sentence() for s in stragglers(run)[:5]]
+    more = len(stragglers(run)) - len(told)
+    if more > 0:
+        told.append(f"{more} more ranks are slower than the median by a tenth or more.")
+    if not told and len(run.ranks) > 1:
+        told.append("No rank is a straggler: none computes a tenth longer than the median rank.")
+    parts = [parts_a_step(rank) for rank in run.ranks]
+    whole = sum(sum(p.values()) for p in parts)
+    if whole > 0:
+        share = sum(p["communication"] for p in parts) / whole
+        told.append(f"Ranks wait {share:.0%} of their time for communication that nothing hides.")
+    return told
+
+
+def _memory(run: RunRecord) -> list[str]:
+    uses = memory_use(run)
+    if not uses:
+        return []
+    largest = max(uses, key=lambda use: use.total)
+    told = f"Rank {largest.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
+    by_formula = sum(v for v in largest.expected.values() if math.isfinite(v))
+    if by_formula <= 0:
+        return [told + "."]
+    states = sum(largest.held[name] for name in STATES)
+    return [
+        f"{told}, {states / 1e6:,.1f} MB of it parameters, gradients and optimizer states; "
+        f"the formula says {by_formula / 1e6:,.1f} MB ({states / by_formula - 1:+.1%})."
+    ]
+
+
+def _bytes(run: RunRecord) -> list[str]:
+    told, expected = [], expected_traffic(run)
+    for axis, formula in sorted(expected.items()):
+        sent = sum(sent_along(run, axis))
+        if formula > 0:
+            told.append(
+                f"A rank sends {sent / 1e6:,.4g} MB a step along {axis}; "
+                f"the formula says {formula / 1e6:,.4g} MB ({sent / formula - 1:+.1%})."
+            )
+    return told

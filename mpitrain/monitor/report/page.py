@@ -1,0 +1,317 @@
+"""The report as one HTML file that opens without a network: charts, tables, sentences."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vl_convert
+
+from mpitrain.errors import InputError
+from mpitrain.monitor.rank_file import axis_of
+from mpitrain.monitor.report import charts_course, charts_ranks, charts_training, style
+from mpitrain.monitor.report.compare import (
+    Named,
+    changed_settings,
+    differing_settings,
+    flat,
+    key_figures,
+    spelled,
+)
+from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings, traffic
+from mpitrain.monitor.report.records import RunRecord
+from mpitrain.monitor.report.series import PERCENTILES, percentiles
+from mpitrain.monitor.report.style import Drawing
+from mpitrain.monitor.text import counted, duration, short
+from mpitrain.storage.disk import reason
+
+MARK = b'content="mpitrain.report"'  # by which a page is known as a report
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A part of the page. before: HTML above its charts. after: HTML below them."""
+
+    title: str
+    drawings: tuple[Drawing, ...]
+    before: str = ""
+    after: str = ""
+
+
+def sections(runs: Sequence[Named]) -> list[PageSection]:
+    """What the page of some runs consists of, in order.
+
+    Args:
+        runs: One run, or several to lay over each other.
+    """
+    training, ranks, course = charts_training, charts_ranks, charts_course
+    single = len(runs) == 1
+    memory = ranks.memory_over_time(runs[0]) if single else ranks.memory_categories(runs)
+    times = [ranks.part_bars(runs)] + ([ranks.parts_over_time(runs[0])] if single else [])
+    return [
+        PageSection("Course", (course.course(runs),)),
+        PageSection(
+            "Training",
+            (
+                *training.losses(runs),
+                *training.metrics(runs),
+                training.learning_rate(runs),
+                training.gradient_norm(runs),
+            ),
+        ),
+        PageSection(
+            "Speed",
+            (training.throughput(runs), training.step_time(runs), training.step_histogram(runs)),
+            after=_percentile_table(runs),
+        ),
+        PageSection("Where the time goes", tuple(times)),
+        PageSection("Memory", (memory, ranks.memory_bars(runs))),
+        PageSection(
+            "Communication",
+            (course.bytes_by_operation(runs), course.bytes_beside_formula(runs)),
+            after="".join(_traffic_table(named, single) for named in runs),
+        ),
+    ]  # fmt: skip
+
+
+def page(runs: Sequence[Named]) -> str:
+    """The whole HTML file.
+
+    Args:
+        runs: One run, or several to lay over each other.
+
+    Returns:
+        Its text, which loads nothing from anywhere.
+    """
+    parts = sections(runs)
+    specs = {d.name: style.spec_of(d.chart) for part in parts for d in part.drawings if d.chart is not None}
+    title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
+    whole = "\n".join([_top(runs), *map(_section, parts), _facts(runs)])
+    totals = [float(named.run.columns.seconds.sum()) for named in runs]
+    size, unit = style.time_unit(max(totals))
+    settings = {
+        "themes": {"light": style.theme(style.LIGHT), "dark": style.theme(style.DARK)},
+        "colours": {"light": style.LIGHT, "dark": style.DARK},
+        "time": {"size": size, "unit": unit},
+    }
+    here = files("mpitrain.monitor.report")
+    template = (here / "page.html").read_text(encoding="utf-8")
+    filled = {
+        "TITLE": html.escape(title),
+        "STYLE": (here / "page.css").read_text(encoding="utf-8"),
+        "BODY": whole,
+        "MADE": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "SPECS": _script_text(specs),
+        "SETTINGS": _script_text(settings),
+        "SCRIPT": (here / "page.js").read_text(encoding="utf-8"),
+        "VEGA": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
+    }
+    return re.sub("@@([A-Z]+)@@", lambda place: filled[place[1]], template)
+
+
+def write_page(runs: Sequence[Named], path: Path) -> int:
+    """Write the page; an earlier one is written over, any other file is not.
+
+    Args:
+        runs: One run, or several to lay over each other.
+        path: The file.
+
+    Returns:
+        Its bytes.
+
+    Raises:
+        InputError: It cannot be written, or is something else than a report.
+    """
+    text = page(runs).encode()
+    try:
+        if path.exists() and MARK not in path.read_bytes()[:2000]:
+            raise InputError(f"page {path} is there already, and is no report; choose another --out")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    except OSError as error:
+        raise InputError(f"page {path} cannot be written ({reason(error)}); choose another --out") from None
+    return len(text)
+
+
+def _script_text(value: Any) -> str:
+    """JSON that may stand inside of a script element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _section(section: PageSection) -> str:
+    figures = "".join(_figure(drawing) for drawing in section.drawings)
+    return (
+        f"<section><h2>{html.escape(section.title)}</h2>{section.before}"
+        f'<div class="charts">{figures}</div>{section.after}</section>'
+    )
+
+
+def _figure(drawing: Drawing) -> str:
+    note = html.escape(drawing.note)
+    wide = " wide" if drawing.wide else ""
+    if drawing.chart is None:
+        return f'<p class="missing{wide}"><b>{html.escape(drawing.title)}:</b> {note}</p>'
+    name = html.escape(drawing.name)
+    return (
+        f'<figure class="card{wide}"><div class="chart" id="{name}" role="img" '
+        f'aria-label="{html.escape(drawing.title)}"></div><figcaption>{note}</figcaption></figure>'
+    )
+
+
+def _top(runs: Sequence[Named]) -> str:
+    """What stands above the charts: key figures and findings; of several runs their differences first."""
+    if len(runs) == 1:
+        run = runs[0].run
+        tiles = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _tiles(run))
+        return f'<p class="sub">{html.escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _found(run)
+    names = [named.name for named in runs]
+    different = differing_settings(runs)
+    rows = [[name, *texts] for name, texts in different.items()]
+    text = _table(["setting", *names], rows) if rows else "<p>Their configurations are the same.</p>"
+    figures = key_figures(runs)
+    keys = _table(["", *names], [[f.name, *(f.told(i) for i in range(len(runs)))] for f in figures])
+    folders = "".join(f"<li><b>{html.escape(n.name)}</b> {html.escape(str(n.run.folder))}</li>" for n in runs)
+    found = "".join(f"<h3>{html.escape(n.name)}</h3>{_found(n.run)}" for n in runs)
+    return (
+        f'<ul class="folders">{folders}</ul><section><h2>What their configurations differ in</h2>{text}</section>'
+        f"<section><h2>Key figures</h2><p>In brackets: the ratio to the first run. Memory is that of the rank which "
+        f"holds most.</p>{keys}</section><section><h2>Findings</h2>{found}</section>"
+    )
+
+
+def _found(run: RunRecord) -> str:
+    told = findings(run)
+    return "<ul class=findings>" + "".join(f"<li>{html.escape(t)}</li>" for t in told) + "</ul>" if told else ""
+
+
+def _tiles(run: RunRecord) -> list[tuple[str, str]]:
+    columns = run.columns
+    losses, held = (c[np.isfinite(c)] for c in (columns.loss, columns.held_out_loss))
+    seconds = float(columns.seconds.sum())
+    tokens = float(columns.tokens.sum()) / seconds
+    tiles = [
+        ("steps", f"{int(columns.step[-1]):,}"),
+        ("loss", f"{losses[-1]:.4f}" if len(losses) else "not finite"),
+        ("held-out loss", f"{held[-1]:.4f}" if len(held) else ""),
+        ("median step", _seconds(float(np.median(columns.seconds)))),
+        ("tokens/s" if tokens else "samples/s", short(tokens or float(columns.samples.sum()) / seconds)),
+        ("ranks", f"{int(columns.world_size[-1]):,}"),
+        ("time in steps", duration(seconds)),
+        (f"outcome ({counted(len(run.starts), 'start')})", run.starts[-1].outcome if run.starts else ""),
+    ]
+    return [(name, value) for name, value in tiles if value]
+
+
+def _seconds(seconds: float) -> str:
+    size, unit = style.time_unit(seconds)
+    return f"{seconds / size:,.3g} {unit}"
+
+
+def _percentile_table(runs: Sequence[Named]) -> str:
+    header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in PERCENTILES), "mean"]
+    rows = []
+    for named in runs:
+        seconds = named.run.columns.seconds
+        rows.append(
+            [named.name, *(_seconds(v) for v in percentiles(seconds).values()), _seconds(float(seconds.mean()))]
+        )
+    return _table(header, rows)
+
+
+def _traffic_table(named: Named, single: bool) -> str:
+    rows, expected = traffic(named.run), expected_traffic(named.run)
+    if not rows:
+        return ""
+    header = [
+        "operation",
+        "axis",
+        "algorithm",
+        "calls",
+        "inside a node",
+        "between nodes",
+        "most of a rank",
+    ]
+    cells = [_traffic_row(row) for row in rows]
+    for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
+        of = [row for row in rows if axis_of(row.axis) == axis]
+        formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
+        sums = [style.bytes_text(sum(getattr(row, n) for row in of)) for n in ("inside", "between")]
+        cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
+    title = "" if single else f"<h3>{html.escape(named.name)}</h3>"
+    return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)
+
+
+def _traffic_row(row: SentRow) -> list[str]:
+    bytes_ = [style.bytes_text(value) for value in (row.inside, row.between, row.most)]
+    return [row.operation, row.axis, row.algorithm, f"{row.calls:,.3g}", *bytes_]
+
+
+def _facts(runs: Sequence[Named]) -> str:
+    """Machine, versions and configuration of each run."""
+    parts = []
+    for named in runs:
+        if len(runs) > 1:
+            parts.append(f"<h3>{html.escape(named.name)}</h3>")
+        parts.append(_machine(named.run.facts) + _configuration(named.run.config))
+    return "<section><h2>Machine, versions, configuration</h2>" + "".join(parts) + "</section>"
+
+
+_FACTS = {
+    "version": "mpitrain", "torch": "torch", "mpi": "MPI", "python": "Python", "model": "model",
+    "parameters": "parameters", "precision": "precision", "parallel": "parallel", "ranks": "ranks", "nodes": "nodes",
+    "hosts": "hosts", "threads": "threads of a rank", "device": "device", "cpu": "processor", "cores": "cores",
+}  # fmt: skip
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    if not facts:
+        return '<p class="missing">The run wrote no events (events.jsonl), which tell of the machine and versions.</p>'
+    rows = []
+    for key, name in _FACTS.items():
+        value = facts.get(key)
+        if isinstance(value, list):
+            value = ", ".join(map(str, value[:16])) + (f" and {len(value) - 16:,} more" if len(value) > 16 else "")
+        if value not in (None, ""):
+            rows.append([name, f"{value:,}" if isinstance(value, int) else str(value)])
+    return _table(["", "last start"], rows)
+
+
+def _configuration(config: Mapping[str, Any]) -> str:
+    if not config:
+        return '<p class="missing">The run folder has no configuration (config.toml) that can be read.</p>'
+    changed = changed_settings(config)
+    rows = [[name, spelled(value), spelled(default)] for name, (value, default) in changed.items()]
+    everything = [[name, spelled(value)] for name, value in flat(config).items()]
+    return (
+        f"<details><summary>Configuration: {len(rows)} settings that are not at their defaults</summary>"
+        + _table(["setting", "value", "default"], rows)
+        + f"<details><summary>All {len(everything)} settings</summary>"
+        + _table(["setting", "value"], everything)
+        + "</details></details>"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; columns of numbers stand to the right."""
+    right = [any(column) and all(map(_is_number, column)) for column in zip(*rows, strict=True)] or [False] * len(
+        header
+    )
+    kinds = [' class="number"' if numbers else "" for numbers in right]
+    head = "".join(f"<th{kind}>{html.escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _is_number(text: str) -> bool:
+    return not text or text[0].isdigit() or text[0] in "+-"

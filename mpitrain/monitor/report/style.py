@@ -1,0 +1,211 @@
+"""How charts look: the colours of Okabe and Ito for light and dark pages, and what all charts have in common.
+
+A chart names colours ("@blue"); the page and the PNG files put those of a theme in, so one chart serves both.
+
+Reference:
+    Okabe and Ito (2002), Color Universal Design: https://jfly.uni-koeln.de/color/
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif"
+LIGHT = {
+    "blue": "#0072B2", "red": "#D55E00", "green": "#009E73", "purple": "#CC79A7", "orange": "#E69F00", "sky": "#56B4E9",
+    "yellow": "#DBCB1E", "grey": "#8B9098", "ink": "#1c2128", "muted": "#57606a", "grid": "#e4e7eb", "paper": "#ffffff",
+}  # fmt: skip
+DARK = {
+    "blue": "#3E9BE0", "red": "#F0804A", "green": "#2DC598", "purple": "#E29CC4", "orange": "#F2B544", "sky": "#9AD5F7",
+    "yellow": "#F0E442", "grey": "#8D96A0", "ink": "#e6edf3", "muted": "#9aa4af", "grid": "#2d333b", "paper": "#161b22",
+}  # fmt: skip
+RUN_COLOURS = ("@blue", "@red", "@green", "@purple", "@orange", "@sky", "@grey")
+RUN_DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 4], [12, 4], [1, 3])
+PART_COLOURS = {
+    "data": "@orange", "forward": "@sky", "backward": "@blue", "communication": "@red", "optimizer": "@green",
+    "evaluation": "@yellow", "checkpoint": "@purple", "other": "@grey",
+}  # fmt: skip
+MEMORY_COLOURS = {
+    "parameters": "@blue", "gradients": "@orange", "states": "@green", "activations": "@purple", "buffers": "@sky",
+    "other": "@grey",
+}  # fmt: skip
+OUTCOME_COLOURS = {"done": "@green", "stopped": "@sky", "running": "@blue", "failed": "@red", "killed": "@purple"}
+FIT = alt.AutoSizeParams(type="fit-x", contains="padding")  # the width of the page, the height of the chart
+WIDTH, HEIGHT = 760, 240  # pixels of a PNG file's chart, without its axes
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart with what is said beside it.
+
+    Attributes:
+        name: For its file and its place in the page.
+        title: Its headline.
+        note: How to read it; of a missing chart, why there is none.
+        chart: None where the run does not tell what it shows.
+        wide: Whether it takes the whole width of the page.
+    """
+
+    name: str
+    title: str
+    note: str
+    chart: alt.TopLevelMixin | None = None
+    wide: bool = True
+
+
+def missing(name: str, title: str, why: str) -> Drawing:
+    """What stands where a chart would be."""
+    return Drawing(name, title, why)
+
+
+def theme(colours: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration of Vega-Lite for one set of colours."""
+    ink, muted, grid = colours["ink"], colours["muted"], colours["grid"]
+    return {
+        "background": colours["paper"],
+        "font": FONT,
+        "view": {"stroke": None},
+        "title": {"color": ink, "fontSize": 14, "fontWeight": 600, "anchor": "start", "frame": "group", "offset": 12},
+        "axis": {
+            "labelColor": muted, "titleColor": muted, "gridColor": grid, "domainColor": grid, "tickColor": grid,
+            "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "titlePadding": 8,
+            "labelOverlap": "greedy",
+        },
+        "axisX": {"grid": False, "tickCount": 8},
+        "axisY": {"tickCount": 5},
+        "legend": {
+            "labelColor": ink, "titleColor": muted, "labelFontSize": 11, "titleFontSize": 11, "symbolType": "square",
+            "titleFontWeight": "normal", "orient": "bottom", "labelLimit": 240, "columns": 4, "offset": 10,
+        },
+        "header": {"labelColor": ink, "titleColor": muted, "labelFontSize": 11, "labelFontWeight": 600},
+        "line": {"strokeWidth": 1.8, "strokeJoin": "round"},
+        "area": {"line": False},
+        "style": {
+            "faint": {"opacity": 0.3, "strokeWidth": 1},
+        },
+    }  # fmt: skip
+
+
+def painted(spec: Mapping[str, Any], colours: Mapping[str, str]) -> dict[str, Any]:
+    """A chart with the colours of a theme in the place of their names."""
+    text = re.sub(r'"@(\w+)"', lambda found: json.dumps(colours[found[1]]), json.dumps(spec))
+    return dict(json.loads(text))
+
+
+def records(**columns: Any) -> list[dict[str, Any]]:
+    """Rows for a chart: columns of the same length; what stands alone is the same in each row. NaN becomes null."""
+    length = max(len(c) for c in columns.values() if isinstance(c, (np.ndarray, list)))
+    whole = {n: c if isinstance(c, (np.ndarray, list)) else [c] * length for n, c in columns.items()}
+    return [{n: _plain(c[i]) for n, c in whole.items()} for i in range(length)]
+
+
+def _plain(value: Any) -> Any:
+    """Six digits are enough to draw, and half as long to store."""
+    if isinstance(value, (float, np.floating)):
+        if not np.isfinite(value):
+            return None
+        return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
+    """Rows of a chart, as JSON: altair would look at each of them several times. `spec_of` makes rows of it again."""
+    return alt.InlineData(values=json.dumps(list(rows), allow_nan=False), format=alt.JsonDataFormat(type="json"))
+
+
+def spec_of(chart: alt.TopLevelMixin) -> dict[str, Any]:
+    """A chart as Vega-Lite's JSON, with each set of rows once, without colours and without the address of a schema."""
+    spec: dict[str, Any] = chart.to_dict()
+    spec.pop("config", None)
+    spec.pop("$schema", None)
+    spec["datasets"] = {name: json.loads(text) for name, text in spec["datasets"].items()}
+    for part in _objects(spec):
+        if "name" in part.get("data", {}):
+            del part["data"]["format"]  # it was that of the text
+    return spec
+
+
+def _objects(node: Any) -> Iterator[dict[str, Any]]:
+    """Every object of a chart, without its rows."""
+    if isinstance(node, list):
+        for part in node:
+            yield from _objects(part)
+    elif isinstance(node, dict):
+        yield node
+        for name, part in node.items():
+            if name != "datasets":
+                yield from _objects(part)
+
+
+def palette(colours: Mapping[str, str], present: Sequence[str]) -> alt.Scale:
+    """The colours of those names that are there, in their order."""
+    names = [name for name in colours if name in present]
+    return alt.Scale(domain=names, range=[colours[name] for name in names])
+
+
+def colour_of_run(number: int) -> str:
+    """The colour of the run in this place."""
+    return RUN_COLOURS[number % len(RUN_COLOURS)]
+
+
+def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
+    """A colour for each run; a legend where there are several."""
+    scale = alt.Scale(domain=list(names), range=[colour_of_run(i) for i in range(len(names))])
+    return alt.Color("run:N", scale=scale, title=title, legend=_line_legend() if len(names) > 1 else None)
+
+
+def run_dash(names: Sequence[str], title: str = "run") -> alt.StrokeDash:
+    """A dash pattern for each run, beside its colour."""
+    dashes = [RUN_DASHES[i % len(RUN_DASHES)] for i in range(len(names))]
+    scale = alt.Scale(domain=list(names), range=dashes)
+    return alt.StrokeDash(
+        "run:N",
+        scale=scale,
+        title=title,
+        legend=_line_legend() if len(names) > 1 else None,
+    )
+
+
+def _line_legend() -> alt.Legend:
+    """A legend of lines: long enough to show dashes, strong even where a line itself is faint."""
+    return alt.Legend(symbolType="stroke", symbolStrokeWidth=2.5, symbolSize=400, symbolOpacity=1)
+
+
+def zoom() -> alt.Parameter:
+    """Drag to move along x, Ctrl and the wheel to zoom, a double click to see everything again."""
+    wheel = "wheel![event.ctrlKey || event.metaKey]"
+    return alt.selection_interval(bind="scales", encodings=["x"], zoom=wheel)
+
+
+def steps_axis(title: str = "step") -> alt.X:
+    """Steps along x; a page may put time or samples in their place."""
+    return alt.X("step:Q", title=title, scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(format=",.0f"))
+
+
+def byte_unit(most: float) -> tuple[float, str]:
+    """The bytes of a unit that suits, and its name."""
+    for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if most >= size:
+            return size, name
+    return 1.0, "B"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes as people read them: 2.577 MB."""
+    size, name = byte_unit(count)
+    return f"{count / size:,.4g} {name}"
+
+
+def time_unit(most: float) -> tuple[float, str]:
+    """The seconds of a unit that suits a time, and its name."""
+    for size, name in ((7200.0, "h"), (300.0, "min")):
+        if most >= size:
+            return (3600.0 if name == "h" else 60.0), name
+    return (1.0, "s") if most >= 1.0 else (1e-3, "ms")

@@ -1,0 +1,147 @@
+"""What one rank did while a timeline was recorded, and the file it is kept in.
+
+RUN/timeline/steps-A-B/rank-00003.json, times in seconds of the rank's own clock:
+
+    {"token": of the recording, "rank": 3, "world_size": 8, "host": "n0", "node": 0, "device": "cpu", "unix": t,
+     "offsets": [[at, seconds, within], ...]   what is to be added at a time to have rank 0's, how far off that may be
+     "steps": [[number, begin, end, {part: seconds}], ...],
+     "spans": [[kind, name, begin, end, {...}], ...],
+     "communication": [[operation, axis, algorithm, inside, between, begin, end, background, key, sequence], ...],
+     "waited": {part: seconds that the main thread waited for other ranks in it},
+     "memory": [[at, {category: bytes}], ...]}
+
+The kinds of spans are part, forward and backward (of a module), and action (of a pipeline).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import InputError
+from mpitrain.storage.disk import read_plain, reason
+
+TIMELINE = "timeline"
+_NOTHING: dict[str, Any] = {}
+_LARGEST = 4 << 30  # bytes of a rank's file
+_MOST = 2_000_000  # spans that are kept
+
+Span = tuple[str, str, float, float, dict[str, Any]]
+
+
+class Spans:
+    """Collects spans; it is the listener of a `StepClock`, and is told of modules.
+
+    Attributes:
+        waited: Seconds that the main thread waited for other ranks, by the part in which it did.
+        left_out: How many there were no room for.
+        after_backward: Is called with the end of each backward part.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._modules: list[str] = []  # name and direction in turns: objects for each would wake the garbage collector
+        self._times = array("d")  # begin and end in turns
+        self.waited: dict[str, float] = {}
+        self.left_out = 0
+        self.after_backward: Callable[[float], None] = lambda end: None
+
+    def part(self, name: str, begin: float, end: float, waited: float) -> None:
+        """See `PartListener`."""
+        if name == "backward":
+            self.after_backward(end)
+        self.waited[name] = self.waited.get(name, 0.0) + waited
+        self._keep(("part", name, begin, end, {"waited": waited}))
+
+    def action(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
+        """See `PartListener`."""
+        self._keep(("action", kind, begin, end, {"stage": stage, "microbatch": microbatch}))
+
+    def module(self, name: str, direction: str, begin: float, end: float) -> None:
+        """A module was called, or its backward is over. direction: forward or backward."""
+        if len(self._modules) < 2 * _MOST:
+            self._modules += direction, name
+            self._times.append(begin)
+            self._times.append(end)
+        else:
+            self.left_out += 1
+
+    def all(self) -> list[Span]:
+        """All of them, those of modules last."""
+        names, times = self._modules, self._times
+        modules = [(names[n], names[n + 1], times[n], times[n + 1], _NOTHING) for n in range(0, len(names), 2)]
+        return self._spans + modules
+
+    def _keep(self, span: Span) -> None:
+        if len(self._spans) < _MOST:
+            self._spans.append(span)
+        else:
+            self.left_out += 1
+
+
+def recording_folder(run: Path, steps: tuple[int, int]) -> Path:
+    """Where what is recorded of these steps is kept."""
+    return run / TIMELINE / f"steps-{steps[0]}-{steps[1]}"
+
+
+def write_rank(folder: Path, recording: dict[str, Any]) -> None:
+    """Write what a rank has recorded. Raises InputError where that fails."""
+    path = folder / f"rank-{recording['rank']:05d}.json"
+    temporary = path.with_suffix(".tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(recording, separators=(",", ":")), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({reason(error)}); make room, or choose another run.dir") from None
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks have recorded, in the order of the ranks; of several recordings, the one that rank 0 has.
+
+    Raises:
+        InputError: There is nothing, or a file is none of these.
+    """
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("rank-[0-9]*.json")):
+        try:
+            recording = json.loads(read_plain(path, _LARGEST))
+            if not _whole(recording):
+                raise ValueError
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason(error)})") from None
+        except (ValueError, RecursionError):
+            raise InputError(f"{path} is no recording of a rank; remove it, and record the steps again") from None
+        if not found or recording["token"] == found[0]["token"]:
+            found.append(recording)
+    if not found:
+        raise InputError(f"{folder} has no recording of a rank; give a folder that monitor.timeline made")
+    return found
+
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "token": str,
+    "rank": int,
+    "world_size": int,
+    "host": str,
+    "device": str,
+    "unix": (int, float),
+    "offsets": list,
+    "steps": list,
+    "spans": list,
+    "communication": list,
+    "waited": dict,
+    "memory": list,
+}
+_ROWS: Sequence[tuple[str, int]] = (("offsets", 3), ("steps", 4), ("spans", 5), ("communication", 10), ("memory", 2))
+
+
+def _whole(recording: Any) -> bool:
+    if not isinstance(recording, dict) or any(not isinstance(recording.get(k), kind) for k, kind in _KEYS.items()):
+        return False
+    rows = [(row, length) for key, length in _ROWS for row in recording[key]]
+    return bool(recording["offsets"]) and all(isinstance(row, list) and len(row) == length for row, length in rows)

@@ -1,0 +1,247 @@
+"""What `python -m mpitrain.report --watch RUN` shows: one frame of a terminal, or one line for a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+from statistics import median, quantiles
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mpitrain.monitor.text import counted, duration, lasting, short
+from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
+
+BLOCKS, PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+COLOURS = {
+    RunStatus.RUNNING: "green",
+    RunStatus.DONE: "green",
+    RunStatus.STOPPED: "yellow",
+    RunStatus.SILENT: "yellow",
+    RunStatus.FAILED: "red",
+    RunStatus.KILLED: "red",
+}
+_HOSTS = 3  # that are named
+_RANKS = 6  # whose parts of a step are shown
+_SHOWN_PARTS = {"data": "data", "forward": "forward", "backward": "backward", "communication": "comm."}
+_SHOWN_PARTS |= {"optimizer": "optim.", "evaluation": "eval.", "checkpoint": "save", "other": "other"}
+
+
+def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
+    """A curve of so many characters at most, each the mean of its share of the values, from the least to the most.
+
+    Args:
+        values: In their order.
+        width: In characters.
+        levels: The characters, the lowest first.
+    """
+    count = min(width, len(values))
+    if count < 1:
+        return ""
+    cuts = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[lo:hi]) / (hi - lo) for lo, hi in pairwise(cuts)]
+    least, span = min(means), max(means) - min(means)
+    return "".join(levels[round((mean - least) / span * (len(levels) - 1)) if span else 0] for mean in means)
+
+
+def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
+    """All that is known of a run, in about 20 lines.
+
+    Args:
+        run: The run.
+        width: Of the terminal, in characters.
+        plain: Whether to leave out characters that are not ASCII.
+    """
+    status = run.status()
+    head = Text(overflow="ellipsis", no_wrap=True)
+    head.append(status.value, style=f"bold {COLOURS.get(status, 'default')}").append("  ")
+    head.append(str(run.folder), style="bold")
+    parts: list[RenderableType] = [head]
+    if said := _said_of(run, status):
+        parts.append(Text(said))
+    if status is RunStatus.WAITING:
+        return Group(*parts, *_warnings(run))
+    if run.start:
+        parts.append(Text(_machine(run), overflow="ellipsis", no_wrap=True))
+    parts += [_progress(run, plain), _figures(run, width, plain)]
+    if any(run.parts.values()):
+        parts.append(_parts(run))
+    return Group(*parts, *_warnings(run))
+
+
+def line(run: Watched) -> str:
+    """Where a run is, in one line."""
+    told, status = run.steps.line, run.status()
+    said = _said_of(run, status)
+    words = [f"{clock(time.time())} {status.value}" + (f": {said}" if said else "")]
+    if status is not RunStatus.WAITING:
+        words.append(f"step {run.step:,}" + (f"/{run.of_steps:,}" if run.of_steps else ""))
+    if told:
+        words.append(f"loss {_number(told.get('loss'))}")
+        if run.steps.held_out.last:
+            words.append(f"held-out loss {_number(run.steps.held_out.last[1])}")
+        words.append(_throughput(run))
+    if run.save:
+        words.append(f"saved {run.save.get('folder')}")
+    if run.seconds_left is not None and status is RunStatus.RUNNING:
+        words.append(f"{duration(run.seconds_left)} left")
+    return ", ".join(word for word in words if word)
+
+
+def _said_of(run: Watched, status: RunStatus) -> str:
+    """What there is to say about how a run stands."""
+    if status is RunStatus.WAITING:
+        there = "has no line yet" if run.folder.is_dir() else "is not there yet"
+        return f"the folder {there}; the job may be in the queue, or starting"
+    if status in (RunStatus.SILENT, RunStatus.KILLED):
+        since = clock(time.time() - run.quiet_seconds)
+        verb = "no line" if status is RunStatus.SILENT else "nothing"
+        return f"{verb} since {since} ({lasting(run.quiet_seconds)}); {run.lock_text()}"
+    return str(run.end.get("message") or "")
+
+
+def _machine(run: Watched) -> str:
+    start = run.start
+    hosts = [str(host) for host in start.get("hosts") or []]
+    more = f" and {len(hosts) - _HOSTS} more" if len(hosts) > _HOSTS else ""
+    where = f" on {', '.join(hosts[:_HOSTS])}{more}" if hosts else ""
+    more_of_it = "".join(f", {start[key]}" for key in ("device", "parallel") if start.get(key))
+    began = start["time"]
+    ended = run.end.get("time")
+    took = f"{duration((ended or time.time()) - began)}{'' if ended else ' ago'}"
+    return f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {_date(began)} ({took}){more_of_it}"
+
+
+def _progress(run: Watched, plain: bool) -> RenderableType:
+    total = run.of_steps
+    if not total:
+        return Text(f"step {run.step:,}")
+    left = run.seconds_left if run.status() is RunStatus.RUNNING else None
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True)
+    share = min(1.0, run.step / total)
+    bar: RenderableType = ProgressBar(total=total, completed=run.step)
+    if plain:
+        bar = Text("#" * round(20 * share) + "." * (20 - round(20 * share)))
+    table.add_row(f"step {run.step:,}/{total:,}", bar, f"{share:.0%}" + (f"  {duration(left)} left" if left else ""))
+    return table
+
+
+def _figures(run: Watched, width: int, plain: bool) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=13)
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    told, room = run.steps.line, max(8, min(60, width - 60))
+    rows = [
+        ("loss", _curve(run.steps.loss, room, plain)),
+        ("held-out loss", _curve(run.steps.held_out, room, plain)),
+        ("learning rate", f"{told['lr']:.3g}" if isinstance(told.get("lr"), (int, float)) else ""),
+        ("gradient norm", _number(told.get("grad_norm")) if "grad_norm" in told else ""),
+        ("throughput", _throughput(run)),
+        ("step time", _step_time(run)),
+        ("memory", f"{short(told['memory_bytes'])}B at most on rank 0" if told.get("memory_bytes") else ""),
+        ("skipped", f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"),
+        ("checkpoint", _checkpoint(run)),
+        ("restarts", _restarts(run)),
+        ("damaged", f"{counted(run.steps.damaged, 'line')} of metrics.jsonl" if run.steps.damaged else ""),
+    ]
+    for label, text in rows:
+        if text and not (label == "skipped" and not run.steps.skipped):
+            table.add_row(label, text)
+    return table
+
+
+def _curve(curve: Curve, width: int, plain: bool) -> str:
+    if curve.last is None:
+        return ""
+    step, value = curve.last
+    values = [v for _, v in curve.points]
+    drawn = sparkline(values, width, PLAIN if plain else BLOCKS)
+    return f"{_number(value):>8}  {drawn}  from {_number(values[0])}, at step {step:,}"
+
+
+def _throughput(run: Watched) -> str:
+    seconds, told = sum(run.steps.seconds), run.steps.line
+    if not seconds or not isinstance(told.get("samples"), (int, float)):
+        return ""
+    each = len(run.steps.seconds) / seconds
+    samples, tokens = f"{short(told['samples'] * each)} samples/s", told.get("tokens")
+    return f"{short(tokens * each)} tokens/s ({samples})" if tokens else samples
+
+
+def _step_time(run: Watched) -> str:
+    seconds = list(run.steps.seconds)
+    if not seconds:
+        return ""
+    most = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
+    last = f"the last {counted(len(seconds), 'step')}"
+    return f"median {_seconds(median(seconds))}, 99 % within {_seconds(most)} ({last})"
+
+
+def _checkpoint(run: Watched) -> str:
+    if not run.save:
+        return "none yet"
+    ago = lasting(max(0.0, time.time() - run.save["time"]))
+    held = run.save.get("seconds")
+    took = f", held training up for {_seconds(held)}" if isinstance(held, (int, float)) else ""
+    return f"{run.save.get('folder', '')}, {ago} ago{took}"
+
+
+def _restarts(run: Watched) -> str:
+    words = []
+    if run.starts > 1:
+        resumed = run.start.get("resumed_step")
+        words.append(f"{run.starts - 1}, the last " + (f"from step {resumed:,}" if resumed else "from the beginning"))
+    if run.lost:
+        which = "rank" if len(run.lost) == 1 else "ranks"
+        words.append(f"goes on without {which} {', '.join(map(str, run.lost))}")
+    return "; ".join(words)
+
+
+def _parts(run: Watched) -> Table:
+    """The share of each part of a step; ranks that computed longest first, as the others waited for them."""
+    sums: dict[int, dict[str, float]] = {}
+    for rank, recent in run.parts.items():
+        sums[rank] = {name: sum(seconds.get(name, 0.0) for seconds in recent) for name in _SHOWN_PARTS}
+    shown = [name for name in _SHOWN_PARTS if any(parts[name] > 0 for parts in sums.values())]
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for name in ("% of time", *(_SHOWN_PARTS[name] for name in shown)):
+        table.add_column(name, justify="right", no_wrap=True)
+    slowest = sorted(sums, key=lambda rank: sums[rank]["communication"] - sum(sums[rank].values()))
+    for rank in slowest[:_RANKS]:
+        total = sum(sums[rank].values()) or 1.0
+        table.add_row(f"rank {rank}", *(f"{100 * sums[rank][name] / total:.0f}" for name in shown))
+    return table
+
+
+def _warnings(run: Watched) -> list[Text]:
+    found = []
+    for when, rank, level, said in run.warnings:
+        text = Text(overflow="ellipsis", no_wrap=True)
+        text.append(f"{when[11:19]} rank {rank} ", style="dim")
+        text.append(level, style="yellow" if level == "WARNING" else "red").append(f" {said}")
+        found.append(text)
+    return found
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "not finite"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def clock(when: float) -> str:
+    """The time of the day here. when: in unix seconds."""
+    return f"{datetime.fromtimestamp(when):%H:%M:%S}"
+
+
+def _date(when: float) -> str:
+    return f"{datetime.fromtimestamp(when):%Y-%m-%d %H:%M}"

@@ -1,0 +1,292 @@
+"""What is known of a run while it goes on, from its files alone: see `mpitrain.monitor.watch`."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
+from mpitrain.monitor.events import EVENTS, parsed_event
+from mpitrain.monitor.metrics import METRICS
+from mpitrain.monitor.watch.growing import GrowingFile
+from mpitrain.storage import locks
+
+RECENT = 512  # steps whose times are looked at
+_POINTS = 1024  # of a curve at most
+_PARTS = 20  # lines of a rank whose parts are added up
+_FILES = 64  # ranks whose logs and parts are followed
+_TAIL = 1 << 16  # bytes of a log that are looked at first
+_WARNINGS = 5
+_QUIET = 60.0  # seconds without a line after which a run is called silent, or ...
+_QUIET_STEPS = 20  # ... the time of so many steps, if that is longer
+_TAKING_OVER = 5.0  # seconds in which another rank may take the lock over from one that died
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+) rank (\d+) (\w+) (.*)")
+
+
+class RunStatus(Enum):
+    """How a run stands; the value is the word that is shown."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SILENT = "silent"
+    KILLED = "killed"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+EXIT_CODES = {RunStatus.DONE: EXIT_DONE, RunStatus.STOPPED: EXIT_REQUEUE, RunStatus.FAILED: EXIT_FAILED}
+
+
+@dataclass
+class Curve:
+    """A figure over the steps, in at most so many points: every second one goes whenever there are too many."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+    last: tuple[int, float] | None = None
+    _stride: int = 1
+    _count: int = 0
+
+    def add(self, step: int, value: object) -> None:
+        """Note the figure of a step; one that is not a number is left out."""
+        if not isinstance(value, (int, float)):
+            return
+        self.last = (step, float(value))
+        if self._count % self._stride == 0:
+            self.points.append(self.last)
+            if len(self.points) >= _POINTS:
+                self.points, self._stride = self.points[::2], self._stride * 2
+        self._count += 1
+
+
+@dataclass
+class Steps:
+    """What the lines of metrics.jsonl told."""
+
+    line: dict[str, Any] = field(default_factory=dict)  # the last one
+    loss: Curve = field(default_factory=Curve)
+    held_out: Curve = field(default_factory=Curve)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    skipped: int = 0
+    damaged: int = 0  # lines
+
+    def add(self, line: bytes) -> None:
+        """Take in one line."""
+        value = _object(line)
+        if type(value.get("step")) is not int:
+            self.damaged += 1
+            return
+        step, self.line = value["step"], value
+        self.loss.add(step, value.get("loss"))
+        self.held_out.add(step, value.get("held_out_loss"))
+        self.skipped += bool(value.get("skipped"))
+        if isinstance(seconds := value.get("step_s"), (int, float)):
+            self.seconds.append(seconds)
+        if isinstance(when := value.get("time"), (int, float)):
+            self.times.append((step, when))
+
+
+class Watched:
+    """A run as its files tell it. `look` reads what is new in them.
+
+    Args:
+        folder: The run folder, which need not be there yet.
+
+    Attributes:
+        steps: Of the run; those that a resumed job has taken back are not in it.
+        start: The event of the last start; empty where there was none.
+        end: The event of its end; empty as long as it goes on.
+        save: The event of the last checkpoint.
+        starts: How many there were.
+        lost: Ranks that died in the last start.
+        news: Events that came since this was emptied.
+        warnings: Time, rank, level and text of the last lines in the ranks' logs that are at least warnings.
+        parts: Seconds by part of a step in each rank's last lines.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps = Steps()
+        self.start: dict[str, Any] = {}
+        self.end: dict[str, Any] = {}
+        self.save: dict[str, Any] = {}
+        self.starts = 0
+        self.lost: list[int] = []
+        self.news: list[dict[str, Any]] = []
+        self.warnings: list[tuple[str, int, str, str]] = []
+        self.parts: dict[int, deque[dict[str, float]]] = {}
+        self._metrics, self._events = GrowingFile(folder / METRICS), GrowingFile(folder / EVENTS)
+        self._more: dict[Path, GrowingFile] = {}
+        self._seen = 0  # how often the metrics were begun anew
+        self._heard: float | None = None  # time.monotonic() of the last new line
+        self._lock: bool | None = None
+        self._configured: int | None = None  # steps by the settings, where no start tells them
+
+    def look(self, *, more: bool = True) -> None:
+        """Read what is new. more: in the ranks' logs and times, too, which are many files."""
+        self._lock = locks.seen_held(self.folder / locks.LOCK)  # before the events: its end is told while it is held
+        came = False
+        for line in self._events.new_lines():
+            came = True
+            self._take_event(parsed_event(line))
+        for line in self._metrics.new_lines():
+            came = True
+            self._steps_now().add(line)
+        self._steps_now()
+        if more:
+            self._look_at_ranks()
+        if came:
+            first = self._heard is None
+            self._heard = time.monotonic() - (max(0.0, time.time() - self.last_time) if first else 0.0)
+        if not self.starts and self._configured is None and self.steps.line:
+            self._configured = _configured_steps(self.folder)
+
+    # -- what is made of it
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.steps.line.get("step") or self.start.get("step") or 0)
+
+    @property
+    def of_steps(self) -> int | None:
+        """Steps that there are to be."""
+        told = self.start.get("steps", self._configured)
+        return told if isinstance(told, int) and told > 0 else None
+
+    @property
+    def last_time(self) -> float:
+        """Unix seconds of the last step or event that told its time; now where none did."""
+        told = [event["time"] for event in (self.start, self.save, self.end) if event]
+        told += [self.steps.times[-1][1]] if self.steps.times else []
+        return max(told, default=time.time())
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since the last new line."""
+        return time.monotonic() - self._heard if self._heard is not None else 0.0
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Of the last steps."""
+        return statistics.median(self.steps.seconds) if self.steps.seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the pace of the last steps of this start, with evaluation and saving."""
+        if self.of_steps is None:
+            return None
+        began = self.start.get("time", 0.0)
+        times = [(step, when) for step, when in self.steps.times if when >= began]
+        if len(times) > 1 and times[-1][0] > times[0][0]:
+            each = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
+        elif (median := self.median_seconds) is not None:
+            each = median
+        else:
+            return None
+        return max(0.0, each * (self.of_steps - self.step))
+
+    def status(self) -> RunStatus:
+        """How the run stands, as far as can be told from here."""
+        if self.end:
+            outcome = self.end.get("outcome")
+            return next((s for s in EXIT_CODES if s.value == outcome), RunStatus.FAILED)
+        if not self.start and not self.steps.line:
+            return RunStatus.WAITING
+        if not self.start and self.of_steps is not None and self.step >= self.of_steps and not self._lock:
+            return RunStatus.DONE  # of a version that wrote no events
+        if self._lock is False and self._began_here() and self.quiet_seconds > _TAKING_OVER:
+            return RunStatus.KILLED
+        median = self.median_seconds or 0.0
+        return RunStatus.SILENT if self.quiet_seconds > max(_QUIET, _QUIET_STEPS * median) else RunStatus.RUNNING
+
+    def lock_text(self) -> str:
+        """Whether a job still has the folder, in words."""
+        if self._lock:
+            return "a process on this machine holds its lock"
+        if self._lock is False and self._began_here():
+            return "no process holds its lock"
+        return "whether its lock is held cannot be told from this machine"
+
+    def _began_here(self) -> bool:
+        """Whether rank 0, which held the lock when the job began, was on this machine."""
+        return list(self.start.get("hosts") or [])[:1] == [socket.gethostname()]
+
+    # -- reading
+
+    def _steps_now(self) -> Steps:
+        """Those of the file that is there: a resumed job begins it anew."""
+        if self._metrics.begun_anew != self._seen:
+            self._seen, self.steps = self._metrics.begun_anew, Steps()
+        return self.steps
+
+    def _take_event(self, event: dict[str, Any] | None) -> None:
+        if event is None:
+            return
+        self.news.append(event)
+        kind = event["event"]
+        if kind == "start":
+            self.start, self.end, self.lost, self.starts = event, {}, [], self.starts + 1
+            self.steps.seconds.clear()
+        elif kind == "end":
+            self.end = event
+        elif kind == "save":
+            self.save = event
+        elif kind == "lost":
+            self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
+
+    def _look_at_ranks(self) -> None:
+        for path in sorted((self.folder / "logs").glob("rank-*.log"))[:_FILES]:
+            self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
+        for path in sorted((self.folder / "ranks").glob("rank-*.jsonl"))[:_FILES]:
+            for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
+                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), _object(line))
+
+    def _take_log(self, lines: Iterable[bytes]) -> None:
+        """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
+        found: list[tuple[str, int, str, str]] = []
+        kept = False
+        for raw in lines:
+            text = raw.decode(errors="replace").rstrip()
+            if match := _LINE.fullmatch(text):
+                when, rank, level, said = match.groups()
+                if kept := level in ("WARNING", "ERROR", "CRITICAL"):
+                    found.append((when, int(rank), level, said))
+            elif kept and text:
+                found[-1] = (*found[-1][:3], text)
+        self.warnings = sorted([*self.warnings, *found])[-_WARNINGS:]
+
+    def _take_parts(self, rank: int, value: dict[str, Any]) -> None:
+        if "start" in value:
+            self.parts[rank] = deque(maxlen=_PARTS)
+        if isinstance(seconds := value.get("seconds"), dict):
+            numbers = {name: float(s) for name, s in seconds.items() if isinstance(s, (int, float))}
+            self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(numbers)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _configured_steps(folder: Path) -> int | None:
+    from mpitrain.config.toml_file import read_toml
+
+    try:
+        steps = read_toml(str(folder / "config.toml"))["train"]["steps"]
+    except (InputError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
