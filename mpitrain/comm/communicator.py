@@ -97,7 +97,7 @@ class Communicator(PointToPoint):
         """
         with self._record.during(f"mailbox {name}"):
             comm = MPI.Intracomm(self._comm.Dup())
-        return Mailbox(comm, self._topology, self.process, f"{self.label}: mailbox {name}")
+        return Mailbox(comm, self._topology, self.process, f"{self.label}: mailbox {name}", self.label)
 
     # -- groups
 
@@ -173,4 +173,4 @@ class Communicator(PointToPoint):
         None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_copy`.
         """
         board.compare(self._comm, board.described("node_copy", numel, dtype))
-        return allocate_node_copy(self.binder, numel, dtype)
+        return allocate_node_copy(self, numel, dtype)

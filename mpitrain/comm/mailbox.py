@@ -31,6 +31,7 @@ from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.process.journal import Moved, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages, Work, poll, seen
@@ -72,7 +73,10 @@ class Posted(Work):
         elif not self.done():
             record = self._box.process.watchdog.record(f"{self._box.label} (posting)")  # of this wait: any thread may
             record.awaited = (self._box.world_ranks[self._dest],)
+            begin = clock()
             seen(record, name, None, partial(self._box._until, self.done))
+            if self._box.process.journal.on:
+                self._box._note("post").waited(begin)
 
     def _look(self) -> bool:
         """Whether nothing of it is under way any more. Only with the box's lock: two threads may not ask at once."""
@@ -92,12 +96,14 @@ class Letter:
         words: The numbers.
         source: The rank that posted it.
         payload_bytes: Length of its payload; 0 where it carries none.
+        note: Enters it in the journal where it was waited for; None while that is off.
     """
 
-    __slots__ = ("_box", "_tag", "payload_bytes", "source", "words")
+    __slots__ = ("_box", "_tag", "note", "payload_bytes", "source", "words")
 
     def __init__(self, box: Mailbox, source: int, content: list[float]) -> None:
         self._box, self.source = box, source
+        self.note: Note | None = None
         self.payload_bytes, self._tag, self.words = int(content[0]), int(content[1]), content[2:]
 
     def receive(self, x: torch.Tensor) -> Messages:
@@ -124,7 +130,10 @@ class Letter:
             )
         requests = box._receive(tensor, self.source, self._tag)
         awaited = (box.world_ranks[self.source],)
-        return Messages(name, tensor, requests, lambda _: [], box._record, awaited, set())
+        note = box._note("recv") if box.process.journal.on else None
+        if note is not None:
+            box.process.journal.note("recv", note.axis, note.moved, clock())
+        return Messages(name, tensor, requests, lambda _: [], box._record, awaited, set(), note)
 
     def discard(self) -> None:
         """Receive the payload and throw it away, instead of `receive`."""
@@ -142,9 +151,10 @@ class Mailbox(Member):
         process: What all communicators of the process share.
     """
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str, axis: str = "") -> None:
+        """axis: label of the communicator, for the journal."""
         super().__init__(topology, label)
-        self.process = process
+        self.process, self._axis = process, axis or label
         self._owned = OwnedCommunicators(process)
         self._comm = self._owned.keep(comm)
         self._record = process.watchdog.record(label)  # of the thread that takes
@@ -177,6 +187,7 @@ class Mailbox(Member):
         self._require()
         tensor = None if payload is None else _in_host_memory(payload, written=False)
         nbytes = 0 if tensor is None else tensor.nbytes
+        begin = clock() if self.process.journal.on else 0.0
         tag = 1 + next(self._numbers) % _TAGS if nbytes else 0
         content = np.array([nbytes, tag, *words], dtype=np.float64)
         try:
@@ -189,7 +200,20 @@ class Mailbox(Member):
         with self._lock:
             self._posted.append(posted)
         self._look_at_posted()
+        if begin:
+            here, whole = self.nodes[dest] == self.node, (nbytes + content.nbytes) * (dest != self.rank)
+            moved = Moved("letter", whole * here, whole * (not here))
+            self._numbered("post", moved, self.rank, dest).performed(begin)
         return posted
+
+    def _note(self, operation: str) -> Note:
+        """For a part of what is entered already."""
+        return Note(self.process.journal, operation, self._axis, Moved("letter"))
+
+    def _numbered(self, operation: str, moved: Moved, source: int, dest: int) -> Note:
+        """For the letter that a rank has posted, or taken, just now."""
+        key = f"{self.label}: letter from {self.world_ranks[source]} to {self.world_ranks[dest]}"
+        return Note(self.process.journal, operation, self._axis, moved, key, self.process.journal.number(key))
 
     def take(self, seconds: float) -> Letter | None:
         """The next letter of any rank; None where none comes in time. The watchdog does not see that wait.
@@ -218,9 +242,12 @@ class Mailbox(Member):
         """
         self._require()
         found: list[Letter] = []
+        begin = clock() if self.process.journal.on else 0.0
         if not self._take_into(found):
             self._record.awaited = [self.world_ranks[rank] for rank in awaited]
             seen(self._record, name, None, partial(self._until, partial(self._take_into, found)))
+        if begin and found[0].note is not None:
+            found[0].note.performed(begin)
         return found[0]
 
     def free(self) -> None:
@@ -275,7 +302,10 @@ class Mailbox(Member):
             message.Recv(content)
         except MPI.Exception as error:
             raise self._failed("take", error) from error
-        found.append(Letter(self, status.source, content.tolist()))
+        letter = Letter(self, status.source, content.tolist())
+        if self.process.journal.on:
+            letter.note = self._numbered("letter", Moved("letter"), status.source, self.rank)
+        found.append(letter)
         return True
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> list[MPI.Request]:

@@ -19,6 +19,7 @@ from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.transports.direct import takes_addresses
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
+from mpitrain.comm.process.journal import Moved, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages
@@ -58,6 +59,7 @@ class PointToPoint(Dispatcher):
             InputError: x cannot be communicated, or there is no such rank or tag.
         """
         check_rank(self, dest)
+        begin = clock() if self.journal.on else 0.0
         tensor = self._near(as_tensor(x, written=False))
         self._sent += 1
         data_tag = _data_tags()[self._sent % _TAGS]
@@ -66,7 +68,19 @@ class PointToPoint(Dispatcher):
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in in_messages(tensor)]
         awaited = (self.world_ranks[dest],)
         record, opening = self._message_record, self._opening
-        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], record, awaited, opening)
+        note = self._noted("send", dest, tag, tensor.nbytes, begin) if begin else None
+        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], record, awaited, opening, note)
+
+    def _noted(self, operation: str, other: int, tag: int, nbytes: int, begin: float) -> Note:
+        """Enter a message that has begun. other: the rank at its other end. nbytes: those that leave this rank."""
+        here = other != ANY_SOURCE and self.nodes[other] == self.node
+        moved = Moved("message", nbytes * (here and other != self.rank), nbytes * (not here))
+        ends = [self.world_ranks[self.rank], "{}" if other == ANY_SOURCE else self.world_ranks[other]]
+        source, dest = ends if operation == "send" else reversed(ends)
+        key = f"{self.label}: message {tag} from {source} to {dest}"
+        self.journal.note(operation, self.label, moved, begin)
+        number = 0 if other == ANY_SOURCE else self.journal.number(key)
+        return Note(self.journal, operation, self.label, moved, key, number)
 
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
@@ -115,7 +129,8 @@ class PointToPoint(Dispatcher):
         requests = [self._messages.Irecv(header, source, _checked(tag))]
         ranks = self.world_ranks
         awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
-        work = Messages(name, tensor, requests, proceed, self._message_record, awaited, self._opening)
+        note = self._noted("recv", source, tag, 0, clock()) if self.journal.on else None
+        work = Messages(name, tensor, requests, proceed, self._message_record, awaited, self._opening, note)
         self._opening.add(work)
         return work
 

@@ -14,12 +14,13 @@ from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import find_share, spare_cores
 from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.starting import RANK_NAMES, limit, watched
+from mpitrain.comm.process.starting import limit, watched
 from mpitrain.comm.process.topology import discover, this_machine
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.tuning import Tuning
+from mpitrain.early import RANK_NAMES
 from mpitrain.errors import EXIT_BAD_INPUT, InputError, refusal
 
 DEFAULT_TIMEOUT = 600.0  # seconds

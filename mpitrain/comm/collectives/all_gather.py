@@ -91,9 +91,11 @@ def _bind(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequen
     name = all_gather_name(binder.choose(ALGORITHMS, algorithm, setting), setting)
     chosen = ALGORITHMS[name]
     if chosen.program is None:
+        moved = library.moved(binder.topology, "all_gather", [n * item for n in blocks])
         if place and not overlap(out, x):  # the library's own way, with less copying than in place
-            return Compiled([_by_library(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))])
-        return Compiled([*place, _by_library(binder, out, blocks, MPI.IN_PLACE)])
+            call = _by_library(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
+            return Compiled([call], moved=moved)
+        return Compiled([*place, _by_library(binder, out, blocks, MPI.IN_PLACE)], moved=moved)
     program = binder.program(chosen, setting)
     layout = Layout(x.dtype, chunk_bounds(bounds, program.segments), out.data_ptr(), out.data_ptr())
     if not chosen.reach:

@@ -23,6 +23,7 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
@@ -95,7 +96,9 @@ def _compressed(
         return partial(compression.all_reduce, channel, x, op, algorithm)
 
     alike = op, algorithm, str(compression)
-    return comm.dispatch(Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True), async_op)
+    by = (compression.compression if isinstance(compression, Bucket) else compression).name
+    call = Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
+    return comm.dispatch(call, async_op)
 
 
 def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None) -> Compiled:
@@ -113,7 +116,8 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))
         call, pieces = binder.comm.Allreduce, library.typed_pieces(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
-        return Compiled([*calls, *scaling(x, reduction)])
+        shares = even_blocks(x.nbytes, binder.topology.size)
+        return Compiled([*calls, *scaling(x, reduction)], moved=library.moved(binder.topology, "all_reduce", shares))
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:

@@ -84,7 +84,8 @@ def _bind(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     if x.numel() * item > LARGEST_COUNT:
         return _directly(binder, x, out, [count] * size, [count] * size)
     send, receive = (library.even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
-    return Compiled([partial(comm.Alltoall, send, receive)])
+    moved = library.moved(binder.topology, "all_to_all", [count * item] * size)
+    return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
 
 
 OPERATION = CollectiveOperation(
@@ -100,13 +101,14 @@ OPERATION = CollectiveOperation(
 def _uneven(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> Call:
     """The ranks' sizes may differ, but they must choose alike, at each call anew."""
     item, largest = x.element_size(), torch.tensor([max(out.numel(), x.numel())])
-    all_reduce.OPERATION.bound(binder, largest, "max", "mpi", False)()
+    binder.run(all_reduce.OPERATION.bound(binder, largest, "max", "mpi", False))
     if int(largest) * item > LARGEST_COUNT:
         compiled = _directly(binder, x, out, received, sent)
     else:
         send = library.uneven_blocks(x.data_ptr(), sent, item)
         receive = library.uneven_blocks(out.data_ptr(), received, item)
-        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)])
+        moved = library.moved(binder.topology, "all_to_all", [count * item for count in sent])
+        compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], moved=moved)
     return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
 
 

@@ -16,6 +16,7 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import Invocation
 from mpitrain.comm.memory.arena import Arena
+from mpitrain.comm.process.journal import Moved, clock
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.selection.registry import Algorithm
 
@@ -36,20 +37,26 @@ class Alternating:
         self.slots = [[m[turn * capacity : (turn + 1) * capacity] for m in memories] for turn in (0, 1)]
         self.turn = 0
         self._comm, self._arena, self._key = comm, arena, ("alternating", arena.name)
-        self._meeting = Invocation("alternating all_gather", self._bound, key=self._key, alike=capacity)
+        self._meeting = Invocation("alternating all_gather", self._bound, key=self._key, alike=capacity, counts=False)
 
-    def meet(self) -> None:
+    def meet(self, taken: int = 0) -> None:
         """Return when every rank has filled its slot of this turn; the next turn begins. Collective.
 
         All ranks' slots of the turn that ends may be read until this rank's next meeting. Its own slot of the other
         turn may be filled meanwhile.
+
+        Args:
+            taken: Bytes that this rank takes out of the other ranks' slots afterwards, for the journal.
         """
+        begin = clock() if self._comm.journal.on else 0.0
         ready = self._comm.ready.get(self._key)
         if ready is not None:
             ready(None)
         else:
             self._comm.dispatch(self._meeting)
         self.turn ^= 1
+        if begin:
+            self._comm.entered(self._meeting.name, Moved("alternating", taken), begin)
 
     def free(self) -> None:
         """Release the memory. Collective; tensors over it must not be used afterwards."""

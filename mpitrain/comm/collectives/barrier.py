@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import Invocation
+from mpitrain.comm.process.journal import Moved
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
 
@@ -30,4 +31,4 @@ def barrier(comm: Dispatcher, async_op: bool = False) -> Work | None:
 
 def bound(binder: Binder) -> Compiled:
     """The operation of one rank."""
-    return binder.bound(_KEY, lambda: Compiled([binder.comm.Barrier]))
+    return binder.bound(_KEY, lambda: Compiled([binder.comm.Barrier], moved=Moved("mpi")))

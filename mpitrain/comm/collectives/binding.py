@@ -20,6 +20,7 @@ from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
+from mpitrain.comm.process.journal import Moved
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
@@ -69,6 +70,13 @@ class Binder:
         self._register: Register | None = None
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._neighbours: Neighbours | None = None
+        self.moved: list[Moved] | None = None  # by what has run, while somebody counts
+
+    def run(self, operation: Call) -> None:
+        """Perform what was bound, a whole operation or a part of one, and have it counted."""
+        if self.moved is not None and isinstance(operation, Compiled):
+            self.moved.append(operation.moved)
+        operation()
 
     def free(self) -> None:
         """Release what was bound, and the staging memory. Collective over the communicator."""

@@ -19,6 +19,7 @@ from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at
+from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection.registry import never
@@ -62,7 +63,9 @@ def _bind(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:
     chosen = ALGORITHMS[name]
     if chosen.program is None:
         pieces = library.pieces(setting.nbytes)
-        return Compiled([partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in pieces])
+        calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in pieces]
+        shares = even_blocks(x.nbytes, binder.topology.size)
+        return Compiled(calls, moved=library.moved(binder.topology, "broadcast", shares, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
     said = _said(binder, x, root, name, binder.place(x))

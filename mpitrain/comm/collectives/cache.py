@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _KEPT = 512  # bound programs, and plans
 
-Ready = Callable[[torch.Tensor | None], None]
+Ready = Callable[[torch.Tensor | None], object]
 
 
 class BoundCache:

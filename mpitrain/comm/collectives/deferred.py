@@ -7,6 +7,7 @@ from torch import Tensor
 from mpitrain.comm.collectives import reduce_scatter
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.process.journal import Moved, Note
 from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.split_phase import SplitPhase
 
@@ -18,6 +19,7 @@ class Deferred:
         self._watchdog = comm.process.watchdog
         self._record = self._watchdog.record(f"{comm.label} (deferred)", comm.world_ranks)
         self._events: dict[str, Event] = {}
+        self._begun = 0  # operations, for the journal
 
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
@@ -29,7 +31,12 @@ class Deferred:
             label = self._record.label
             self._events = {event: Event(comm.duplicate_of_node(), label) for event in reduce_scatter.DEFERRED_EVENTS}
         phases = reduce_scatter.deferred(comm.binder, x, out, op, self._events).parts
-        return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record)
+        note = None
+        if comm.journal.on:
+            self._begun += 1
+            moved = Moved.sum(phase.moved for phase in phases)
+            note = Note(comm.journal, "reduce_scatter", comm.label, moved, self._record.key, self._begun)
+        return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record, note)
 
     def free(self, *, together: bool) -> None:
         """Release what they use. together: whether the ranks can still act together; then collective."""

@@ -24,12 +24,14 @@ from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.device import is_accelerator, new_stream
+from mpitrain.comm.process.journal import Journal, Moved, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
+from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.on_device import OnDevice, between
-from mpitrain.comm.runtime.repeating import repeated
+from mpitrain.comm.runtime.repeating import Repeated, repeated
 from mpitrain.comm.runtime.work import Work, Worker, seen
 from mpitrain.errors import InputError
 
@@ -57,7 +59,7 @@ class Dispatcher(Member):
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
-        self._worker = Worker(threaded=self._background is not None)
+        self._worker = Worker(threaded=self._background is not None, journal=process.journal)
         compared = process.debug and topology.size > 1
         self._checks = Checks(self._owned.duplicate(comm), topology.nodes) if compared else None
         self._record = process.watchdog.record(label, topology.world_ranks)
@@ -65,6 +67,28 @@ class Dispatcher(Member):
         self._transports: dict[Binder, Transports] = {}
         self._stream: torch.Stream | None = None  # of which operations on a device in the background are asked
         self._freed = False
+        self.journal.switched(self._forget_ready)
+
+    @property
+    def journal(self) -> Journal:
+        """Counts what this process sends, on all communicators."""
+        return self.process.journal
+
+    def entered(self, name: str, moved: Moved, begin: float, key: str = "", sequence: int = 0) -> None:
+        """Enter in the journal what this rank has done with the others since `begin`, and is not dispatched.
+
+        Args:
+            name: Of what was done.
+            moved: By what, and how many bytes.
+            begin: `journal.clock()` at its beginning.
+            key, sequence: Which one it was, alike on all ranks; without a key, the last that was dispatched.
+        """
+        key, sequence = (key, sequence) if key else (self._record.key, self._record.sequence)
+        Note(self.journal, name, self.label, moved, key, sequence).performed(begin)
+
+    def _forget_ready(self) -> None:
+        """What is ready counts, or does not, as the journal was when it was made."""
+        self.ready.clear()
 
     def _make_binder(self, comm: MPI.Intracomm) -> Binder:
         process = self.process
@@ -105,9 +129,18 @@ class Dispatcher(Member):
         if call.key is not None and self._checks is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
             if compiled is not None:
-                waiting = self._worker.waiting if self._background is None else ()
-                self.ready[call.key] = repeated(self._record, call.name, compiled.calls, waiting, self._worker.drain)
+                self.ready[call.key] = self._repeated(call, compiled)
         return None
+
+    def _repeated(self, call: Invocation, compiled: Compiled) -> Repeated:
+        """What performs an operation again, and counts it while the journal is on."""
+        name, record, drain, journal = call.name, self._record, self._worker.drain, self.journal
+        waiting = self._worker.waiting if self._background is None else ()
+        if not (journal.on and call.counts):
+            return repeated(record, name, compiled.calls, waiting, drain)
+        perform = repeated(record, name, compiled.calls, (), drain)  # what comes first counts by itself
+        first = drain if self._background is None else None
+        return journal.counting(perform, name, self.label, compiled.moved, record, first)
 
     def _described(self, call: Invocation) -> str:
         return f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
@@ -126,15 +159,30 @@ class Dispatcher(Member):
             self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
 
     def _perform(self, call: Invocation, binder: Binder, record: Record, device: torch.device | None = None) -> None:
+        def run(*tensors: torch.Tensor | None) -> None:
+            binder.run(call.bind(binder, *tensors))
+
         def act() -> None:
             if device is None or call.on_device:
-                call.bind(binder, *call.tensors)()
+                run(*call.tensors)
             elif call.operation is not None:
                 self.perform(binder, call.operation, call.tensors, call.written, *call.given)
             else:
-                through_host(partial(call.bind, binder), call.tensors, call.written)
+                through_host(run, call.tensors, call.written)
 
-        seen(record, call.name, call.first, act)
+        if not (self.journal.on and call.counts):
+            seen(record, call.name, call.first, act)
+            return
+        counted = binder.moved = []
+        begin = clock()
+        try:
+            seen(record, call.name, call.first, act)
+        finally:
+            binder.moved = None
+        moved = Moved.sum(counted)
+        if call.algorithm:
+            moved = moved._replace(algorithm=call.algorithm)
+        self.journal.note(call.name, self.label, moved, begin, record)
 
     def perform(
         self, binder: Binder, operation: CollectiveOperation, tensors: Tensors, written: Sequence[bool], *given: Any
@@ -142,7 +190,7 @@ class Dispatcher(Member):
         """Perform an operation, or a part of one, in the calling thread, on host memory or on the rank's device."""
         device = self._device_of(operation.name, tensors)
         if device is None:
-            operation.bound(binder, *tensors, *given)()
+            binder.run(operation.bound(binder, *tensors, *given))
         elif self.size == 1:
             alone(operation, tensors, given)
         else:

@@ -63,7 +63,9 @@ def _bind(binder: Binder, x: Tensor, out: Tensor | None, root: int) -> Compiled:
     into = out.data_ptr() if out is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
         everything = library.even_blocks(into, numel, comm.size, item) if comm.rank == root else None
-        return Compiled([partial(comm.Gather, bytes_at(x.data_ptr(), numel * item), everything, root)])
+        moved = library.moved(binder.topology, "gather", [numel * item] * comm.size, root)
+        call = partial(comm.Gather, bytes_at(x.data_ptr(), numel * item), everything, root)
+        return Compiled([call], moved=moved)
     cells = [r * numel if out is not None else 0 for r in range(comm.size + 1)]
     layout = Layout(x.dtype, [0, numel], x.data_ptr(), x.data_ptr(), inbox=into, inbox_bounds=cells)
     return binder.compile(binder.program(_DIRECT, binder.setting(x, root=root)), layout)

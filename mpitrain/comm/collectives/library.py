@@ -13,7 +13,10 @@ import torch
 
 from mpitrain.comm.memory.buffers import MPI_TYPES, memory_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
+from mpitrain.comm.process.journal import Moved
 from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.programs.rings import blocks_sent
 
 
 def typed(address: int, numel: int, dtype: torch.dtype) -> list[Any]:
@@ -41,3 +44,19 @@ def uneven_blocks(address: int, counts: Sequence[int], item: int) -> list[Any]:
 def pieces(numel: int) -> list[tuple[int, int]]:
     """Offset and length of what is passed in one call."""
     return [(lo, min(LARGEST_COUNT, numel - lo)) for lo in range(0, numel, LARGEST_COUNT)]
+
+
+def moved(topology: Topology, operation: str, blocks: Sequence[int], root: int = 0) -> Moved:
+    """What the library moves on this rank, as far as that can be told; see `mpitrain.comm.programs.rings`.
+
+    Args:
+        topology: The ranks.
+        operation: Name of the operation.
+        blocks: Bytes of each rank's block.
+        root: Of an operation that has one.
+    """
+    inside = between = 0
+    for other, nbytes in blocks_sent(operation, topology.rank, blocks, root):
+        here = topology.nodes[other] == topology.nodes[topology.rank]
+        inside, between = inside + nbytes * here, between + nbytes * (not here)
+    return Moved("mpi", inside, between)

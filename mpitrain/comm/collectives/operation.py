@@ -38,6 +38,8 @@ class Invocation:
         uneven: Whether the sizes of ranks may differ.
         operation, given: The operation, and what it is given besides tensors; None where bind is all there is.
         on_device: Whether bind takes tensors on a device as they are.
+        counts: Whether the journal counts it; else whoever makes it enters it.
+        algorithm: By which it is to be known in the journal, where what it is made of does not tell.
         placed: The tensor that neighbours find in an arena by its offset.
     """
 
@@ -52,6 +54,8 @@ class Invocation:
     operation: CollectiveOperation | None = None
     given: Sequence[Any] = ()
     on_device: bool = False
+    counts: bool = True
+    algorithm: str = ""
 
     @property
     def first(self) -> torch.Tensor | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.process.abort import Faults
 from mpitrain.comm.process.cores import Share
+from mpitrain.comm.process.journal import Journal
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
@@ -45,6 +46,7 @@ class Process:
         debug: Whether the ranks compare what they are about to do.
         proofs: Of the programs used so far, in the debug mode.
         failures: Where the job is to go on without ranks that die (see `faults.ulfm`).
+        journal: Counts what is sent.
     """
 
     arenas: ArenaIndex
@@ -57,6 +59,7 @@ class Process:
     debug: bool
     proofs: Proofs | None = None
     failures: FailureHandler | None = None
+    journal: Journal = field(default_factory=Journal)
 
     def track(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """The communicator, which is new; noted where it may have to be given up."""

@@ -23,6 +23,7 @@ from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.runtime.ordering import Call
@@ -73,7 +74,9 @@ def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Comp
     if x.dtype in HALVES and not chosen.reach:
         return binder.widened(x, lambda wide: _bind(binder, wide, op, root, name), back=at_root)
     if chosen.program is None:
-        return Compiled([*_by_library(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())])
+        calls = [*_by_library(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())]
+        shares = even_blocks(x.nbytes, binder.topology.size)
+        return Compiled(calls, moved=library.moved(binder.topology, "reduce", shares, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, ALGORITHMS, name)

@@ -176,4 +176,6 @@ def _by_library(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], r
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.mpi_op)
     back = [] if result is out else [copying(out, result)]
-    return Compiled([call, *scaling(result, reduction), *back], [] if result is out else [result])
+    moved = library.moved(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
+    keeps = [] if result is out else [result]
+    return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)

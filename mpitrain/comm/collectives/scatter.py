@@ -63,7 +63,9 @@ def _bind(binder: Binder, out: Tensor, x: Tensor | None, root: int) -> Compiled:
     source = x.data_ptr() if x is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
         everything = library.even_blocks(source, numel, comm.size, item) if comm.rank == root else None
-        return Compiled([partial(comm.Scatter, everything, bytes_at(out.data_ptr(), numel * item), root)])
+        moved = library.moved(binder.topology, "scatter", [numel * item] * comm.size, root)
+        call = partial(comm.Scatter, everything, bytes_at(out.data_ptr(), numel * item), root)
+        return Compiled([call], moved=moved)
     blocks = [r * numel for r in range(comm.size + 1)]
     layout = Layout(out.dtype, blocks, source, source, inbox=out.data_ptr(), inbox_bounds=[0, numel])
     return binder.compile(binder.program(_DIRECT, binder.setting(out, root=root)), layout)

@@ -129,19 +129,21 @@ class UlfmFailures:
             failed.Free()
         return bool(count)
 
-    def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
-        """Kill the silent ranks of the world that run on this node.
+    def end_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
+        """Kill the silent ranks of the world that run on this node, unless it is not the world of `comm` any more.
 
         Returns:
             Whether the others run on nodes where a rank that answers will do so.
         """
-        self.witness.silent.update(self.processes[rank] for rank in silent)
-        self.kill([self.processes[rank] for rank in silent])
-        alive = {self.nodes[self.processes[rank]] for rank in answering}
-        if all(self.nodes[self.processes[rank]] in alive for rank in silent):
-            return True
-        self.host_lost = True
-        return False
+        with self._lock:
+            if comm not in self._comms:
+                return True
+            lost, others = ([self.processes[rank] for rank in ranks] for ranks in (silent, answering))
+        self.witness.silent.update(lost)
+        self.kill(lost)
+        alone = {self.nodes[process] for process in lost} - {self.nodes[process] for process in others}
+        self.host_lost = self.host_lost or bool(alone)
+        return not alone
 
     def kill(self, processes: Sequence[int]) -> None:
         """Kill those of the processes that run on this node."""
@@ -343,8 +345,7 @@ def _of_communication(error: BaseException | None) -> bool:
 def _try_to_make(
     comm: MPI.Intracomm, ranks: Sequence[int], world: Communicator, failures: UlfmFailures
 ) -> Communicator | None:
-    """A world of the ranks of `comm`; None when a rank died meanwhile. ranks: their numbers in the world before, in
-    the order that they get."""
+    """A world of the ranks of `comm`; None when one died meanwhile. ranks: their old numbers, in their new order."""
     try:
         if list(ranks) != sorted(ranks):
             comm = failures.track(MPI.Intracomm(comm.Split(0, ranks.index(world.rank))))

@@ -40,7 +40,8 @@ class Arena:
     Attributes:
         kind: "shared" (a window of the node), "private" (memory of this process alone) or "device".
         tensor: This rank's elements, as a flat torch tensor.
-        start, nbytes: Address and length of these elements in memory, in bytes.
+        start: The address of these elements in memory.
+        nbytes: Their length in bytes.
         segments: Of a shared arena, by the rank in the world of each rank of this node, the address of its segment
             here.
         window: The MPI window of a shared arena.

@@ -125,9 +125,15 @@ def new_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device=device)
 
 
-def recorded(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
-    """An event behind everything that the stream was asked so far. stream: the caller's current one if it is None."""
-    event = torch.Event(device=device.type)
+def recorded(device: torch.device, stream: torch.Stream | None = None, *, timed: bool = False) -> torch.Event:
+    """An event behind everything that the stream was asked so far.
+
+    Args:
+        device: The stream's.
+        stream: The caller's current one if it is None.
+        timed: Whether `elapsed_time` between this event and another can be asked.
+    """
+    event = torch.Event(device=device.type, enable_timing=timed)
     event.record(stream if stream is not None else current_stream(device))
     return event
 

@@ -17,6 +17,7 @@ from types import TracebackType
 
 import numpy as np
 
+from mpitrain.comm.process import last_word
 from mpitrain.comm.process.leaving import note_exit_status
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError
@@ -65,7 +66,8 @@ class Faults:
         code = exit_code(error)
         if self._comm.size == 1 or (isinstance(error, MpitrainError) and error.agreed):
             if self._comm.rank == 0:
-                say(self.describe(error, alone=True))
+                say(text := self.describe(error, alone=True))
+                last_word.repeat(text)
             self.before_leaving(code)
             self._leave(code)
         self.end_job(self.describe(error), code)
@@ -98,10 +100,13 @@ class Faults:
             first = True
         if first:
             say(text)
+            last_word.repeat(text)
         if self._end is not None:
             self._end(code)
         if not first:
             time.sleep(5)  # the rank that speaks is about to abort us
+        with suppress(OSError):  # MPICH has a line of its own about it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._comm.Abort(code)
 
     def _is_first(self) -> bool:

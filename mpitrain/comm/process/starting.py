@@ -23,13 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpitrain.comm.process import last_word
 from mpitrain.comm.process.launcher import command_of, of_process, state_and_parent_of
-from mpitrain.early import LEAST, START_TIMEOUT
+from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
 _DEFAULT = 600.0  # seconds
 _TURN = 1.0  # seconds by which ranks that know less speak later
-RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers call the rank
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _THREAD = "mpitrain:start"  # at most 15 characters
 _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "Z": "has ended"}
@@ -38,6 +38,11 @@ _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "Z": "
 def is_due() -> bool:
     """Whether MPI is still to be started, and there are other ranks that have to come to that."""
     return "mpi4py.MPI" not in sys.modules and _number(os.environ, _SIZES) > 1
+
+
+def launched_rank() -> int:
+    """The rank that a launcher gave this process, which need not start MPI to know it; 0 without one."""
+    return max(0, _number(os.environ, RANK_NAMES))
 
 
 def start_mpi() -> None:
@@ -128,6 +133,7 @@ def _watch(complete: threading.Event, seconds: float) -> None:
     else:
         what += f"those of this host that can be seen did ({', '.join(map(str, there))}); look at the other hosts"
     os.write(2, (what + "\n").encode())
+    last_word.repeat(what)
     time.sleep(0.2)
     os._exit(EXIT_FAILED)
 

@@ -87,8 +87,10 @@ class Copy:
     """Copy a span to another: at least one of them is this rank's, the other may be that of a rank on its node.
 
     Attributes:
-        dest, into: The rank that is written to (NONE to do nothing), and the span of its memory.
-        source, of: The rank that is read from, and the span of its memory.
+        dest: The rank that is written to; NONE to do nothing.
+        into: The span of its memory.
+        source: The rank that is read from.
+        of: The span of its memory.
     """
 
     dest: Ints
@@ -141,7 +143,8 @@ class Goal:
     """A piece of the result that a rank must end with.
 
     Attributes:
-        memory, cell: Where the piece lies, in blocks.
+        memory: The memory that the piece lies in.
+        cell: Where in it, in blocks.
         block: Which block of the vector it is.
         ranks: The ranks whose contributions it holds.
     """
@@ -160,7 +163,7 @@ class Collective:
         name: Of the operation.
         holds: For (rank, block), whether the rank starts with a contribution to this block of WORK.
         ends: For a rank, its goals.
-        reduces: Whether contributions are reduced; a whole block must then be `Finish`ed exactly once.
+        reduces: Whether contributions are reduced; a whole block must then be finished (`Finish`) exactly once.
     """
 
     name: str
@@ -174,12 +177,15 @@ class Program:
     """One algorithm for one number of ranks and their places on nodes.
 
     Attributes:
-        name, size, collective: What it is called, for how many ranks it is, and what it must do.
+        name: What it is called.
+        size: For how many ranks it is.
+        collective: What it must do.
         steps: Makes the steps of a rank, as described at the top of this file.
         nodes: The node of each rank, without it one for all; ranks may touch each other's memory inside one node only.
         blocks: Pieces that the collective speaks of (in scatters and gathers, rank r's share is block r).
         segments: Chunks of each block; a chunk's number is block * segments + segment.
-        slots, inbox: Numbers of cells of those memories; a slot is as large as the largest chunk.
+        slots: How many cells the slots have; a slot is as large as the largest chunk.
+        inbox: How many cells the inbox has.
         vectors: How many vectors the caller takes in turns: run n is on vector n modulo this number.
         meets_between: Whether the caller sees to it that the ranks of a node meet between two runs.
     """
@@ -287,7 +293,8 @@ class Traffic:
     """What one rank sends and does in a run.
 
     Attributes:
-        bytes_sent, messages: What leaves the rank.
+        bytes_sent: What leaves the rank.
+        messages: In how many pieces.
         rounds: Steps in which it waits for another rank: exchanges, fences and waits for a signal.
         fences: Those of the rounds that are fences or waits for a signal.
         bytes_reduced: What it adds to something else; a combination of n parts counts n - 1 of them.

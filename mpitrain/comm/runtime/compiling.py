@@ -17,6 +17,7 @@ import torch
 
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Transfers
+from mpitrain.comm.process.journal import Moved
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import (
     CALLER,
@@ -72,7 +73,7 @@ class Plan:
                 rank tells others of them, and after others have told it of theirs.
         """
         compiled = _Compiler(program, comm.rank, layout, reduction, meet, sync)
-        self._comm, self._phases, self._awaited = comm, compiled.phases, compiled.awaited
+        self._comm, self._phases, self._awaited, self._moved = comm, compiled.phases, compiled.awaited, compiled.moved
         self._scratch, self._transfers, self._locals = compiled.scratch, compiled.transfers, compiled.locals
         self._computes = reduction is not None and (layout.dtype.is_floating_point or layout.dtype.is_complex)
 
@@ -85,12 +86,12 @@ class Plan:
         """Bind each phase of the program to a layout's addresses. Of all that were bound, one may run at a time."""
         binding = executor.Binding(self._comm, layout, self._scratch, self._transfers, self._locals)
         bound: list[Compiled] = []
-        for makers, event in zip(self._phases, self._awaited, strict=True):
+        for makers, event, moved in zip(self._phases, self._awaited, self._moved, strict=True):
             first = len(binding.made)
             calls = [call for make in makers for call in make(binding)]
             awaits = binding.telling(event) if event else None
             meets = binding.notice is not None
-            bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits))
+            bound.append(Compiled(calls, [self], binding.made[first:], self._computes, meets, awaits, moved))
         return bound
 
 
@@ -103,7 +104,9 @@ class _Compiler:
         self.rank = rank
         self.item = layout.dtype.itemsize
         in_place = layout.source == layout.target
-        self.moved = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
+        self.moved: list[Moved] = []  # by each phase
+        self.inside = self.between = 0  # bytes, by the phase that is compiled
+        self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
         self.order = CallOrder[Maker]()
         self.phases: list[list[Maker]] = []
         self.awaited: list[str] = []  # the event before each phase
@@ -125,6 +128,8 @@ class _Compiler:
             if steps is phases[-1]:
                 self._bring_home()
             self.phases.append(self.order.entries())
+            self.moved.append(Moved(program.name.split()[0], self.inside, self.between))
+            self.inside = self.between = 0
 
     def _compile(self, steps: Sequence[Step]) -> None:
         finished = False  # whether the step was done with the one before it
@@ -150,6 +155,13 @@ class _Compiler:
                 self.order.barrier(lambda binding: self.sync)
             elif isinstance(step, Compare):  # and so are the two steps before it
                 self.order.barrier(partial(executor.meet, self.fence))
+
+    def _count(self, other: int, numel: int) -> None:
+        """Elements go to another rank, or between its memory and this rank's; none are counted that stay here."""
+        if other != self.rank:
+            here = self.program.nodes[other] == self.program.nodes[self.rank]
+            self.inside += numel * self.item * here
+            self.between += numel * self.item * (not here)
 
     @property
     def _scale(self) -> float | None:
@@ -178,17 +190,17 @@ class _Compiler:
             return Place(span.memory, owner, start, numel)
         if owner != self.rank:
             return Place(PEER, owner, start, numel)
-        moved = self.moved[int(span.lo) : int(span.hi)]
-        if written or all(moved):
+        arrived = self.arrived[int(span.lo) : int(span.hi)]
+        if written or all(arrived):
             return Place(TARGET, owner, start, numel)
-        if any(moved):
+        if any(arrived):
             raise AssertionError(f"{self.program.name}: a span lies half in the input and half in the output")
         return Place(SOURCE, owner, start, numel)
 
     def _mark(self, span: Span) -> None:
         if span.memory == WORK:
             lo, hi = int(span.lo), int(span.hi)
-            self.moved[lo:hi] = b"\1" * (hi - lo)
+            self.arrived[lo:hi] = b"\1" * (hi - lo)
 
     def _exchange(self, step: Exchange) -> None:
         to, source = int(step.to), int(step.source)
@@ -214,6 +226,7 @@ class _Compiler:
         if sends:
             reads.append(_region(step.send))
             messages.append(Message(True, self._place(self.rank, step.send, leaving), to))
+            self._count(to, leaving)
         self.order.exchange(
             partial(executor.start, number, messages), partial(executor.wait, number, messages), reads, writes
         )
@@ -265,6 +278,7 @@ class _Compiler:
         parts: list[Place] = []
         makers: list[Maker] = []
         for number, (owner, span) in enumerate(present):
+            self._count(owner, numel)
             if not self._is_remote(owner, span):
                 parts.append(self._place(owner, span, numel))
                 continue
@@ -295,6 +309,7 @@ class _Compiler:
         else:
             of = self._place(source, step.of, numel)
             make = partial(executor.copy, self._place(dest, step.into, numel, written=True), of)
+        self._count(source if dest == self.rank else dest, numel)
         self.order.local(make, [_region(step.of)], [_region(step.into)])
         if dest == self.rank:
             self._mark(step.into)
@@ -309,7 +324,7 @@ class _Compiler:
         """Blocks this rank must end with that were never written are still in the caller's input: copy them."""
         segments = self.program.segments
         for goal in self.program.collective.ends(self.rank):
-            if goal.memory == WORK and not any(self.moved[goal.cell * segments : (goal.cell + 1) * segments]):
+            if goal.memory == WORK and not any(self.arrived[goal.cell * segments : (goal.cell + 1) * segments]):
                 block = Span(goal.cell * segments, (goal.cell + 1) * segments)
                 self._copy(Copy(self.rank, block, self.rank, block))
 

@@ -22,6 +22,7 @@ from mpitrain.comm.memory.board import Board, Notice, row_of
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
+from mpitrain.comm.process.journal import NOTHING_MOVED, Moved
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import INBOX
 from mpitrain.comm.runtime.events import Event, Telling
@@ -92,9 +93,10 @@ class Compiled:
             on without a word.
         meets: Whether ranks meet at a fence in it, and compare what they do.
         awaits: The signals that it waits for before it begins, if it is a phase of a program.
+        moved: What it moves by itself, without the compiled programs that it is made of.
     """
 
-    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_requests", "awaits")
+    __slots__ = ("_calls", "_computes", "_keeps", "_meets", "_moved", "_requests", "awaits")
 
     def __init__(
         self,
@@ -104,9 +106,10 @@ class Compiled:
         computes: bool = False,
         meets: bool = False,
         awaits: Telling | None = None,
+        moved: Moved = NOTHING_MOVED,
     ) -> None:
         self._calls, self._keeps, self._requests = tuple(calls), keeps, requests
-        self._computes, self._meets, self.awaits = computes, meets, awaits
+        self._computes, self._meets, self.awaits, self._moved = computes, meets, awaits, moved
 
     def __call__(self) -> None:
         if self._computes:
@@ -124,12 +127,19 @@ class Compiled:
 
     def after(self, call: Call) -> Compiled:
         """The same program with a call before it. This one must not be used any more."""
-        return Compiled((call, *self._calls), self._keeps, self._requests, self._computes, self._meets)
+        calls = (call, *self._calls)
+        return Compiled(calls, self._keeps, self._requests, self._computes, self._meets, moved=self._moved)
 
     @property
     def parts(self) -> list[Compiled]:
         """The compiled programs that this one is made of."""
         return [kept for kept in self._keeps if isinstance(kept, Compiled)]
+
+    @property
+    def moved(self) -> Moved:
+        """What a run of it moves, with all its parts."""
+        parts = self.parts
+        return Moved.sum([self._moved, *(part.moved for part in parts)]) if parts else self._moved
 
     @property
     def meets(self) -> bool:

@@ -19,11 +19,14 @@ from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.signatures import STEP, Signature
 from mpitrain.errors import CommunicationError
 
-Repeated = Callable[["torch.Tensor | None"], None]
+Repeated = Callable[["torch.Tensor | None"], object]
+Timed = Callable[["torch.Tensor | None"], float]
 
 
-def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Repeated:
+def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Timed:
     """Make one function that performs a repeated operation; it takes the operation's tensor, for the watchdog.
+
+    It returns the time.monotonic() at which the operation began, for the journal.
 
     Args:
         record: Where the operation is to be seen.
@@ -43,7 +46,7 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
     last, own, words, look = register.last, register.own, register.others, register.look
     thread, now, performed = threading.get_ident, time.monotonic, tuple(calls[1:])
 
-    def perform(tensor: torch.Tensor | None) -> None:
+    def perform(tensor: torch.Tensor | None) -> float:
         if waiting:
             drain()
         last[0] = number = last[0] + STEP
@@ -52,7 +55,7 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
         record.name = name
         record.tensor = tensor
         record.thread = thread()
-        record.since = now()
+        record.since = began = now()
         try:
             for theirs in words:
                 if theirs[0] != word:
@@ -65,17 +68,19 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
         finally:
             record.since = 0.0
             record.tensor = None
+        return began
 
     return perform
 
 
-def _unsigned(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Repeated:
+def _unsigned(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Timed:
     """Likewise, where no rank signs: alone on its node, or for no data."""
 
-    def perform(tensor: torch.Tensor | None) -> None:
+    def perform(tensor: torch.Tensor | None) -> float:
         if waiting:
             drain()
         record.begin(name, tensor)
+        began = record.since
         try:
             for call in calls:
                 call()
@@ -83,5 +88,6 @@ def _unsigned(record: Record, name: str, calls: Sequence[Call], waiting: Sized, 
             raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
         finally:
             record.end()
+        return began
 
     return perform

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mpitrain.comm.process.journal import Note, clock
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work, poll, seen
@@ -31,7 +32,14 @@ class SplitPhase(Work):
     Several of them are waited for and released in the order in which they began.
     """
 
-    def __init__(self, name: str, phases: Sequence[Compiled], tensors: Sequence[torch.Tensor], record: Record) -> None:
+    def __init__(
+        self,
+        name: str,
+        phases: Sequence[Compiled],
+        tensors: Sequence[torch.Tensor],
+        record: Record,
+        note: Note | None = None,
+    ) -> None:
         """Run the first phase.
 
         Args:
@@ -39,11 +47,12 @@ class SplitPhase(Work):
             phases: Of the program, bound to memory; no other run of them may be under way.
             tensors: What the program reads and writes, kept alive. The first is the operation's.
             record: Where a wait is to be seen.
+            note: Enters the operation in the journal, while that is on.
 
         Raises:
             InputError: A run of these phases is not complete.
         """
-        self._name, self._phases, self._tensors, self._record = name, phases, tensors, record
+        self._name, self._phases, self._tensors, self._record, self._note = name, phases, tensors, record, note
         if any(phase.awaits is not None and phase.awaits.pending for phase in phases):
             raise InputError(f"{record.label}: {name} on this memory is under way; release it before it begins again")
         phases[0]()
@@ -74,5 +83,9 @@ class SplitPhase(Work):
         """Run the next phase; after an error there is none."""
         phase, following = self._phases[self._next], self._next + 1
         self._next = len(self._phases)
+        begin = clock() if self._note is not None else 0.0
         seen(self._record, self._name, self._tensors[0], phase)
+        if self._note is not None:
+            enter = self._note.performed if following == 2 else self._note.waited
+            enter(begin)
         self._next = following

@@ -25,6 +25,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -61,10 +62,14 @@ class FailureHandler(Protocol):
     def look(self) -> None:
         """Look whether any rank has died."""
 
-    def end_silent(self, silent: Sequence[int], answering: Sequence[int]) -> bool:
+    def end_silent(self, comm: MPI.Intracomm, silent: Sequence[int], answering: Sequence[int]) -> bool:
         """Kill ranks that do not answer; returns whether the job can go on without them.
 
+        Nobody is killed where the others have gone over to a world without those that died: ranks have other numbers
+        there.
+
         Args:
+            comm: Noted, of the world that the ranks are numbered in.
             silent: The ranks that do not answer.
             answering: The ranks that do.
         """
@@ -205,17 +210,25 @@ class Watchdog:
             )
             time.sleep(_PATIENCE)  # for the others that wait: what ends this process ends them
             os._exit(EXIT_FAILED)
+        early = self._failures is not None and seconds < 2 * self.timeout + _PATIENCE
         try:
             places = self._ask()
         except MPI.Exception as error:
             if self._failures is None:
                 raise
+            if early:  # ranks died meanwhile, so that the operation fails
+                self._wait(_PATIENCE)
+                return True
             self._end_job(f"{late}, and the other ranks cannot be asked: {error}")
             return False
         rank, size = self._comm.rank, self._comm.size
         spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
-        if spoken:  # where the job goes on: before the silent are ended, with which the operation is not late any more
-            time.sleep(_PATIENCE if self._failures is not None else 2 * _PATIENCE)
+        if spoken and self._failures is None:
+            time.sleep(2 * _PATIENCE)
+        elif spoken:  # before the silent are ended, with which the operation is not late any more
+            self._wait(_PATIENCE)
+        if self._failures is not None and self._stop.is_set():  # those that are left have a world of their own
+            return False
         lines = [f"{late}; the ranks are at:"]
         for other in range(size):
             if other in places:
@@ -223,14 +236,21 @@ class Watchdog:
             else:
                 lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
         silent = [other for other in range(size) if other not in places]
-        early = self._failures is not None and silent and seconds < 2 * self.timeout + _PATIENCE
-        if early and self._failures is not None and self._failures.end_silent(silent, list(places)):
+        ends = silent if early else []
+        if ends and self._failures is not None and self._failures.end_silent(self._comm, ends, list(places)):
             if not spoken:
                 say("\n".join(lines))
-            time.sleep(_PATIENCE)  # until the operation has failed
+            self._wait(_PATIENCE)  # until the operation has failed
             return True
         self._end_job("\n".join(lines))
         return False
+
+    def _wait(self, seconds: float) -> None:
+        """Let time go by, unless the thread is to end, and answer meanwhile: else others took this rank for silent."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._stop.wait(0.02):
+            with suppress(MPI.Exception):  # of a world that was given up
+                self._answer_questions()
 
     def _ask(self) -> dict[int, dict[str, object]]:
         """Where the ranks that answer are."""

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from mpitrain.comm.process.journal import Journal, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.errors import CommunicationError
@@ -103,6 +104,7 @@ class Messages(Work):
         record: Record,
         awaited: Sequence[int],
         held_up: set[Messages],
+        note: Note | None = None,
     ) -> None:
         """Take over messages that have begun.
 
@@ -116,14 +118,16 @@ class Messages(Work):
             awaited: The ranks of the world that the other end may be.
             held_up: Messages of this rank that make no progress by themselves: their `proceed` has to be called. They
                 do so while this one is waited for, since the other end may wait for them first.
+            note: Enters the message in the journal, while that is on.
         """
-        self._held_up = held_up
+        self._held_up, self._note = held_up, note
         self._error: CommunicationError | None = None
         self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
         self.source: int | None = None  # the rank that sends, once that is known
         self._requests = list(requests)
         self._proceed = proceed
         self._complete = False
+        self._begin = 0.0  # of the wait, while it is waited for
 
     def _go_on(self, statuses: list[MPI.Status]) -> None:
         requests, self._requests, self._complete = self._requests, [], True
@@ -132,9 +136,24 @@ class Messages(Work):
                 self.source = statuses[0].source
             self._requests = list(self._proceed(statuses))
             self._complete = not self._requests
+        if self._complete and self._note is not None:
+            note, self._note = self._note, None
+            note.ended(self._begin or clock(), self.source)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until all messages have been carried; see `Work.wait`."""
+        note = self._note
+        if note is None or self._complete:
+            self._wait(timeout)
+            return
+        self._begin = clock()
+        try:
+            self._wait(timeout)
+        finally:
+            note.waited(self._begin)
+            self._begin = 0.0
+
+    def _wait(self, timeout: float | None) -> None:
         self._raise_met()
         if timeout is None:
             while not self._complete:
@@ -225,7 +244,7 @@ class Queued(Work):
             self._worker.finish(self)
         else:
             self._worker.start()
-            if not self.complete.wait(timeout):
+            if not self._worker.waits(self, timeout):
                 raise CommunicationError(
                     f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
                 )
@@ -244,9 +263,14 @@ class Worker:
     Its thread ends with it: what waits in the queue refers to the worker, so once it is gone nothing waits any more.
     """
 
-    def __init__(self, threaded: bool) -> None:
-        """Make a worker; `threaded` says whether a thread makes progress from the first operation on."""
-        self._threaded = threaded
+    def __init__(self, threaded: bool, journal: Journal) -> None:
+        """Make a worker.
+
+        Args:
+            threaded: Whether a thread makes progress from the first operation on.
+            journal: Where waits for that thread are entered.
+        """
+        self._threaded, self._journal = threaded, journal
         self._queue: deque[Queued] = deque()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -283,10 +307,19 @@ class Worker:
     def finish(self, work: Queued) -> None:
         """Complete an operation and those before it: in the thread if there is one, else here."""
         if self._thread is not None:
-            work.complete.wait()
+            self.waits(work, None)
             return
         while not work.complete.is_set():
             self._queue.popleft().run()
+
+    def waits(self, work: Queued, timeout: float | None) -> bool:
+        """Whether an operation is complete in time, of which the thread makes progress."""
+        if not self._journal.on:
+            return work.complete.wait(timeout)
+        begin = clock()
+        complete = work.complete.wait(timeout)
+        self._journal.wait(begin)
+        return complete
 
     def drain(self) -> None:
         """Complete everything that was submitted so far; errors stay with their handles."""

@@ -99,7 +99,11 @@ class Transports:
         transport = self.of_size(largest)
         if not transport.carries(operation, tensors, given):
             transport = self._staged
+        counted = self._binder.moved
+        before = 0 if counted is None else len(counted)
         transport.perform(operation, tensors, written, given)
+        if counted is not None:
+            counted[before:] = [moved.by(transport.name) for moved in counted[before:]]
 
     def free(self) -> None:
         """Release the memory of all of them. Collective."""
@@ -125,6 +129,7 @@ class Transports:
     def _measure(self) -> dict[str, dict[int, float]]:
         """Seconds of an all_reduce by each way, at each size: the best of a few, of the slowest rank."""
         found: dict[str, dict[int, float]] = {name: {} for name in self._possible}
+        counted, self._binder.moved = self._binder.moved, None  # by the operation that comes first, not by this
         for nbytes in _MEASURED:
             x = torch.zeros(nbytes // 4, device=self._device)
             for name, transport in self._possible.items():
@@ -139,6 +144,7 @@ class Transports:
                 best = np.array([min(times[1:])])
                 self._binder.comm.Allreduce(MPI.IN_PLACE, best, MPI.MAX)
                 found[name][nbytes] = float(best[0])
+        self._binder.moved = counted
         return found
 
 

@@ -79,7 +79,7 @@ class Direct:
         if len(passed) == 2 and passed[0] is not None and passed[1] is not None and overlap(passed[0], passed[1]):
             passed = [t if changed or t is None else t.clone() for t, changed in zip(passed, written, strict=True)]
         recorded(first.device).synchronize()
-        operation.bind(self._binder, *passed, *given)()
+        self._binder.run(operation.bind(self._binder, *passed, *given))
         for tensor, result, changed in zip(tensors, passed, written, strict=True):
             if changed and tensor is not None and result is not None:
                 if scale is not None:

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
+from mpitrain.comm.collectives.library import moved as ring
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
 from mpitrain.comm.memory.sharing import all_agree
 from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.programs.rings import even_blocks
+from mpitrain.comm.runtime.executor import Compiled
 
 _MODULE = "nccl.core"
 _OPERATIONS = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
@@ -45,8 +48,8 @@ class Nccl:
 
     name = "nccl"
 
-    def __init__(self, library: Any, comm: Any, rank: int) -> None:
-        self._library, self._comm, self._rank = library, comm, rank
+    def __init__(self, library: Any, comm: Any, binder: Binder) -> None:
+        self._library, self._comm, self._binder = library, comm, binder
 
     @staticmethod
     def make(binder: Binder, device: torch.device) -> tuple[Nccl | None, str]:
@@ -73,7 +76,7 @@ class Nccl:
             made, obstacle = None, f"NCCL: {error}"
         if not all_agree(comm, made is not None):
             return None, obstacle or "NCCL failed on another rank"
-        return Nccl(library, made, comm.rank), ""
+        return Nccl(library, made, binder), ""
 
     def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
         """Operations on blocks of one size that NCCL has, of the types it has, in the order of its own."""
@@ -108,7 +111,11 @@ class Nccl:
             calls["all_gather"] = partial(comm.allgather, own[1], own[0])
         elif operation.name == "reduce_scatter":
             calls["reduce_scatter"] = partial(comm.reduce_scatter, own[0], own[1], reduction)
-        calls[operation.name](stream=native_handle(current_stream(first.device)))
+        call = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
+        topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in own)
+        blocks = [smallest] * topology.size if any(operation.by_rank) else even_blocks(smallest, topology.size)
+        moved = ring(topology, operation.name, blocks, root)._replace(algorithm="nccl")
+        self._binder.run(Compiled([call], moved=moved))
 
     def free(self) -> None:
         """Release NCCL's communicator. Collective."""

@@ -120,7 +120,7 @@ class Peer:
         layout = replace(layout, device=vector.device, memory=mapped.at)
         said = described(operation.name, vector.numel(), vector.dtype, *map(str, given), binder.place(vector))
         compiled: Compiled = binder.compile(program, layout, reduction, arena, said=said)
-        binder.signed(said, compiled)()
+        binder.run(binder.signed(said, compiled))
 
     def _bounds(self, vector: Tensor, counts: Sequence[int] | None) -> list[int]:
         size = self._binder.topology.size

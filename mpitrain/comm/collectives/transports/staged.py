@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.operation import Bind, CollectiveOperation
+from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.pieces import OperationPiece, TensorPart, cut
 from mpitrain.comm.collectives.transports.transport import flat
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
@@ -62,8 +62,7 @@ class Staged:
     ) -> None:
         """Perform the operation; see `Transport.perform`."""
         if not operation.by_rank:
-            bind = partial(_with, operation, self._binder, given)
-            through_host(bind, tensors, written)
+            through_host(partial(_run, operation, self._binder, given), tensors, written)
             return
         caller = current_stream(self._device)
         asked = recorded(self._device, caller)
@@ -77,7 +76,7 @@ class Staged:
             if number + 1 < len(pieces):
                 filled = self._fill((number + 1) % _SLOTS, pieces[number + 1], given_by, read)
             ready.event.synchronize()
-            operation.bound(self._binder, *ready.host, *ready.piece.given)()
+            self._binder.run(operation.bound(self._binder, *ready.host, *ready.piece.given))
             self._empty(ready, given_by, written)
         emptied = self._emptied[(len(pieces) - 1) % _SLOTS]
         if emptied is not None and any(written):
@@ -136,17 +135,15 @@ def spans(part: TensorPart, place: Tensor, tensor: Tensor) -> list[tuple[Tensor,
     return found
 
 
-def _with(operation: CollectiveOperation, binder: Binder, given: Sequence[Any], *tensors: Tensor | None) -> Any:
-    return operation.bound(binder, *tensors, *given)
+def _run(operation: CollectiveOperation, binder: Binder, given: Sequence[Any], *tensors: Tensor | None) -> None:
+    binder.run(operation.bound(binder, *tensors, *given))
 
 
-def through_host(
-    bind: Bind | Callable[..., Callable[[], object]], tensors: Sequence[Tensor | None], written: Sequence[bool]
-) -> None:
+def through_host(perform: Callable[..., None], tensors: Sequence[Tensor | None], written: Sequence[bool]) -> None:
     """Perform an operation that cannot be cut on pinned host copies of the tensors it is on.
 
     Args:
-        bind: Given the copies, returns what performs the operation.
+        perform: Given the copies, performs the operation on them.
         tensors: On a device; None where an argument is missing.
         written: For each of them, whether the operation changes it.
     """
@@ -160,7 +157,7 @@ def through_host(
         here.copy_(there, non_blocking=True)
     for device in {there.device for _, there, _ in pairs}:
         recorded(device).synchronize()
-    bind(*host)()
+    perform(*host)
     for here, there, changed in pairs:
         if changed:
             there.copy_(here, non_blocking=True)
