@@ -17,7 +17,11 @@ from mpitrain.storage import locks
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, settings = parser.parse_known_args(argv)
+    if settings and arguments.act is not _import:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    arguments.settings = settings
     return exit_code_of(lambda: arguments.act(arguments))
 
 
@@ -46,12 +50,21 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", type=Path, metavar="PATH", help="of a run folder: all its checkpoints")
     same = "compare two checkpoints; exit code 1 if they are not bitwise the same"
     command("diff", _diff, same, a="PATH", b="PATH")
-    out = "write the model's weights into a .safetensors or .pt (torch.load) file"
-    command("export", _export, out, path="PATH", out="FILE")
-    of_weights = "make a checkpoint of step 0 from a .safetensors or torch.save file of weights"
-    take = command("import", _import, of_weights, file="FILE")
-    take.add_argument("run", type=Path, metavar="RUN", help="a new run folder; train with --run.dir RUN")
-    but_newest = "remove all but the newest checkpoints, never the last one that verifies"
+    out = "write the model's weights into a .safetensors or .pt (torch.load) file, or a folder of Hugging Face's"
+    give = command("export", _export, out, path="PATH", out="OUT")
+    give.add_argument("--shard-size", default="5GB", metavar="SIZE", help="with --format hf: of a file, at most [5GB]")
+    of_weights = "make a checkpoint of step 0 from a .safetensors or torch.save file of weights, or a folder of "
+    of_weights += "Hugging Face's; further arguments are settings, as of mpitrain.train, which the weights must fit"
+    take = command("import", _import, of_weights, file="SOURCE")
+    take.add_argument("run", type=Path, metavar="RUN", help="a new run folder; train with RUN/config.toml or --run.dir")
+    for each in (give, take):
+        each.add_argument(
+            "--format",
+            choices=["file", "hf"],
+            default="file",
+            help="hf: a folder with config.json, of GPT-2, Llama, Mistral or Qwen2",
+        )
+    but_newest = "remove all but the newest checkpoints, never the last one that verifies or the best"
     prune = command("prune", _prune, but_newest, path="RUN")
     prune.add_argument("--keep", type=int, required=True, metavar="N")
     return parser
@@ -89,7 +102,12 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     folder = contents.only(arguments.path)
-    count = convert.export(folder, arguments.out)
+    if arguments.format == "hf":
+        from mpitrain.trainer.weights.huggingface import export_folder
+
+        count = export_folder(folder, arguments.out, arguments.shard_size)
+    else:
+        count = convert.export(folder, arguments.out)
     print(f"{arguments.out}: {count} tensors of {folder}")
     return EXIT_DONE
 
@@ -97,8 +115,17 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     arguments.run.mkdir(parents=True, exist_ok=True)
     with _occupied(arguments.run):
-        folder = convert.import_weights(arguments.file, arguments.run / "checkpoints")
-    print(f"{folder}; train on from it with --run.dir {arguments.run}")
+        if arguments.format == "hf":
+            from mpitrain.trainer.weights.huggingface import import_folder
+
+            folder = import_folder(arguments.file, arguments.run, arguments.settings)
+        else:
+            from mpitrain.trainer.weights.importing import import_plain
+
+            folder = import_plain(arguments.file, arguments.run, arguments.settings)
+    settings = arguments.run / "config.toml"
+    how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
+    print(f"{folder}; train on from it with {how}")
     return EXIT_DONE
 
 
@@ -126,7 +153,7 @@ def _prune(arguments: argparse.Namespace) -> int:
                 break
         if not verified:
             raise CheckpointError(f"none of the {len(steps)} checkpoints in {root} verifies; nothing is removed")
-        for step in folders.doomed(steps, arguments.keep, verified, unusable, fruitful):
+        for step in folders.doomed(steps, arguments.keep, verified, unusable, fruitful, folders.best_step(root)):
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)

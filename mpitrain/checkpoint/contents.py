@@ -87,7 +87,9 @@ def whole(folder: Path) -> Manifest:
 def listing(path: Path) -> Iterator[str]:
     """What `ls` prints of a run folder: a line for each checkpoint."""
     yield f"{'step':>10}  {'size':>11}  {'files':>5}  {'written':19}  state"
-    for folder in found(path):
+    listed = found(path)
+    best = folders.best_folder(listed[0].parent)
+    for folder in listed:
         manifest: Manifest | None = None
         try:
             manifest = read_manifest(folder)
@@ -99,6 +101,7 @@ def listing(path: Path) -> Iterator[str]:
             files = size = time = "?"
         since = manifest.values.get(FRUITLESS) if manifest is not None else None
         remark = f", nothing learned since step {since}" if since else ""
+        remark += ", best" if folder == best else ""
         yield f"{step:>10}  {size:>11}  {files:>5}  {time:19}  {state(folder)}{remark}"
 
 

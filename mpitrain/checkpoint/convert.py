@@ -1,54 +1,28 @@
-"""Model weights out of a checkpoint and into one: safetensors files and torch state dictionaries.
-
-A safetensors file is the length of a header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
-data_offsets after the header), and the tensors' bytes one after the other
-(https://github.com/huggingface/safetensors, "Format"). Neither way executes anything a file says.
-"""
+"""Model weights out of a checkpoint and into one: safetensors files and torch state dictionaries."""
 
 from __future__ import annotations
 
-import json
 import os
-import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, readable, whole
-from mpitrain.checkpoint.files import Part, begin_file, bytes_of, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, begin_file, make_structure, write_parts
 from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, Values
-from mpitrain.checkpoint.payload import Shape, Size
+from mpitrain.checkpoint.tensor_files import read_tensors, write_safetensors
 from mpitrain.checkpoint.view import make_view
-from mpitrain.errors import InputError, first_problem
+from mpitrain.errors import InputError
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import open_plain, sync
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
-_KINDS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in _KINDS.items()}
-_LONGEST_HEADER = 100 << 20  # bytes
 _LONGEST_NAME = 1000
 _DIMENSIONS = 32  # of an HDF5 data set, at most
 _REPEATED = 16  # times the bytes of a file that tensors may take which share some of them
@@ -78,7 +52,7 @@ def export(folder: Path, out: Path) -> int:
     write = {".safetensors": _write_safetensors}.get(out.suffix, _write_torch if out.suffix in _TORCH else None)
     if write is None:
         raise InputError(f"{out}: the kind of file is told by its ending; use .safetensors or .pt")
-    with _os_errors(out):
+    with os_errors(out):
         temporary = out.with_name(folders.temporary_name(out.name))
         try:
             write(temporary, folder, manifest, sources | ties)
@@ -95,30 +69,20 @@ def _write_torch(path: Path, folder: Path, manifest: Manifest, sources: Mapping[
 
 
 def _write_safetensors(path: Path, folder: Path, manifest: Manifest, sources: Mapping[str, str]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, source in sources.items():
-        spec = manifest.tensors[source]
-        kind = _NAMES.get(DTYPES[spec.dtype])
-        if kind is None:
-            raise InputError(f"{name} is {spec.dtype}, which safetensors does not know; export to .pt")
-        end = begin + spec.nbytes
-        header[name] = {"dtype": kind, "shape": spec.shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for source in sources.values():
-            file.write(bytes_of(load_tensor(folder, manifest, source).reshape(-1)))
+    specs = {name: manifest.tensors[source] for name, source in sources.items()}
+    told = {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}
+    write_safetensors(path, told, lambda name: load_tensor(folder, manifest, sources[name]))
 
 
-def import_weights(file: Path, root: Path) -> Path:
+def import_weights(
+    file: Path, root: Path, check: Callable[[Mapping[str, torch.Tensor]], None] = lambda tensors: None
+) -> Path:
     """Make a checkpoint of step 0 of a file's tensors, without states of an optimizer.
 
     Args:
         file: A .safetensors file, or one that torch.save made.
         root: The checkpoint folder of a run.
+        check: Raises InputError for tensors that the run's model cannot have.
 
     Returns:
         The folder of the checkpoint.
@@ -126,17 +90,37 @@ def import_weights(file: Path, root: Path) -> Path:
     Raises:
         InputError: The file is none of these, or the folder has checkpoints already.
     """
-    if folders.finished_steps(root):
-        raise InputError(f"{root} has checkpoints already; give a new run folder")
-    with _os_errors(file):
+    with os_errors(file):
         with open_plain(file) as opened:
             size = os.fstat(opened.fileno()).st_size
-        tensors = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
-    parts, tied = _parts(file, tensors, size)
-    values = {"position": 0, "data": None, "optimizer": {}, "tied": tied, "imported": file.name}
+        tensors = read_tensors(file)
+    check(tensors)
+    return make_first(root, file, tensors, size, {})
+
+
+def make_first(root: Path, origin: Path, tensors: Mapping[str, torch.Tensor], size: int, values: Values) -> Path:
+    """Make the checkpoint of step 0 that a run begins with.
+
+    Args:
+        root: The checkpoint folder of a run.
+        origin: Where the tensors are from.
+        tensors: The model's parameters and buffers by their names.
+        size: Of the files that they are from, in bytes.
+        values: What is to be said beside them.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        InputError: The folder has checkpoints already, or there is a tensor that a checkpoint cannot hold.
+    """
+    if folders.finished_steps(root):
+        raise InputError(f"{root} has checkpoints already; give a new run folder")
+    parts, tied = _parts(origin, tensors, size)
+    own = {"position": 0, "data": None, "optimizer": {}, "tied": tied, "imported": origin.name}
     final = root / folders.folder_name(0)
-    with _os_errors(final):
-        _make_checkpoint(final, parts, values)
+    with os_errors(final):
+        _make_checkpoint(final, parts, own | values)
     return final
 
 
@@ -201,83 +185,9 @@ def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
         raise
 
 
-def _read_torch(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        if zipfile.is_zipfile(file) and any(of.compress_type for of in zipfile.ZipFile(file).infolist()):
-            raise ValueError("it is compressed, which torch.save never does")  # torch would map the bytes as they are
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # what a file that is something else makes it raise is nowhere written
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{file} is no file of plain tensors that torch.load reads: {text}") from None
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-        loaded = loaded["state_dict"]
-    named = isinstance(loaded, dict) and all(isinstance(n, str) and torch.is_tensor(t) for n, t in loaded.items())
-    if not named or not loaded:
-        raise InputError(f"{file} is no state dictionary: it must map names to tensors, and nothing else")
-    return dict(loaded)
-
-
-class _TensorEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "C64"]
-    shape: Shape
-    data_offsets: tuple[Size, Size]
-
-
-_HEADER = TypeAdapter(dict[str, _TensorEntry])
-
-
-def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    size = file.stat().st_size
-    try:
-        with open_plain(file) as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            entries = _entries(opened.read(length))
-        data = np.memmap(file, dtype=np.uint8, mode="c", offset=8 + length) if size > 8 + length else np.empty(0, "u1")
-        tensors, end = {}, 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-            dtype, (lo, hi) = _KINDS[entry.dtype], entry.data_offsets
-            if lo != end or not lo <= hi <= len(data) or hi - lo != prod(entry.shape) * dtype.itemsize:
-                raise ValueError(f"{name!r:.100} is not where and as large as the header says")
-            end = hi
-            raw = torch.from_numpy(data[lo:hi]) if hi > lo else torch.empty(0, dtype=torch.uint8)
-            aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
-            tensors[name] = aligned.view(dtype).view(entry.shape)
-        if end != len(data):
-            raise ValueError(f"the header tells of {end} bytes, {len(data)} follow")
-    except ValidationError as error:
-        raise InputError(f"{file} is no safetensors file: {first_problem(error)}") from None
-    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch does not take
-        raise InputError(f"{file} is no safetensors file: {str(error).splitlines()[0]}") from None
-    return {name: tensors[name] for name in entries}
-
-
-def _entries(header: bytes) -> dict[str, _TensorEntry]:
-    """The tensors that a header tells of. Raises ValueError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("it names something twice")
-        return dict(pairs)
-
-    try:
-        content = json.loads(header, object_pairs_hook=unique)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    if isinstance(content, dict):
-        content.pop("__metadata__", None)
-    return _HEADER.validate_python(content)
-
-
 @contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
+def os_errors(path: Path) -> Iterator[None]:
+    """Inside, what the system refuses to do with a file is an InputError that names it."""
     try:
         yield
     except OSError as error:

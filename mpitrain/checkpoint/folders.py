@@ -3,6 +3,7 @@
     step-00000100.tmp-<id>/   being written: a mark lies in it; never read, removed when found at a start
     step-00000100/            after the rename: whole
     latest                    a hint for people; the folders themselves decide
+    best                      names the one with the best held-out figure (checkpoint.best), which is never pruned
 
 Only what has one of these names and is known by its content to be ours is ever removed or replaced: a folder by the
 mark or by a manifest, `latest` by what it says. Other things in the way are refused, and others are left alone.
@@ -28,13 +29,13 @@ from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
 from mpitrain.storage.room import lack_of_room, readable
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 CHECKPOINTS = "checkpoints"  # of a run folder
 PROBE = "probe"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{8,})")
 _FOLDER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
-_FILE = re.compile(rf"({LATEST}|{PROBE}-\d+)\.tmp-[0-9a-f]{{8}}")
+_FILE = re.compile(rf"({LATEST}|{BEST}|{PROBE}-\d+)\.tmp-[0-9a-f]{{8}}")
 _POINTER = re.compile(rb"(step-\d{8,}\n?)?")
 _TENSORS = re.compile(r"(rank|node)-\d{5,}\.h5")
 _OURS = re.compile(
@@ -74,6 +75,32 @@ def find(path: Path) -> list[Path]:
         if steps := finished_steps(root):
             return [root / folder_name(step) for step in steps]
     return []
+
+
+def best_step(root: Path) -> int | None:
+    """The step of the checkpoint that is marked as the best; None where none is, or it is gone."""
+    pointer = root / BEST
+    if not _is_pointer(pointer):
+        return None
+    match = _NAME.fullmatch(pointer.read_text(encoding="utf-8").strip())
+    step = int(match[1]) if match else None
+    return step if step is not None and is_checkpoint(root / folder_name(step)) else None
+
+
+def best_folder(path: Path) -> Path | None:
+    """The checkpoint of a run folder that is marked as the best; None where none is."""
+    for root in (path, path / CHECKPOINTS):
+        if (step := best_step(root)) is not None:
+            return root / folder_name(step)
+    return None
+
+
+def marked_best(run: Path) -> Path:
+    """The same. Raises InputError where none is."""
+    folder = best_folder(run)
+    if folder is None:
+        raise InputError(f"{run} has no checkpoint that is marked as the best; train with checkpoint.best")
+    return folder
 
 
 def locked_with(root: Path) -> list[Path]:
@@ -189,19 +216,30 @@ def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:
     sync(final.parent)
 
 
-def point_to(final: Path) -> None:
-    """Make `latest` name this folder; where there is no room for it, let there be none rather than a wrong one."""
-    latest = final.with_name(LATEST)
+def point_to(final: Path, name: str = LATEST) -> None:
+    """Make `latest` name this folder; where there is no room for it, let there be none rather than a wrong one.
+
+    name: of another such file, in place of `latest`.
+    """
+    latest = final.with_name(name)
     if os.path.lexists(latest) and not _is_pointer(latest):
         return
-    pointer = final.with_name(temporary_name(LATEST))
+    pointer = final.with_name(temporary_name(name))
     try:
         pointer.write_text(final.name + "\n", encoding="utf-8")
-        os.replace(pointer, final.parent / LATEST)
+        os.replace(pointer, latest)
     except OSError:
         pointer.unlink(missing_ok=True)
         with suppress(OSError):  # a folder of that name stays
             latest.unlink(missing_ok=True)
+
+
+def point_to_both(final: Path, best: Path) -> int | None:
+    """Have `latest` name a folder, and `best` another, if it is there; returns the step that `best` then names."""
+    point_to(final)
+    if is_checkpoint(best):
+        point_to(best, BEST)
+    return best_step(final.parent)
 
 
 def discard(folder: Path) -> None:
@@ -233,6 +271,7 @@ def doomed(
     verified: Collection[int],
     unusable: Collection[int],
     fruitful: Callable[[int], bool] = lambda step: True,
+    spared: int | None = None,
 ) -> list[int]:
     """Which checkpoints are removed.
 
@@ -246,6 +285,7 @@ def doomed(
         verified: The steps of those that are known to be whole.
         unusable: The steps of those that are known not to be.
         fruitful: Whether the checkpoint of a step was made while training learned something.
+        spared: The step of one that stays beside them.
     """
     usable = [step for step in steps if step not in unusable]
     whole = [step for step in usable if step in verified]
@@ -254,6 +294,7 @@ def doomed(
     if not staying:
         return []
     oldest = min(staying)
+    staying.add(spared if spared is not None else oldest)
     return [step for step in steps if step not in staying and (step not in unusable or step < oldest)]
 
 

@@ -32,6 +32,7 @@ from mpitrain.storage.disk import read_plain, write_durably
 
 MANIFEST = "manifest.json"
 MODEL = "model/"  # what the names of parameters and buffers begin with
+MASTER = "master/"  # and those of the optimizer's fp32 copies, in 16-bit training
 FRUITLESS = "fruitless_since"  # a value: the step since which nothing was learned when this was saved; 0: it was
 HASHED = 4 << 20  # bytes under one hash
 _LARGEST = 1 << 30  # bytes of a manifest: millions of pieces
@@ -142,6 +143,17 @@ class Manifest:
         if name not in self.values:
             raise CheckpointError(f"the checkpoint of step {self.step} has no {name!r} among its values")
         return self.values[name]
+
+
+def source_of(manifest: Manifest, name: str, dtype: torch.dtype) -> str:
+    """The tensor that one of the model, or an fp32 copy of one, is filled from, which may be neither there.
+
+    Where fp32 is wanted that is the copy, if the checkpoint has one; else the parameter itself.
+    """
+    kind, _, rest = name.partition("/")
+    if dtype == torch.float32 and kind + "/" in (MODEL, MASTER):
+        return MASTER + rest if MASTER + rest in manifest.tensors else MODEL + rest
+    return name
 
 
 def grouped(extents: Iterable[Extent], key: Callable[[Extent], str]) -> dict[str, list[Extent]]:

@@ -49,6 +49,7 @@ class Store:
 
     Attributes:
         repairs: A sentence for each damaged file that was restored from other nodes.
+        best, keeps_best: The step of the best one so far, which stays whatever `keep` is; whether there may be one.
         waited_seconds: That the last save waited for the one before, which was being written still.
         write_seconds: That the last one in the background which is known to have ended took to be written.
     """
@@ -83,6 +84,7 @@ class Store:
         self._since_flush = 0
         self.repairs: list[str] = []
         self.waited_seconds = self.write_seconds = 0.0
+        self.best, self.keeps_best = -1, False
         self._verified: set[int] = set()  # steps that this job has written or read whole
         self._unusable: set[int] = set()
         self._fruitful: dict[int, bool] = {}  # of steps in `root`, where it was looked up
@@ -160,7 +162,8 @@ class Store:
             self._local.require_room(self.comm, of_ranks.tolist(), saves)
             shared = min(saves, saves // self.flush_every + 1)
         mend = "make room, lower checkpoint.keep, or choose another run.dir"
-        self.comm.on_root(lambda: folders.require_room(self.root, "checkpoint folder", total, shared, self.keep, mend))
+        need = "checkpoint folder", total, shared, self.keep + self.keeps_best
+        self.comm.on_root(lambda: folders.require_room(self.root, *need, mend))
 
     def newest_first(self) -> list[Path]:
         """The folders of the finished checkpoints, those on the nodes' own disks among them."""
@@ -229,7 +232,7 @@ class Store:
         parts = self._replicas.written_here(self.comm, parts)
         shared = self._local is None or durable or self._since_flush + 1 >= self.flush_every
         self._since_flush = 0 if shared else self._since_flush + 1
-        write = partial(self._write, step, shared=shared)
+        write = partial(self._write, step, shared=shared, best=self.best)
         if background:
             copies = self._snapshot.copy(parts)
             self._task = BackgroundTask(partial(write, copies, values))
@@ -296,7 +299,7 @@ class Store:
             with suppress(MpitrainError):
                 self.close()
 
-    def _write(self, step: int, parts: Sequence[Part], values: Values, *, shared: bool) -> None:
+    def _write(self, step: int, parts: Sequence[Part], values: Values, *, shared: bool, best: int) -> None:
         layout = self._layout
         assert layout is not None
         if not shared and self._local is not None:
@@ -306,10 +309,10 @@ class Store:
         fruitful = not values.get(FRUITLESS)
 
         def after() -> None:
-            folders.point_to(self.folder(step))
-            steps = folders.finished_steps(self.root)
+            spared = folders.point_to_both(self.folder(step), self.folder(best))
             self._fruitful[step] = fruitful
-            old = folders.doomed(steps, self.keep, self._verified | {step}, self._unusable - {step}, self._was_fruitful)
+            known = self._verified | {step}, self._unusable - {step}, self._was_fruitful
+            old = folders.doomed(folders.finished_steps(self.root), self.keep, *known, spared)
             hidden = [folders.hide(self.folder(step)) for step in old if folders.is_checkpoint(self.folder(step))]
             if hidden:  # giving gigabytes back takes a while, which nobody has to wait for
                 self._removal = BackgroundTask(partial(folders.remove, *hidden))

@@ -25,13 +25,13 @@ class Grouping:
         count: Groups.
         number: This rank's.
         each: Data-parallel ranks in a group.
-        bounds: The samples of a global batch that each group begins at, and at last the batch's size.
+        batch: Samples of a global batch.
     """
 
     count: int
     number: int
     each: int
-    bounds: tuple[int, ...]
+    batch: int
 
     @staticmethod
     def of(world: Communicator, parallel: ParallelSection, batch: int) -> Grouping:
@@ -66,17 +66,18 @@ class Grouping:
                 f"train.batch {batch} has no sample for some of the {count} groups of parallel.mode local; make it "
                 f"at least {count}"
             )
-        return Grouping(count, number, each, tuple(split(batch, count)))
+        return Grouping(count, number, each, batch)
 
-    @property
-    def samples(self) -> int:
-        """This group's samples of a global batch."""
-        return self.bounds[self.number + 1] - self.bounds[self.number]
+    def part(self, size: int) -> tuple[int, int]:
+        """This group's samples [first, last) of a global batch of `size` samples."""
+        bounds = split(size, self.count)
+        return bounds[self.number], bounds[self.number + 1]
 
     @property
     def weight(self) -> float:
         """This group's part of a global batch: what it counts in averages."""
-        return self.samples / self.bounds[-1]
+        first, last = self.part(self.batch)
+        return (last - first) / self.batch
 
 
 def _of_node(world: Communicator, model: int) -> int:

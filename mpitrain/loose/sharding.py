@@ -14,7 +14,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
 from mpitrain.loose.update import ShareUpdate
 from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
-from mpitrain.shard.flat_parameters import FlatParameter, sharded_flat_parameters
+from mpitrain.shard.flat_parameters import FlatParameter, refuse_unless_elementwise, sharded_flat_parameters
 from mpitrain.shard.parameters import move_into, move_out
 from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reduction import BucketReduction
@@ -196,6 +196,7 @@ class ServedSharding(Sharding):
         return self.pushed
 
     def _flat_parameters(self, gradients: Gradients, counted: Callable[[nn.Parameter], bool]) -> list[FlatParameter]:
+        refuse_unless_elementwise(self.optimizer)  # on all ranks
         if self.share is None:
             return []
         kinds = [g.dtype if g.dtype.itemsize >= 4 else torch.float32 for g in self.groups]

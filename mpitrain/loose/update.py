@@ -8,7 +8,7 @@ import torch
 
 from mpitrain.loose.memory import OwnShares
 from mpitrain.shard.flat_parameters import FlatParameter
-from mpitrain.shard.update import optimizer_step
+from mpitrain.shard.update import optimizer_step, set_rate
 
 
 class ShareUpdate:
@@ -71,8 +71,7 @@ class ShareUpdate:
         chosen = [s for number in buckets for s in self._of[number]]
         if not chosen:
             return
-        for settings in self._optimizer.param_groups:
-            settings["lr"] = lr
+        set_rate(self._optimizer, lr)
         for flat_parameter in chosen:
             gradient = flat_parameter.gradient()
             assert gradient is not None

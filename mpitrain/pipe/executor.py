@@ -31,7 +31,9 @@ from mpitrain.pipe.stage import Kept, Past, Stage
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Seen = Callable[[Any, Any], None]  # of an output and its targets
 Half = Callable[[Stage, Kept, Sequence[torch.Tensor]], list[torch.Tensor]]  # of a backward pass, or all of it
+Watched = Callable[[Step, Callable[[], None]], Callable[[], None]]
 Known = dict[int, OutputSpec]  # by stage, of microbatches that look alike: the output
 
 
@@ -44,6 +46,7 @@ class PipelineBatch:
         targets: Of each microbatch, for the loss.
         weights: Of each microbatch in the loss.
         known: Of each microbatch, the outputs of stages as far as they are known; others are told by headers.
+        seen: Shown the output of each microbatch and its targets, on the last stage's rank; None: nobody.
         losses: By microbatch, weighted; on the last stage's rank.
     """
 
@@ -51,6 +54,7 @@ class PipelineBatch:
     targets: Sequence[Any]
     weights: Sequence[float]
     known: Sequence[Known]
+    seen: Seen | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -72,6 +76,7 @@ class Executor:
         loss: Of an output and a target; None where the last stage is not.
         wire: Carries the messages.
         recorder: Notes when each step runs; None to note nothing.
+        watched: Given a step and the call that carries it out, returns what is called instead.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Executor:
         loss: Loss | None,
         wire: Wire,
         recorder: Recorder | None,
+        watched: Watched | None = None,
     ) -> None:
         self.schedule = program.schedule
         self.stages, self.loss, self.wire = stages, loss, wire
@@ -100,6 +106,8 @@ class Executor:
             if need is not None and need[1] not in stages:
                 self._calls.append(partial(self._wait, (need[1], step.microbatch, need[0] is not Forward)))
             call = self._bind(step)
+            if watched is not None:
+                call = watched(step, call)
             self._calls.append(call if recorder is None else recorder.timed(step, call))
 
     def run(self, batch: PipelineBatch, headers: bool) -> list[torch.Tensor]:
@@ -173,6 +181,8 @@ class Executor:
     def _ending(self, microbatch: int, output: Any) -> torch.Tensor:
         """The microbatch's part of the loss."""
         assert self.loss is not None
+        if self._batch.seen is not None:
+            self._batch.seen(output, self._batch.targets[microbatch])
         return self.loss(output, self._batch.targets[microbatch]) * self._batch.weights[microbatch]
 
     def _backward(

@@ -22,17 +22,28 @@ from mpitrain.pipe.wire import as_tuple
 _TRIES = 3  # of a block's timing; the fastest counts
 
 
-def listed_blocks(model: nn.Module | Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """(name, module) of a model's blocks, in order. Raises InputError when the model does not say what they are."""
+def listed_blocks(
+    model: nn.Module | Sequence[tuple[str, nn.Module]], names: Sequence[str] = ()
+) -> list[tuple[str, nn.Module]]:
+    """(name, module) of a model's blocks, in order.
+
+    names: Of the blocks, where the model is not to be asked. Raises InputError when nobody says what they are.
+    """
     if not isinstance(model, nn.Module):
         return list(model)
-    if callable(listing := getattr(model, "pipeline_blocks", None)):
+    if names:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if strangers := [name for name in names if name not in modules]:
+            raise refusal(f"{type(model).__name__} has no module {strangers[0]!r} to be a block; name one it has")
+        blocks = [(name, modules[name]) for name in names]
+    elif callable(listing := getattr(model, "pipeline_blocks", None)):
         blocks = list(listing())
     elif isinstance(model, nn.Sequential):
         blocks = list(model.named_children())
     else:
         raise refusal(
-            f"{type(model).__name__} does not say where it may be cut; make it an nn.Sequential or give it a method "
+            getattr(model, "undivided", "")
+            or f"{type(model).__name__} does not say where it may be cut; make it an nn.Sequential or give it a method "
             "pipeline_blocks() that lists (name, module) in order"
         )
     inside = {id(p) for _, block in blocks for p in block.parameters()}

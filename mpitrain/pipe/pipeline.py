@@ -23,7 +23,7 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
-from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch
+from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
 from mpitrain.pipe.partition import given_bounds, listed_blocks, parameter_costs, partition_blocks, time_costs
 from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.record import Recorder, to_json
@@ -63,7 +63,10 @@ class Pipeline:
     Attributes:
         module: This rank's blocks under their names in the whole model.
         bounds: Stage s has blocks bounds[s] to bounds[s + 1] - 1.
+        last_rank: The rank that has the last stage, where outputs and losses are.
         peak_in_flight: Microbatches that this rank held at most in the last batch.
+        watched: Given a step and the call that carries it out, returns what is called instead; None: that call. It
+            counts from the first batch of a size on.
     """
 
     def __init__(
@@ -97,15 +100,15 @@ class Pipeline:
         parts = [listed[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
         self.bounds = tuple(bounds)
-        self.module = _named_tree([named for number in mine for named in parts[number]])
+        self.module = named_tree([named for number in mine for named in parts[number]])
         halves = any(isinstance(step, BackwardInput) for step in plan.steps[self.comm.rank])
         self._stages = {
             number: Stage([block for _, block in parts[number]], first=number == 0, recompute=recompute, halves=halves)
             for number in mine
         }
         self._tied: list[Tied] = find_tied(parts, plan.rank_of, self.comm)
-        self._last_rank = plan.rank_of[-1]
-        self._loss = loss if self.comm.rank == self._last_rank else None  # a method keeps its model
+        self.last_rank = plan.rank_of[-1]
+        self._loss = loss if self.comm.rank == self.last_rank else None  # a method keeps its model
         if device is not None:
             self.module.to(device)
         self._wire = Wire(self.comm)
@@ -117,6 +120,7 @@ class Pipeline:
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._known: dict[Any, Known] = {}
         self.peak_in_flight = 0.0
+        self.watched: Watched | None = None
 
     def forward_backward(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float]) -> float:
         """Add the gradients of the sum of weights[i] * loss_i to the parameters' `.grad`.
@@ -139,10 +143,11 @@ class Pipeline:
             self.write_recording(self._record_to)
         return loss
 
-    def evaluate(self, x: Any, y: Any) -> float:
+    def evaluate(self, x: Any, y: Any, seen: Seen | None = None) -> float:
         """The mean loss of the samples on every rank, in evaluation mode and without gradients.
 
-        Tensors are divided along their first dimension into `microbatches` parts, or as many as that allows.
+        Tensors are divided along their first dimension into `microbatches` parts, or as many as that allows. seen:
+        called with the output of each part (and slice) and its targets, on the last stage's rank.
         """
         parts, shares = [(x, y)], [1.0]
         if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
@@ -153,7 +158,7 @@ class Pipeline:
         self.module.eval()
         try:
             with torch.no_grad():
-                return self._run(parts, shares, training=False)
+                return self._run(parts, shares, training=False, seen=seen)
         finally:
             for module, training in modes:
                 module.training = training
@@ -169,6 +174,27 @@ class Pipeline:
     def counted_elsewhere(self) -> set[str]:
         """This rank's parameters that a lower rank of the pipeline has a copy of; norms leave them out."""
         return {t.name for t in self._tied if t.group.rank > 0}
+
+    @property
+    def blocks(self) -> list[int]:
+        """The numbers of this rank's blocks."""
+        return [block for stage in self._stages for block in range(*self.bounds[stage : stage + 2])]
+
+    @property
+    def crossings(self) -> list[int]:
+        """What this rank sends for each microbatch: outputs of blocks, or gradients of these, by the block's number."""
+        rank_of, found = self._schedule(max(1, self._microbatches)).rank_of, list[int]()
+        for stage in self._stages:
+            if stage + 1 < len(rank_of) and rank_of[stage + 1] != self.comm.rank:
+                found.append(self.bounds[stage + 1] - 1)
+            if stage > 0 and rank_of[stage - 1] != self.comm.rank:
+                found.append(self.bounds[stage] - 1)
+        return found
+
+    @property
+    def tied_bytes(self) -> list[tuple[int, int]]:
+        """Of each of this rank's parameters that several ranks have and train: the bytes, and how many ranks."""
+        return [(t.parameter.nbytes, t.group.size) for t in self._tied if t.parameter.requires_grad]
 
     def recording(self) -> dict[str, Any] | None:
         """What all ranks did in the last batch (see `record`), on rank 0; None elsewhere."""
@@ -191,7 +217,13 @@ class Pipeline:
 
     # -- inside
 
-    def _run(self, microbatches: Sequence[tuple[Any, Any]], weights: Sequence[float], training: bool) -> float:
+    def _run(
+        self,
+        microbatches: Sequence[tuple[Any, Any]],
+        weights: Sequence[float],
+        training: bool,
+        seen: Seen | None = None,
+    ) -> float:
         """The weighted loss of all microbatches, on every rank."""
         slices = self._named[2]
         if slices > 1:
@@ -204,10 +236,10 @@ class Pipeline:
             self.comm.barrier()
             self._recorder.start(partial(synchronize, self._wire.device))
             self._recorded = executor.schedule
-        losses = executor.run(PipelineBatch(inputs, targets, weights, known), headers)
+        losses = executor.run(PipelineBatch(inputs, targets, weights, known, seen), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the one wait of a batch for the device
-        return self._wire.share_loss(sum(numbers), self._last_rank)
+        return self._wire.share_loss(sum(numbers), self.last_rank)
 
     def _executor(self, microbatches: int, training: bool) -> Executor:
         """The compiled program of so many microbatches."""
@@ -216,7 +248,7 @@ class Pipeline:
             schedule = self._schedule(microbatches)
             program = with_messages(schedule if training else forward_only(schedule))
             self._executors[key] = Executor(
-                program, self.comm.rank, self._stages, self._loss, self._wire, self._recorder
+                program, self.comm.rank, self._stages, self._loss, self._wire, self._recorder, self.watched
             )
         return self._executors[key]
 
@@ -262,7 +294,7 @@ def _costs(
     return list(everyone.on_root(lambda: time_costs(blocks, sample)))
 
 
-def _named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
+def named_tree(blocks: Sequence[tuple[str, nn.Module]]) -> nn.Module:
     """A module whose parameters have the names they have in the whole model; never called."""
     root = nn.Module()
     for name, block in blocks:

@@ -41,11 +41,13 @@ class LayoutRules:
         cut: Whether the model may be cut into stages or divided over tensor ranks.
         slices: Whether sequences may be sliced.
         zero: Stages of ZeRO that may be used.
+        warmup: The sizes of the batches of a warm-up.
     """
 
     cut: bool = True
     slices: bool = True
     zero: tuple[int, ...] = (0, 1, 2, 3)
+    warmup: tuple[int, ...] = ()
 
 
 def rules_of(config: Config) -> LayoutRules:
@@ -58,7 +60,8 @@ def rules_of(config: Config) -> LayoutRules:
         raise refusal(
             f"a plan is for ranks that train in step, and parallel.mode is {config.parallel.mode}; set it to sync"
         )
-    return LayoutRules(cut=not config.run.reproducible, slices=not config.model.compile)
+    warmup = tuple(size for _, size in config.train.batch_warmup)
+    return LayoutRules(cut=not config.run.reproducible, slices=not config.model.compile, warmup=warmup)
 
 
 def candidates(
@@ -105,7 +108,8 @@ def shapes(
             data = ranks // (tensor * pipeline)
             if pipeline > 1 and not (rules.cut and model.listed and pipeline <= blocks):
                 continue
-            if data <= model.batch and not (model.synchronous and model.batch % data):
+            uneven = any(size % data for size in (model.batch, *rules.warmup))
+            if data <= model.batch and not (model.synchronous and uneven):
                 found.append((data, pipeline, tensor))
     inside = [shape for shape in found if ranks_per_node % shape[2] == 0]
     return inside or found

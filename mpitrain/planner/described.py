@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from mpitrain.config.settings import Config
-from mpitrain.data import Description, open_dataset, resolve
-from mpitrain.errors import refusal
+from mpitrain.data import Description
+from mpitrain.data.configured import check_data, open_split
+from mpitrain.data.format import TRAIN
+from mpitrain.errors import InputError, refusal
 
 
 def description_of(config: Config) -> Description:
@@ -13,11 +15,10 @@ def description_of(config: Config) -> Description:
     Raises:
         InputError: They cannot be read, or are too few for a batch.
     """
-    folder = resolve(config.data.path)
-    data = open_dataset(folder, sequence=config.model.sequence)
-    if len(data) < config.train.batch:
-        raise refusal(
-            f"data set {folder} has {len(data)} samples, fewer than train.batch {config.train.batch}; give more data "
-            "or a smaller train.batch"
-        )
+    data = open_split(config, TRAIN)
+    assert data is not None
+    try:
+        check_data(config, data)
+    except InputError as error:
+        raise refusal(str(error)) from None
     return data.description

@@ -17,7 +17,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -261,7 +261,7 @@ def _nothing() -> None:
 
 
 def _told(description: Description) -> dict[str, Any]:
-    told = asdict(description)
+    told = asdict(replace(description, columns=None))  # which make no difference to a block
     return told | {key: told[key].str for key in ("x_dtype", "y_dtype")}
 
 

@@ -339,8 +339,10 @@ def _cores() -> int:
 
 def moments(section: OptimSection) -> int:
     """fp32 numbers that the configured optimizer keeps for each element; 2 where it does not tell."""
-    if section.name.lower() in ("adam", "adamw"):
+    if section.name.lower() in ("adam", "adamw", "muon"):  # muon: of what is no hidden matrix, which keeps most
         return 2
+    if section.name.lower() == "lion":
+        return 1
     try:
         kind = find("optim.name", section.name) if ":" in section.name else _torch_optimizer(section.name)
         tensor = torch.zeros(32, 32, requires_grad=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mpitrain.comm import Communicator
+from mpitrain.layers.base_weights import BaseWeights
 
 if TYPE_CHECKING:
     from mpitrain.pipe.pipeline import Pipeline
@@ -27,9 +28,11 @@ class Axes:
         pipeline: What the module is a stage of; None without a pipeline.
         aliases: Further names of parameters in the whole model, each with the name they are saved under; None: as
             the module itself says.
+        base: What is not saved, since it comes from its source again; None: all is saved.
     """
 
     others: tuple[Communicator, ...] = ()
     counted: Callable[[nn.Parameter], bool] = lambda p: True
     pipeline: Pipeline | None = None
     aliases: Mapping[str, str] | None = None
+    base: BaseWeights | None = None

@@ -83,6 +83,7 @@ def sharded_flat_parameters(
     counted: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
+    matrices: bool = False,
 ) -> list[FlatParameter]:
     """The flat parameters of one share of every bucket.
 
@@ -94,11 +95,12 @@ def sharded_flat_parameters(
         gradient: Gives elements [lo, hi) of a group's reduced gradients, a view: gradient(group, lo, hi).
         counted: Whether a parameter's gradient belongs to this rank's part of the norm.
         on_host: The optimizer works on copies in host memory of what is on a device.
+        matrices: What the shares hold of matrices is gathered for an optimizer that needs these whole.
 
     Raises:
         InputError: The optimizer's update of an element may depend on others.
     """
-    refuse_unless_elementwise(optimizer)
+    refuse_unless_elementwise(optimizer, matrices=matrices)
     settings_of = _settings_of(optimizer)
     flat_parameters = []
     for bucket, (g, b) in enumerate(numbered(groups)):
@@ -159,14 +161,23 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGrou
         raise refusal("the optimizer has parameters that are not the model's; give it those alone")
 
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError for an optimizer that is not known to update each element by itself."""
-    kind = type(optimizer)
-    if kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
-        raise refusal(
-            f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
-            "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`"
-        )
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, *, matrices: bool = False) -> None:
+    """Raise InputError for an optimizer that is not known to update each element by itself.
+
+    matrices: Matrices can be made whole, if that is what it needs.
+    """
+    for part in getattr(optimizer, "parts", [optimizer]):
+        kind, needs_matrices = type(part), getattr(part, "needs_matrices", False)
+        if needs_matrices and not matrices:
+            raise refusal(
+                f"{kind.__name__} needs whole matrices, and servers have stretches of them; use another optim.name, or "
+                "another parallel.mode"
+            )
+        if not (needs_matrices or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
+            raise refusal(
+                f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
+                "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`"
+            )
 
 
 def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatParameter]) -> None:

@@ -24,7 +24,8 @@ class HostUpdate:
     """The way of gradients to the host, and of updated parameters back.
 
     Args:
-        flat_parameters: What the host updates; their values are on the host, what they are copies of on the device.
+        flat_parameters: What the host updates; their values are on the host, what they are copies of on the device, or,
+            where that keeps no parameters between their uses, on the host as well.
         device: The device.
         wanted: Whether a bucket that is reduced now is to be copied at once, because no further passes are expected.
             Whatever changes later is copied again.
@@ -39,6 +40,8 @@ class HostUpdate:
         self._rounded: dict[int, torch.Tensor] = {}  # the same for updated values in the parameter's dtype
         self._arrived: dict[int, torch.Event] = {}  # when the gradients of this step are on the host
         self._begun = False
+        written = [s.value if s.stored is None else s.stored for s in self._flat_parameters]
+        self._in_place = any(not devices.is_accelerator(each.device) for each in written)
         self._returned: torch.Event | None = None  # when what was last sent back has left the host's memory
         self._of_bucket: dict[int, list[FlatParameter]] = {}
         for flat_parameter in self._flat_parameters:
@@ -94,12 +97,15 @@ class HostUpdate:
         if self._returned is not None:
             self._returned.synchronize()
             self._returned = None
+        if self._in_place:
+            devices.recorded(self._device).synchronize()  # the device may still read what is updated
         self._returning.wait_event(devices.recorded(self._device))  # the parameters are read until then
 
     def store(self, flat_parameter: FlatParameter) -> None:
-        """Begin to copy an updated value into the parameter, rounded to its dtype."""
+        """Begin to copy an updated value into the parameter that it is a copy of, rounded to its dtype."""
         stored, value = flat_parameter.stored, flat_parameter.value.detach()
-        assert stored is not None
+        if stored is None:  # the update was made in place
+            return
         if value.dtype != stored.dtype:
             rounded = self._rounded.get(id(flat_parameter))
             if rounded is None:

@@ -17,7 +17,7 @@ import torch
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.shard.flat import FlatGroup
-from mpitrain.shard.protocols import Parameters
+from mpitrain.shard.protocols import Gathered, Parameters
 
 
 class ReplicatedParameters(Parameters):
@@ -76,6 +76,9 @@ class PrivateParameters(Parameters):
             move_out(group)
             arena.free()
 
+    def gathered(self, microbatches: int) -> list[Gathered]:
+        return [Gathered(self.nbytes(), self._shard.size, 1)]
+
 
 class NodeParameters(Parameters):
     """One flat copy for all ranks of a node, of which their parameters are views. Collective to make.
@@ -123,6 +126,9 @@ class NodeParameters(Parameters):
 
     def nbytes(self) -> float:
         return sum(c.tensor.numel() * c.tensor.element_size() for c in self._copies) / self._comm.local_size
+
+    def gathered(self, microbatches: int) -> list[Gathered]:
+        return [] if self._carriers is None else [Gathered(self.nbytes(), self._carriers.size, 1)]
 
     def free(self) -> None:
         for group in self._groups:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,20 @@ from mpitrain.shard.flat import FlatGroup
 if TYPE_CHECKING:
     from mpitrain.comm import Work
     from mpitrain.shard.reduction import BucketReduction
+
+
+class Gathered(NamedTuple):
+    """Parameters that are gathered in a training step.
+
+    Attributes:
+        nbytes: Of them, whole.
+        ranks: That gather them from each other.
+        times: How often.
+    """
+
+    nbytes: float
+    ranks: int
+    times: int
 
 
 class Parameters(ABC):
@@ -58,6 +72,10 @@ class Parameters(ABC):
     @abstractmethod
     def free(self) -> None:
         """Give each parameter memory of its own again, and release the rest. Collective."""
+
+    def gathered(self, microbatches: int) -> list[Gathered]:
+        """What is gathered in a step of so many microbatches."""
+        return []
 
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that parameters are gathered into."""

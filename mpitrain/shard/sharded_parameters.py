@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from mpitrain.comm import Communicator, Work
-from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
+from mpitrain.comm import Arena, Communicator, Work
+from mpitrain.comm.memory.device import current_stream, is_accelerator, pinned, recorded
 from mpitrain.shard.flat import FlatGroup
-from mpitrain.shard.protocols import Parameters
+from mpitrain.shard.offload import HOST, MappedFiles
+from mpitrain.shard.protocols import Gathered, Parameters
 
 
 class _Unit:
@@ -48,6 +50,8 @@ class ShardedParameters(Parameters):
         shard: The ranks that the shares are divided over.
         reshard_after_forward: Drop a unit's whole parameters after its forward pass, and gather them again for
             backward; else keep them until backward has gone through the unit.
+        offload: Where this rank's shares are: "host" for host memory, or a folder for files mapped into it, from which
+            they are copied to the device on each gather; empty for the device.
     """
 
     gathers = True
@@ -60,9 +64,11 @@ class ShardedParameters(Parameters):
         shard: Communicator,
         *,
         reshard_after_forward: bool = True,
+        offload: str = "",
     ) -> None:
         self._groups, self._shard, self._reshard = groups, shard, reshard_after_forward
-        self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in groups]
+        self._arenas: list[Arena] = []
+        self._shares = self._hosted(offload) if offload else self._in_arenas()
         # by group, buffers that are free, and after what on the device
         self._pool: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
         self._nothing = [torch.full((), torch.nan, dtype=g.dtype, device=g.device) for g in groups]
@@ -85,6 +91,20 @@ class ShardedParameters(Parameters):
 
     # -- memory
 
+    def _in_arenas(self) -> list[torch.Tensor]:
+        """Memory for this rank's shares of each group, where the group computes."""
+        shard = self._shard
+        self._arenas = [shard.arena(g.layout.numel // g.layout.parts, g.dtype, g.device) for g in self._groups]
+        return [arena.tensor for arena in self._arenas]
+
+    def _hosted(self, offload: str) -> list[torch.Tensor]:
+        """The same in host memory, or in files (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1)."""
+        found = [pinned((g.layout.numel // g.layout.parts,), g.dtype, g.device) for g in self._groups]
+        if offload == HOST:
+            return found
+        files = MappedFiles(Path(offload))
+        return [files.move(share) for share in found]
+
     def _buckets(self, unit: _Unit) -> Iterator[tuple[int, FlatGroup, int, int]]:
         """The unit's buckets that hold anything: (group number, group, lo, hi) in the group's layout."""
         for g, group in enumerate(self._groups):
@@ -95,7 +115,7 @@ class ShardedParameters(Parameters):
     def _share(self, g: int, lo: int, hi: int) -> torch.Tensor:
         """This rank's share of the bucket [lo, hi) of a group, a view."""
         parts = self._groups[g].layout.parts
-        return self._arenas[g].tensor[lo // parts : hi // parts]
+        return self._shares[g][lo // parts : hi // parts]
 
     def _take_shares(self, unit: _Unit) -> None:
         """Copy this rank's shares of the values that a unit's parameters have now into its arenas."""
@@ -135,7 +155,11 @@ class ShardedParameters(Parameters):
         background = self._shard.overlaps
         for g, _, lo, hi in self._buckets(unit):
             buffer = unit.buffers[g] = self._buffer(g, hi - lo, unit.root)
-            work = self._shard.all_gather(buffer[: hi - lo], self._share(g, lo, hi), async_op=background)
+            share = self._share(g, lo, hi)
+            if share.device != buffer.device:
+                length, rank = len(share), self._shard.rank
+                share = buffer[rank * length : (rank + 1) * length].copy_(share, non_blocking=True)
+            work = self._shard.all_gather(buffer[: hi - lo], share, async_op=background)
             if work is not None:
                 unit.works.append(work)
 
@@ -244,13 +268,21 @@ class ShardedParameters(Parameters):
 
     def own(self, group: int, lo: int, hi: int) -> torch.Tensor:
         begin = self._groups[group].in_shares(lo, self._shard.rank)
-        return self._arenas[group].tensor[begin : begin + hi - lo]
+        return self._shares[group][begin : begin + hi - lo]
 
     def publish(self) -> None:
         """The next gather shows what was written."""
 
     def nbytes(self) -> float:
-        return sum(a.tensor.numel() * a.tensor.element_size() for a in self._arenas)
+        return sum(share.nbytes for share in self._shares)
+
+    def gathered(self, microbatches: int) -> list[Gathered]:
+        ranks, found = self._shard.size, []
+        for unit in self._units:
+            nbytes = sum((hi - lo) * group.dtype.itemsize for _, group, lo, hi in self._buckets(unit))
+            again = self._reshard and not unit.root  # for backward
+            found.append(Gathered(nbytes, ranks, microbatches * (1 + again)))
+        return found
 
     def buffer_bytes(self) -> int:
         return self._pool_bytes

@@ -34,6 +34,7 @@ from mpitrain.shard.flat_parameters import (
     sharded_flat_parameters,
 )
 from mpitrain.shard.host_update import HostUpdate
+from mpitrain.shard.offload import HOST
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.protocols import Gradients, Parameters
@@ -64,6 +65,8 @@ class Options:
         reshard_after_forward: Drop a unit's whole parameters after its forward pass (stage 3 without shared memory).
         reproducible: Reduce in an order that does not depend on the number of ranks.
         offload: "host", for optimizer states in host memory, or a folder for files that they are kept in.
+        offload_parameters: The same for the parameters of stage 3, between their uses. Where they come from a device,
+            they are updated on the host, where the optimizer's states are then as well.
     """
 
     zero: int = 0
@@ -76,6 +79,7 @@ class Options:
     reshard_after_forward: bool = True
     reproducible: bool = False
     offload: str = ""
+    offload_parameters: str = ""
 
 
 class Sharding:
@@ -136,7 +140,7 @@ class Sharding:
     def _host_update(self, gradients: Gradients) -> HostUpdate | None:
         """What carries gradients to the host and parameters back, where parameters on a device are updated there."""
         device = self.groups[0].device
-        if not self.options.offload or not is_accelerator(device):
+        if not (self.options.offload or self.options.offload_parameters) or not is_accelerator(device):
             return None
         host = HostUpdate(self.flat_parameters, device, lambda: self.reducer.last)
         gradients.reduced = host.reduced
@@ -178,24 +182,37 @@ class Sharding:
         cached = cached and not on_device
         bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
+        offload = self._offload_of_parameters(on_device)
         if not self.stage.states:
             return groups, ReplicatedParameters(groups)
-        placed = self._on_node(groups)
+        placed = None if offload else self._on_node(groups)
         if placed is not None:
             return groups, placed
-        if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged)):
+        if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged) and not offload):
             return groups, PrivateParameters(groups, shard)
-        if self._staged and shard.size > 1:
+        if self._staged and (shard.size > 1 or offload):
             raise refusal(
                 "parallel.zero 3 in a pipeline needs the data-parallel ranks to share host memory on each node, and as "
                 "many on one as on another, and no device; use parallel.zero 2"
             )
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)
-        if shard.size == 1:
+        if shard.size == 1 and not offload:
             return groups, PrivateParameters(groups, shard)
         reshard = options.reshard_after_forward
-        return groups, ShardedParameters(self.module, units, groups, shard, reshard_after_forward=reshard)
+        return groups, ShardedParameters(
+            self.module, units, groups, shard, reshard_after_forward=reshard, offload=offload
+        )
+
+    def _offload_of_parameters(self, on_device: bool) -> str:
+        """Where parameters are between their uses; empty where that is no other place than where they compute."""
+        offload = self.options.offload_parameters
+        if offload and not self.stage.parameters:
+            raise refusal(
+                "parallel.offload_parameters is for parallel.zero 3, whose ranks gather parameters when they need "
+                f"them, and the stage is {self.options.zero}; set parallel.zero to 3, or leave it out"
+            )
+        return offload if on_device or offload != HOST else ""
 
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
@@ -238,7 +255,14 @@ class Sharding:
         if self.stage.states:
             own, gradient = self.parameters.own, gradients.own
             return sharded_flat_parameters(
-                self.optimizer, self.groups, self.shard.rank, own, gradient, counted, on_host=on_host
+                self.optimizer,
+                self.groups,
+                self.shard.rank,
+                own,
+                gradient,
+                counted,
+                on_host=on_host,
+                matrices=True,
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart

@@ -15,9 +15,12 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
 from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.shard.muon import gather_matrices
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
+
+SCALE = "lr_scale"  # in a parameter group: its learning rate over that of the step
 
 
 class Updater:
@@ -31,7 +34,8 @@ class Updater:
 
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
-        self._rounds = _rounds(sharding.flat_parameters, files is not None)
+        at_once = gather_matrices(sharding, self._axes)  # every rank must make as many steps of such an optimizer
+        self._rounds = [sharding.flat_parameters] if at_once else _rounds(sharding.flat_parameters, files is not None)
         # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
@@ -178,8 +182,14 @@ def _rounds(flat_parameters: Sequence[FlatParameter], files: bool) -> list[list[
     return [list(flat_parameters[lo:hi]) for lo, hi in pairwise(bounds) if lo < hi]
 
 
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the learning rate of a step, times its own ratio to that."""
+    for settings in optimizer.param_groups:
+        settings["lr"] = lr * settings.get(SCALE, 1.0)
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizer`)."""
+    """`optimizer.step()`, without the compiler where it is not loaded (see `trainer.optimizing.optimizer`)."""
     kind = type(optimizer)
     plain = kind.__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks

@@ -108,18 +108,25 @@ class VirtualWorkers:
         """
         return self.begin_total(comm, values)()
 
+    def totals(self, comm: Communicator, values: torch.Tensor) -> list[float]:
+        """As `total`, of several numbers of every virtual worker at once, float64 [workers, numbers]. Collective."""
+        return [_sum(numbers) for numbers in self._of_all(comm, values)().T.tolist()]
+
     def begin_total(self, comm: Communicator, values: torch.Tensor) -> Callable[[], float]:
         """As `total`, but what is returned waits for the device that the values are on. Collective, too."""
-        everyone = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        told = self._of_all(comm, values)
+        return lambda: _sum(told().tolist())
+
+    def _of_all(self, comm: Communicator, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The values of all virtual workers, in order, on every rank's host once it waits for them. Collective."""
+        everyone = values.new_zeros((self.count, *values.shape[1:]))
         everyone[self.own.start : self.own.stop] = values
         comm.all_reduce(everyone)
-        told = device.fetched(everyone)
+        return device.fetched(everyone)
 
-        def wait() -> float:
-            numbers = told().tolist()
-            return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
 
-        return wait
+def _sum(numbers: list[float]) -> float:
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
 
 
 class TreeSum:

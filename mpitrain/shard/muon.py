@@ -1,0 +1,338 @@
+"""Muon on matrices that several ranks hold together (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
+
+The momentum of a matrix is made orthogonal by five Newton-Schulz iterations, for which the whole matrix is needed. What
+a rank holds of it may be a stretch of a bucket (ZeRO), rows or columns (tensor parallel), or a stretch of those:
+
+    momentum, in shares     each rank updates its own           element by element
+    all-gather, by bucket   over the ranks of the shard         the rank's part of the matrices is whole
+    all-gather, by matrix   over the tensor axis                the matrices are whole
+    Newton-Schulz           by the ranks that hold some of it   those on a boundary of shares by two
+    update                  each rank its own share
+
+So no rank keeps more of the state than its share; what is gathered is a bucket at a time. Numbers are those of
+torch.optim.Muon, in bfloat16 between the first and the last product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.comm import Communicator
+from mpitrain.errors import refusal
+from mpitrain.layout import Box, Slice, logical_of
+from mpitrain.shard.flat import numbered
+from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.shard.sharding import Sharding
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, steepest at zero (Jordan et al. 2024)
+ADJUSTMENTS = ("original", "match_rms_adamw")
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """What a rank holds of a matrix: elements [first, last) of its tensor, at `place` of a flat parameter.
+
+    Attributes:
+        value: The flat parameter.
+        place: Where the elements begin in it.
+        first, last: Which of the elements of the rank's tensor they are.
+        parameter: The rank's tensor, in its shape.
+    """
+
+    value: torch.Tensor
+    place: int
+    first: int
+    last: int
+    parameter: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole matrix."""
+        rows, columns = logical_of(self.parameter).shape
+        return rows, columns
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements in a tensor laid out like the flat parameter; a view."""
+        return flat.view(-1)[self.place : self.place + self.last - self.first]
+
+
+Whole = Callable[[MatrixPart, torch.Tensor], torch.Tensor]  # an operation on a whole matrix, by a part of it
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon, whose parameters may also be stretches of several matrices once `gather` is set.
+
+    Args:
+        params: Matrices, or groups of them.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: As of torch.optim.Muon.
+        adjust_lr_fn: What the learning rate is multiplied by for a matrix of m rows and n columns: "original" by
+            sqrt(max(1, m / n)), "match_rms_adamw" by 0.2 sqrt(max(m, n)), so that AdamW's rate suits it too.
+
+    Attributes:
+        gather: Makes matrices whole; None where the parameters are whole matrices.
+
+    Raises:
+        ValueError: An option is out of its range, or a parameter is no matrix.
+    """
+
+    needs_matrices = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        if not 0.0 <= momentum < 1.0 or not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
+            raise ValueError("momentum is from 0 to below 1, ns_steps from 0 to 99, and ns_coefficients are three")
+        if adjust_lr_fn not in ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is none of {', '.join(ADJUSTMENTS)}")
+        self.gather: MatrixGather | None = None
+        newton_schulz = {"ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
+        of_momentum = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **of_momentum, **newton_schulz})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is no matrix")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update. Collective over the ranks that hold the matrices."""
+        updates: dict[torch.Tensor, torch.Tensor] = {}
+        groups: dict[torch.Tensor, dict[str, Any]] = {}
+        for group in self.param_groups:
+            for value in group["params"]:
+                groups[value] = group
+                if value.grad is not None:
+                    updates[value] = self._momentum(value, group)
+        for value in updates:
+            value.mul_(1 - groups[value]["lr"] * groups[value]["weight_decay"])
+        for part, update in self._made_orthogonal(updates, groups):
+            group = groups[part.value]
+            rate = group["lr"] * _adjustment(group["adjust_lr_fn"], *part.shape)
+            part.of(part.value).add_(update, alpha=-rate)
+
+    def _momentum(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        """Take the gradient into the momentum; what of it is to be made orthogonal."""
+        gradient, state, momentum = value.grad, self.state[value], group["momentum"]
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+
+    def _made_orthogonal(
+        self, updates: Mapping[torch.Tensor, torch.Tensor], groups: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> Iterator[tuple[MatrixPart, torch.Tensor]]:
+        """Each part of a matrix and its elements of the update."""
+
+        def whole(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
+            group = groups[part.value]
+            return orthogonal(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        if self.gather is not None:
+            yield from self.gather.applied(updates, whole)
+            return
+        for value, update in updates.items():
+            part = MatrixPart(value, 0, 0, value.numel(), value)
+            yield part, whole(part, update).reshape(-1)
+
+
+def orthogonal(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    """About U V' of a matrix U S V', in bfloat16, by Newton-Schulz iterations: X becomes a X + (b X X' + c (X X')^2) X.
+
+    The singular values come out between 0.5 and 1.5. The bits are those of torch.optim.Muon.
+    """
+    a, b, c = coefficients
+    x = matrix.bfloat16()
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _adjustment(name: str, rows: int, columns: int) -> float:
+    if name == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+class MatrixGather:
+    """Makes the matrices of a sharding whole, a bucket at a time. Collective to make.
+
+    Args:
+        sharding: What the matrices are shared by.
+        chosen: The flat parameters that are such matrices, or stretches of them.
+        axes: The other axes of the mesh that have several ranks.
+    """
+
+    def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], axes: Sequence[Communicator]) -> None:
+        self._sharding = sharding
+        self._tensor = next((axis for axis in axes if axis.label.split("/")[-1] == "tensor"), None)
+        self._whole = not sharding.stage.states or sharding.shard.size == 1
+        self._scratch: dict[str, torch.Tensor] = {}
+        own: dict[nn.Parameter, MatrixPart] = {}
+        for flat in chosen:
+            for parameter, first, last, place in flat.contents:
+                own[parameter] = MatrixPart(flat.value, place, first, last, parameter)
+        self._own = own
+        self._buckets = self._listed()
+
+    def _listed(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
+        """(group, bucket, [(number of the parameter, how it is divided)]) of every bucket with matrices, alike on all
+        ranks of the shard. Collective."""
+        sharding, found = self._sharding, []
+        matrices = self._everyones_matrices()
+        for g, b in numbered(sharding.groups):
+            group = sharding.groups[g]
+            numbers = [n for n, p in enumerate(group.layout.places) if p.bucket == b and (g, n) in matrices]
+            if numbers:
+                found.append((g, b, [(n, self._divided(group.parameters[n], (g, n))) for n in numbers]))
+        return found
+
+    def _everyones_matrices(self) -> set[tuple[int, int]]:
+        """(group, number) of every matrix that some rank of the shard, or of the tensor axis, updates a part of."""
+        groups = self._sharding.groups
+        mine = [[g, n] for g, group in enumerate(groups) for n, p in enumerate(group.parameters) if p in self._own]
+        if not self._whole:
+            mine = [key for keys in self._sharding.shard.all_gather_object(mine) for key in keys]
+        return {(g, n) for g, n in mine}
+
+    def _divided(self, parameter: nn.Parameter, key: tuple[int, int]) -> DividedMatrix:
+        part = logical_of(parameter)
+        if self._tensor is None:
+            return DividedMatrix(parameter in self._own, None, ())
+        boxes = [[box.outer, box.dim, box.inner, box.start, box.stop] for box in part.boxes]
+        told = self._tensor.all_gather_object([*key, list(part.shape), boxes, parameter in self._own])
+        if len({tuple(shape) for _, _, shape, _, _ in told}) > 1 or len({(g, n) for g, n, *_ in told}) > 1:
+            raise refusal("muon needs the tensor ranks to lay their matrices out alike; set parallel.tensor to 1")
+        slices = tuple(Slice(tuple(shape), tuple(Box(*box) for box in boxes)) for _, _, shape, boxes, _ in told)
+        alike = all(s.numel == math.prod(s.shape) for s in slices)
+        return DividedMatrix(any(needed for *_, needed in told), None if alike else self._tensor, slices)
+
+    def applied(
+        self, updates: Mapping[torch.Tensor, torch.Tensor], whole: Whole
+    ) -> Iterator[tuple[MatrixPart, torch.Tensor]]:
+        """Each part that this rank holds, and its elements of what `whole` makes of the matrix. Collective.
+
+        updates: For the flat parameters, what is to be gathered.
+        """
+        for g, b, matrices in self._buckets:
+            bucket = self._bucket(g, b, updates) if not self._whole else None
+            for number, divided in matrices:
+                parameter = self._sharding.groups[g].parameters[number]
+                part = self._own.get(parameter)
+                if not divided.needed:
+                    continue
+                place = self._sharding.groups[g].layout.places[number]
+                begin = place.offset - self._sharding.groups[g].layout.bounds[b]
+                if bucket is not None:
+                    mine = bucket[begin : begin + place.numel]
+                else:
+                    found = updates.get(part.value) if part is not None else None
+                    if found is None and divided.axis is None:
+                        continue
+                    mine = parameter.new_zeros(place.numel, dtype=torch.float32) if found is None else found.view(-1)
+                matrix = divided.joined(mine, self._memory) if divided.axis is not None else mine
+                if part is not None and part.value in updates:
+                    result = whole(part, matrix.view(part.shape))
+                    flat = divided.own(result).reshape(-1) if divided.axis is not None else result.reshape(-1)
+                    yield part, flat[part.first : part.last]
+
+    def _bucket(self, g: int, b: int, updates: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """A bucket of all updates, gathered from its shares. Collective."""
+        sharding = self._sharding
+        group, shard = sharding.groups[g], sharding.shard
+        lo, hi = group.layout.share(b, shard.rank)
+        dtype = next((u.dtype for u in updates.values()), torch.float32)
+        share = self._memory("share", hi - lo, dtype)
+        for number, first, last, offset in group.layout.within(lo, hi):
+            part = self._own.get(group.parameters[number])
+            if part is not None and part.value in updates:
+                share[offset - lo : offset - lo + last - first].copy_(part.of(updates[part.value]))
+        everything = self._memory("bucket", (hi - lo) * shard.size, dtype)
+        shard.all_gather(everything, share)
+        return everything
+
+    def _memory(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same memory at every call where it is large enough: what ranks exchange is bound to its address."""
+        kept = self._scratch.get(name)
+        if kept is None or kept.numel() < numel or kept.dtype != dtype:
+            device = next(iter(self._own.values())).value.device if self._own else self._sharding.groups[0].device
+            kept = self._scratch[name] = torch.zeros(numel, dtype=dtype, device=device)
+        return kept[:numel]
+
+
+@dataclass(frozen=True)
+class DividedMatrix:
+    """How the ranks of the tensor axis divide a matrix.
+
+    Attributes:
+        needed: Whether this rank, or one that needs its part, updates some of it.
+        axis: The tensor axis; None where each of its ranks has all of the matrix.
+        slices: What each of them has.
+    """
+
+    needed: bool
+    axis: Communicator | None
+    slices: tuple[Slice, ...]
+
+    def joined(self, mine: torch.Tensor, memory: Callable[[str, int, torch.dtype], torch.Tensor]) -> torch.Tensor:
+        """The whole matrix, flat, of the parts that the ranks have. Collective over the axis."""
+        assert self.axis is not None
+        counts = [part.numel for part in self.slices]
+        everything = memory("parts", sum(counts), mine.dtype)
+        own = memory("part", mine.numel(), mine.dtype).copy_(mine)
+        self.axis.all_gather(everything, own, counts=counts)
+        matrix = torch.empty(math.prod(self.slices[0].shape), dtype=mine.dtype, device=mine.device)
+        for part, end in zip(self.slices, accumulate(counts), strict=True):
+            for view, lo, box in _views(matrix, part):
+                begin = end - part.numel + lo
+                view.copy_(everything[begin : begin + box.numel].view(view.shape))
+        return matrix
+
+    def own(self, matrix: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole matrix, flat."""
+        assert self.axis is not None
+        part = self.slices[self.axis.rank]
+        return torch.cat([view.reshape(-1) for view, _, _ in _views(matrix.contiguous(), part)])
+
+
+def _views(matrix: torch.Tensor, part: Slice) -> Iterator[tuple[torch.Tensor, int, Box]]:
+    """(its view of the matrix, where it begins in the rank's tensor, the box) of each box of a part."""
+    begin = 0
+    for box in part.boxes:
+        yield matrix.view(box.outer, box.dim, box.inner)[:, box.start : box.stop], begin, box
+        begin += box.numel
+
+
+def gather_matrices(sharding: Sharding, axes: Sequence[Communicator]) -> bool:
+    """Let the parts of an optimizer that need whole matrices gather them; returns whether there are such. Collective.
+
+    axes: The other axes of the mesh that have several ranks.
+    """
+    parts: Sequence[torch.optim.Optimizer] = getattr(sharding.optimizer, "parts", [sharding.optimizer])
+    found = [part for part in parts if isinstance(part, Muon)]
+    for part in found:
+        values = {value for group in part.param_groups for value in group["params"]}
+        chosen = [flat for flat in sharding.flat_parameters if flat.value in values]
+        part.gather = MatrixGather(sharding, chosen, axes)
+    return bool(found)
