@@ -1,4 +1,4 @@
-"""Benchmarks: every figure the README states, measured side by side with peers. `python -m mpitrain.bench --help`.
+"""Benchmarks: every figure of docs/performance.md, measured side by side with peers. `python -m mpitrain.bench --help`.
 
 A benchmark NAME is one module `mpitrain/bench/NAME.py` with `main(arguments) -> int`; its docstring's first line is
 what `--help` shows. How one is made:

@@ -26,7 +26,7 @@ benchmarks:
 
 _EXAMPLES = """
 examples:
-  python -m mpitrain.bench collectives --quick            half a minute: does it work here?
+  python -m mpitrain.bench collectives --quick            seconds: does it work here?
   python -m mpitrain.bench collectives                    minutes, on an otherwise idle machine
   python -m mpitrain.bench collectives --tune             find and keep the fastest algorithms for this machine
   python -m mpitrain.bench collectives --device auto      on the memory of an accelerator, by each way of carrying it
@@ -34,6 +34,7 @@ examples:
   python -m mpitrain.bench machine --folder /scratch/me   a minute: machine.toml, from which mpitrain.plan predicts
   python -m mpitrain.bench step --device auto --ranks 1   tokens a second and the share of an accelerator's peak
   python -m mpitrain.bench waiting                        minutes: one slow rank, with servers and without
+  python -m mpitrain.bench strategies --ranks 4           minutes: one model by DDP, ZeRO, pipeline, tensor and peers
   python -m mpitrain.bench step                           a quarter of an hour, with the memory of each contender
 """
 

@@ -36,9 +36,10 @@ from itertools import product
 from typing import Any
 
 from mpitrain.bench import collectives_device
+from mpitrain.bench.collectives_check import check
 from mpitrain.bench.collectives_contenders import CollectiveContenders
 from mpitrain.bench.collectives_report import report
-from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, repeated, run
+from mpitrain.bench.jobs import Benchmark, byte_sizes, parser, quiet_unless_first, repeated, run, tried
 from mpitrain.bench.peers import gloo
 from mpitrain.bench.prediction import predicted
 from mpitrain.bench.report import Report
@@ -56,6 +57,7 @@ QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 
 _TUNED = [module.ALGORITHMS for module in (all_reduce, reduce, reduce_scatter, broadcast, all_gather)]
 _MEMORIES = ("arena", "private")
+_CHECKED = [2, 3]  # ranks: a power of two, and none
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,7 +77,20 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--way", type=_ways, metavar="W,W", help="of device memory: staged, mpi, peer, nccl [all possible]"
     )
-    return run(Benchmark("collectives", made, measure, shown), arguments)
+    made.epilog = "--quick alone: are all results right here? A line for each collective, in seconds, and no figures."
+    benchmark = Benchmark("collectives", made, measure, shown)
+    if _only_check(arguments, made):
+        return tried(benchmark, arguments, check, ranks=_CHECKED)
+    return run(benchmark, arguments)
+
+
+def _only_check(arguments: Sequence[str], made: argparse.ArgumentParser) -> bool:
+    """Whether --quick stands there, and nothing that says what is to be measured."""
+    if "--quick" not in arguments or {"-h", "--help"} & set(arguments):
+        return False
+    with quiet_unless_first():
+        options = made.parse_args(list(arguments))
+    return not (options.sizes or options.tune or options.way or collectives_device.asked_for(options))
 
 
 def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:

@@ -97,7 +97,7 @@ def byte_sizes(text: str) -> list[int]:
 
 def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
     """Measure and write the report; the exit code."""
-    with open(os.devnull, "w") as nowhere, nullcontext() if is_first() else redirect_stderr(nowhere):
+    with quiet_unless_first():
         options = benchmark.parser.parse_args(list(arguments))
     if launched():
         return _measure(benchmark, options)
@@ -121,6 +121,38 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
     if parts:  # also where a later rank count has failed
         _write(benchmark, parts, options)
     return code
+
+
+def tried(
+    benchmark: Benchmark, arguments: Sequence[str], check: Callable[[Communicator], int], ranks: Sequence[int]
+) -> int:
+    """Check something at each rank count instead of measuring; the exit code.
+
+    Args:
+        benchmark: Whose arguments they are.
+        arguments: Those of the command line.
+        check: Does it. Collective; gives the exit code.
+        ranks: The rank counts, unless the command line says others.
+    """
+    with quiet_unless_first():
+        options = benchmark.parser.parse_args(list(arguments))
+    if launched():
+        from mpitrain.comm import init
+
+        return check(init())
+    codes = []
+    for number in ranks if options.ranks == benchmark.parser.get_default("ranks") else options.ranks:
+        codes.append(start(["-m", "mpitrain.bench", benchmark.name, *arguments], number, options.limit))
+        if codes[-1]:
+            print(f"mpitrain: {benchmark.name} on {counted(number, 'rank')}: exit code {codes[-1]}", file=sys.stderr)
+    return max(codes)
+
+
+@contextmanager
+def quiet_unless_first() -> Iterator[None]:
+    """Have rank 0 alone speak on stderr, asked of the launcher."""
+    with open(os.devnull, "w") as nowhere, nullcontext() if is_first() else redirect_stderr(nowhere):
+        yield
 
 
 @contextmanager

@@ -117,6 +117,18 @@ def fully_sharded(model: Any, group: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def imported_deepspeed(world: Communicator) -> Any:
+    """The module deepspeed, for CPUs and quiet. It must be installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # it refuses another number than the launcher's, which need not count in order of rank
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(world.local_rank)))
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
 def _first_interface() -> str:
     for _, name in socket.if_nameindex():
         if name != "lo" and _address(name):

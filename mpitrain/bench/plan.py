@@ -3,7 +3,7 @@
 The models are the built-in GPT, a ResNet and one of a factory (`plan_model`). For each and each number of ranks a
 spread of layouts is predicted before anything is measured: data parallel and ZeRO 0 to 3, pipelines by several
 schedules, tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there
-are. Then they are trained in the same processes, in turns (`plan_measured`).
+are. Then they are trained in the same processes, in turns (`training_runs`).
 
 The machine profile is that of `--machine`, or what `python -m mpitrain.bench machine` has left in the results folder.
 On several nodes: predict first, with --nodes and --predictions FILE; then measure under mpirun with the same options.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.bench.jobs import Benchmark, launched, parser, run
-from mpitrain.bench.plan_measured import measured
 from mpitrain.bench.plan_report import report
+from mpitrain.bench.training_runs import measured, merged
 from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE, InputError, MpitrainError
 
@@ -126,7 +126,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
 
-    base = _merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
+    base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)
     found = {}
     for ranks in options.ranks:
@@ -148,7 +148,7 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
                 {
                     "layout": text(layout),
                     "choice": number,
-                    "config": _merged(base, settings(layout)),
+                    "config": merged(base, settings(layout)),
                     "seconds": told.seconds,
                     "parts": dict(told.parts),
                     "memory": dict(told.memory),
@@ -191,8 +191,3 @@ def spread(ranks: int, batch: int, blocks: int) -> list[Any]:
         data = ranks // 4
         found.append(ParallelLayout(data, 2, 2, microbatch=max(1, batch // data // 4)))
     return list(dict.fromkeys(found))
-
-
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values, of which the second win."""
-    return {section: {**first.get(section, {}), **second.get(section, {})} for section in {**first, **second}}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import math
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.bench.peers import fully_sharded
+from mpitrain.bench.peers import fully_sharded, imported_deepspeed
 from mpitrain.comm import Communicator
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.sharding import Options
@@ -183,13 +181,7 @@ def _ours(world: Communicator, shape: Shape, batches: Batches, options: Options)
 
 def _deepspeed(world: Communicator, shape: Shape, batches: Batches, stage: int) -> Trainee:
     """On the gloo group there is. DeepSpeed sets the gradients to zero in its step."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # it refuses another number than the launcher's, which need not count in order of rank
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(world.local_rank)))
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed = imported_deepspeed(world)
     model = shape.build()
     config = {
         "train_micro_batch_size_per_gpu": 1,

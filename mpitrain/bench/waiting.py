@@ -47,7 +47,7 @@ from mpitrain.errors import InputError
 from mpitrain.models.task import Task
 from mpitrain.monitor.metrics import read_metrics
 from mpitrain.trainer.callback import Step
-from mpitrain.trainer.strategies import STRATEGIES
+from mpitrain.trainer.modes.strategies import STRATEGIES
 from mpitrain.trainer.trainer import Trainer
 
 SLOW = 1  # the rank

@@ -1,0 +1,203 @@
+"""Does it work here? Every collective, by every algorithm, gives what it should: checked in seconds, and timed nowhere.
+
+Ranks contribute small whole numbers, different on every rank and at every place, so that every dtype's sums are exact
+and any other number is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mpitrain.comm import Communicator
+from mpitrain.comm.selection.registry import Algorithms
+from mpitrain.comm.selection.tables import TABLES
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, MpitrainError
+
+ELEMENTS = {  # of a rank's vector, or of its block
+    torch.float32: (1, 1001, 100_001),
+    torch.bfloat16: (1001,),
+    torch.int64: (1001,),
+}
+_PERIOD = 13
+
+Made = tuple[torch.Tensor, torch.Tensor]  # what a rank got, and what it should have
+Case = Callable[[Communicator, int, torch.dtype, str], Made]
+
+
+@dataclass(frozen=True)
+class CollectiveVerdict:
+    """What was found of an operation.
+
+    Attributes:
+        name: The operation.
+        algorithms: By which it was asked for.
+        wrong: The first thing that was wrong on the first rank that found one; "" where all is right.
+    """
+
+    name: str
+    algorithms: tuple[str, ...]
+    wrong: str
+
+    def line(self, width: int) -> str:
+        """One line for people."""
+        by = f" ({', '.join(self.algorithms)})" if self.algorithms else ""
+        return f"  {self.name:{width}}  " + (f"failed: {self.wrong}" if self.wrong else f"ok{by}")
+
+
+def check(world: Communicator) -> int:
+    """Try every collective, and print a line for each; the exit code. Collective."""
+    cases = _cases()
+    width = max(map(len, cases))
+    if world.rank == 0:
+        nodes = f", {world.num_nodes} nodes" if world.num_nodes > 1 else ""
+        print(f"collectives of {world.size} ranks{nodes}: right or wrong, not how fast", flush=True)
+    failed = 0
+    for name, case in cases.items():
+        verdict = judged(world, name, case, TABLES.get(name))
+        failed += bool(verdict.wrong)
+        if world.rank == 0:
+            print(verdict.line(width), flush=True)
+    if world.rank == 0:
+        print(f"{failed} of {len(cases)} failed" if failed else f"all {len(cases)} work here", flush=True)
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def judged(world: Communicator, name: str, case: Case, table: Algorithms | None) -> CollectiveVerdict:
+    """Try an operation by all of its algorithms that can run here. Collective."""
+    names = tuple(_possible(world, table)) if table else ()
+    wrong = ""
+    for dtype, lengths in ELEMENTS.items():
+        for elements in lengths:
+            for algorithm in ("auto", *names) if table else ("",):
+                found = _tried(world, case, elements, dtype, algorithm)
+                by = f"algorithm {algorithm}, " if algorithm else ""
+                wrong = wrong or (f"{by}{elements:,} x {str(dtype)[6:]}: {found}" if found else "")
+    told = [(rank, text) for rank, text in enumerate(world.all_gather_object(wrong)) if text]
+    return CollectiveVerdict(name, names, f"rank {told[0][0]}, {told[0][1]}" if told else "")
+
+
+def _possible(world: Communicator, table: Algorithms) -> Iterator[str]:
+    return (name for name in table.names if world.num_nodes == 1 or not table[name].one_node)
+
+
+def _tried(world: Communicator, case: Case, elements: int, dtype: torch.dtype, algorithm: str) -> str:
+    """What is wrong with one call on this rank; "" if nothing."""
+    try:
+        got, wanted = case(world, elements, dtype, algorithm)
+    except MpitrainError as error:
+        if not error.agreed:
+            raise
+        return str(error)
+    if torch.equal(got, wanted):
+        return ""
+    at = int((got != wanted).reshape(-1).int().argmax())
+    return f"element {at} is {got.reshape(-1)[at].item()} instead of {wanted.reshape(-1)[at].item()}"
+
+
+def _of(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's contribution."""
+    return ((torch.arange(elements) + 3 * rank) % _PERIOD).to(dtype)
+
+
+def _sum(ranks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([_of(r, elements, torch.int64) for r in range(ranks)]).sum(0).to(dtype)
+
+
+def _own(world: Communicator, whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(world.size)[world.rank]
+
+
+def _all_reduce(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+    x = _of(world.rank, elements, dtype)
+    world.all_reduce(x, "sum", algorithm)
+    return x, _sum(world.size, elements, dtype)
+
+
+def _all_reduce_in_arena(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+    arena = world.arena(elements, dtype)
+    arena.tensor.copy_(_of(world.rank, elements, dtype))
+    world.all_reduce(arena.tensor, "sum", algorithm or "auto")
+    got = arena.tensor.clone()
+    arena.free()
+    return got, _sum(world.size, elements, dtype)
+
+
+def _reduce(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+    x, root = _of(world.rank, elements, dtype), world.size - 1
+    world.reduce(x, root, "sum", algorithm)
+    return x, _sum(world.size, elements, dtype) if world.rank == root else _of(world.rank, elements, dtype)
+
+
+def _broadcast(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+    x = _of(world.rank, elements, dtype)
+    world.broadcast(x, world.size - 1, algorithm)
+    return x, _of(world.size - 1, elements, dtype)
+
+
+def _reduce_scatter(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+    whole, out = elements * world.size, torch.empty(elements, dtype=dtype)
+    world.reduce_scatter(out, _of(world.rank, whole, dtype), "sum", algorithm)
+    return out, _own(world, _sum(world.size, whole, dtype))
+
+
+def _everyone(world: Communicator, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([_of(r, elements, dtype) for r in range(world.size)])
+
+
+def _all_gather(world: Communicator, elements: int, dtype: torch.dtype, algorithm: str) -> Made:
+    out = torch.empty(elements * world.size, dtype=dtype)
+    world.all_gather(out, _of(world.rank, elements, dtype), algorithm)
+    return out, _everyone(world, elements, dtype)
+
+
+def _gather(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+    x, at_root = _of(world.rank, elements, dtype), world.rank == 0
+    out = torch.empty(elements * world.size, dtype=dtype) if at_root else None
+    world.gather(out, x, 0)
+    return (x, x) if out is None else (out, _everyone(world, elements, dtype))
+
+
+def _scatter(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+    whole, out = _of(0, elements * world.size, dtype), torch.empty(elements, dtype=dtype)
+    world.scatter(out, whole if world.rank == 0 else None, 0)
+    return out, _own(world, whole)
+
+
+def _all_to_all(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+    x = _of(world.rank, elements * world.size, dtype)
+    out = torch.empty_like(x)
+    world.all_to_all(out, x)
+    return out, torch.cat([_own(world, _of(r, elements * world.size, dtype)) for r in range(world.size)])
+
+
+def _send(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    got = torch.empty(elements, dtype=dtype)
+    coming = world.irecv(got, left)
+    world.send(_of(world.rank, elements, dtype), right)
+    coming.wait()
+    return got, _of(left, elements, dtype)
+
+
+def _barrier(world: Communicator, elements: int, dtype: torch.dtype, _: str) -> Made:
+    world.barrier()
+    return torch.ones(1), torch.ones(1)
+
+
+def _cases() -> dict[str, Case]:
+    return {
+        "all_reduce": _all_reduce,
+        "all_reduce in an arena": _all_reduce_in_arena,
+        "reduce_scatter": _reduce_scatter,
+        "all_gather": _all_gather,
+        "broadcast": _broadcast,
+        "reduce": _reduce,
+        "gather": _gather,
+        "scatter": _scatter,
+        "all_to_all": _all_to_all,
+        "send and recv": _send,
+        "barrier": _barrier,
+    }
