@@ -3,24 +3,41 @@
 Names are loaded on first use: `mpitrain.data` must be usable without MPI, and thousands of processes import this.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
+    from mpitrain.errors import InputError
+    from mpitrain.loading import load_model
+    from mpitrain.mesh import Mesh
+    from mpitrain.pipe.pipeline import Pipeline
     from mpitrain.shard.ddp import DistributedDataParallel
+    from mpitrain.tensor import parallelize
     from mpitrain.trainer.callback import Callback
-    from mpitrain.trainer.initialize import initialize
+    from mpitrain.trainer.own_loop.initialize import initialize
     from mpitrain.trainer.trainer import Trainer
 
 _HOMES = {  # of the names that do not come from mpitrain.comm
     "Callback": "mpitrain.trainer.callback",
     "DistributedDataParallel": "mpitrain.shard.ddp",
+    "InputError": "mpitrain.errors",
+    "Mesh": "mpitrain.mesh",
+    "Pipeline": "mpitrain.pipe.pipeline",
     "Trainer": "mpitrain.trainer.trainer",
-    "initialize": "mpitrain.trainer.initialize",
+    "initialize": "mpitrain.trainer.own_loop.initialize",
+    "load_model": "mpitrain.loading",
+    "parallelize": "mpitrain.tensor",
 }
-__all__ = ["ANY_SOURCE", "Arena", "Callback", "Communicator", "DistributedDataParallel", "Trainer", "Work"]
-__all__ += ["compression", "init", "initialize"]
+__all__ = ["ANY_SOURCE", "Arena", "Callback", "Communicator", "DistributedDataParallel", "InputError", "Mesh"]
+__all__ += ["Pipeline", "Trainer", "Work", "compression", "init", "initialize", "load_model"]
+__all__ += ["parallelize"]
+
+if sys.argv[:1] == ["-m"]:  # python -m mpitrain.COMMAND, whose own code is not yet there
+    from mpitrain.early import explain_missing_packages
+
+    explain_missing_packages()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,11 +10,19 @@ from collections.abc import Iterable
 from typing import Literal
 
 Model = Literal["gpt", "resnet", "mlp"]  # models.build
+Norm = Literal["layernorm", "rmsnorm"]  # models.gpt.form
+Positions = Literal["rotary", "learned"]  # models.gpt.positions
+FeedForward = Literal["gelu", "swiglu"]  # models.gpt.block
 RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
-Decay = Literal["constant", "linear", "cosine"]  # of the learning rate after its warm-up: config.learning_rate
+# of the learning rate after its warm-up: config.learning_rate
+Decay = Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt", "polynomial"]
+Cycle = Literal["one-cycle", "range-test"]  # config.cycles
+Rates = Literal[Decay, Cycle]
+Augmentation = Literal["crop", "flip"]  # data.augment
+NoDecay = Literal["vectors", "embeddings", "nothing"]  # trainer.parameter_roles
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]  # pipe.schedules
-Mode = Literal["sync", "server", "local"]  # trainer.strategies
+Mode = Literal["sync", "server", "local"]  # trainer.modes.strategies
 Outer = Literal["average", "nesterov"]  # loose.outer
 AllReduce = Literal["mpi", "ring", "tree", "halving", "shared", "two_level"]  # comm.collectives
 DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.device

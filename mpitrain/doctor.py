@@ -16,7 +16,7 @@ from importlib import metadata
 
 import torch
 
-if "--clean" in sys.argv:  # works where MPI would not start: outside a job, with a full /dev/shm
+if {"--clean", "-h", "--help"} & set(sys.argv):  # works where MPI would not start: outside a job, with a full /dev/shm
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
 
 from mpitrain.comm import Communicator, init
@@ -45,11 +45,14 @@ def main(arguments: Sequence[str] = ()) -> int:
     """The command.
 
     Args:
-        arguments: None for the report; --clean and --dry-run, see `comm.process.cleanup`.
+        arguments: None for the report; --clean and --dry-run, see `comm.process.cleanup`; --help.
 
     Returns:
         The exit code.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__.strip())
+        return EXIT_DONE
     if arguments:
         try:
             return clean(arguments)

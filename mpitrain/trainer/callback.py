@@ -2,7 +2,7 @@
 
 setup
   on_restore   on_fit_start
-    on_update -> (ranks agree whether to stop) -> on_evaluate -> on_step_end -> on_save        for each step
+    on_update -> (ranks agree whether to stop) -> on_evaluate -> on_step_end -> on_save -> on_step_done    each step
 
 What is between on_update and on_step_end, and on_save, come where all ranks are together, which in parallel.mode local
 and server is not after each step; there the steps in between are told late.
@@ -32,8 +32,9 @@ class Step:
     the mean over the global batch, in nats where it is a cross-entropy. norm: of the gradients, before clipping.
     skipped: whether nothing was updated, because the norm is not finite. began: `time.perf_counter()` when it did.
     seconds: what it took, without evaluation and saving; 0 as long as that is not known. together: whether all ranks
-    came together after it (see `trainer.strategy`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
-    None where the step was not evaluated. extras: further figures for its line in metrics.jsonl.
+    came together after it (see `modes.strategy`). met: `time.monotonic()` when all ranks had done it. held_out_loss:
+    None where the step was not evaluated. lost: the ranks that died since the step before. extras: further figures for
+    its line in metrics.jsonl.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Step:
     together: bool = True
     met: float = 0.0
     held_out_loss: float | None = None
+    lost: tuple[int, ...] = ()
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,7 +91,7 @@ class Callback:
         """The optimizer has updated this rank's parameters; `trainer.request_stop` makes this step the last one."""
 
     def on_evaluate(self, trainer: Trainer, loss: float) -> None:
-        """The held-out samples were evaluated. loss: their mean."""
+        """The held-out samples were evaluated. loss: their mean; `trainer.figures` has the metrics, too, by name."""
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         """All of a step is done but saving. Figures put into `step.extras` come into its line of metrics.jsonl."""
@@ -100,6 +102,9 @@ class Callback:
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
         """A checkpoint was written, or begun to be with checkpoint.background."""
+
+    def on_step_done(self, trainer: Trainer, step: Step) -> None:
+        """All of a step is done, its checkpoint too; where `step.together`, all ranks are at this point."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """The last step is done and saved."""

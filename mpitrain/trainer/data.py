@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import CPU
+from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import (
     Batch,
     Dataset,
     Loader,
-    SampleOrder,
     Share,
-    open_dataset,
-    read_manifest,
     resolve,
     stage_on_nodes,
     staged_folder,
 )
+from mpitrain.data.augment import Augment
+from mpitrain.data.configured import check_data, data_paths, open_split
+from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.on_device import pin
-from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
 from mpitrain.trainer.folder import together
 
@@ -33,41 +34,53 @@ def open_data(config: Config, world: Communicator) -> tuple[Dataset, Dataset | N
 
     Raises InputError on all ranks where any of them cannot read the data set, or where it is too small for a batch.
     """
-    path, sequence = config.data.path, config.model.sequence
-    together(world, lambda: resolve(path) if world.local_rank == 0 else None)
-    stage = config.data.stage
-    if stage:
+    paths, stage = data_paths(config), config.data.stage
+    together(world, lambda: [resolve(path) for path in paths] if world.local_rank == 0 else None)
+    for path in paths if stage else []:
         stage_on_nodes(world, path, Path(stage))
 
+    def find(path: str) -> Path:
+        return staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
+
     def opened() -> tuple[Dataset, Dataset | None]:
-        folder = staged_folder(resolve(path), Path(stage)) if stage else resolve(path)
-        data = open_dataset(folder, sequence=sequence)
-        evaluated = "held_out" in read_manifest(folder).splits
-        held_out = open_dataset(folder, "held_out", sequence=sequence) if evaluated else None
-        if len(data) < config.train.batch:
-            raise InputError(
-                f"data set {folder} has {len(data)} samples, fewer than train.batch {config.train.batch}; "
-                "give more data or a smaller train.batch"
-            )
+        data, held_out = open_split(config, TRAIN, find), open_split(config, HELD_OUT, find)
+        assert data is not None
+        check_data(config, data)
+        augment_of(config).check(data.description)
         return data, held_out
 
     return together(world, opened)
 
 
-def batches(config: Config, share: Share, data: Dataset, position: int, device: torch.device = CPU) -> Loader:
+def batches(
+    config: Config, share: Share, data: Dataset, position: int, device: torch.device = CPU, *, step: int = 0
+) -> Loader:
     """This rank's share of every global batch from sample `position` of the run's order on.
 
-    share: Gives (first, last) of its samples. device: What they are for (see `on_device`).
+    share: Gives (first, last) of its samples. device: What they are for (see `on_device`). step: Steps that are done.
     """
+    augment = augment_of(config)
+
+    def finish(batch: Batch) -> Batch:
+        places = batch.position + batch.first + np.arange(len(batch.ids))
+        epochs = places if config.data.mix else places // len(data)  # in a mix, samples come again at any time
+        return pin(replace(batch, x=augment(batch.x, batch.ids, epochs)), device)
+
     return Loader(
         data,
-        SampleOrder(len(data), config.run.seed),
+        data.order(config.run.seed),
         batch=config.train.batch,
         share=share,
         position=position,
+        warmup=BatchSizes.of(config.train).warmup_after(step),
         workers=config.data.workers,
-        finish=partial(pin, to=device),
+        finish=finish,
     )
+
+
+def augment_of(config: Config) -> Augment:
+    """What is done to the images of a training batch."""
+    return Augment(config.data.augment, config.data.augment_padding, config.run.seed)
 
 
 def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:

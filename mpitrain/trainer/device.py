@@ -1,7 +1,8 @@
-"""Where a rank computes: its device and who shares it, model and batches on it, what to do when its memory runs out."""
+"""Where a rank computes: its device and who shares it, its threads, model and batches on it, and a full device."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections import Counter
@@ -113,6 +114,14 @@ def place(module: nn.Module, kind: str, world: Communicator) -> None:
     Raises:
         InputError: It is on several devices, or on one of another kind, or there is none of the kind.
     """
+    move(module, found_on(module, kind, world))
+
+
+def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
+    """Where a module of the user's is to compute: where it is, or on a device of the kind. Collective.
+
+    Raises what `place` raises.
+    """
     found = {t.device for t in (*module.parameters(), *module.buffers())} or {device.CPU}
     if len(found) > 1:
         raise refusal(f"the model is on {' and '.join(sorted(map(str, found)))}; move it to one device")
@@ -121,8 +130,8 @@ def place(module: nn.Module, kind: str, world: Communicator) -> None:
         if device.is_accelerator(on):
             raise refusal(f"run.device is {kind}, and the model is on {on}; move it, or leave run.device out")
         on = choose(kind, world).device
-        move(module, on)
     device.use(on)
+    return on
 
 
 def moved(value: Any, to: torch.device) -> Any:
@@ -145,6 +154,12 @@ def _copied(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
     copied.synchronize()  # so that nobody else has to wait for it
     there.record_stream(own)
     return there
+
+
+def set_threads(world: Communicator, reproducible: bool) -> None:
+    """A thread for each core that this rank has for itself, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if reproducible else world.process.cores.each)
 
 
 # -- when it is full

@@ -17,4 +17,6 @@ def saves_after(step: int, config: Config) -> int:
         return 0
     if every == "auto":
         return steps - step
-    return steps // every - step // every + (steps % every > 0) if every else 1
+    evaluated = config.train.evaluate_every if config.checkpoint.best else 0
+    best = steps // evaluated - step // evaluated if evaluated else 0
+    return best + (steps // every - step // every + (steps % every > 0) if every else 1)

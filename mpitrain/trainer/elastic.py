@@ -27,6 +27,7 @@ import torch
 
 from mpitrain.comm.faults import ulfm
 from mpitrain.comm.process.abort import exit_code, say
+from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
@@ -112,7 +113,7 @@ class Survivors(Callback):
                 f"with {counted(trainer.world.size, 'rank')}{f' ({waiting} waiting)' if waiting else ''}, "
                 f"step {self._step + 1} done {'at most ' if self._at_most else ''}{seconds:.1f} s after the fault"
             )
-        self._lost = []
+        step.lost, self._lost = tuple(sorted(self._lost)), []
         step.extras["recovered_s"] = seconds
 
     # -- when ranks died
@@ -277,12 +278,12 @@ def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
     number divides run.workers. even: each must have as many microbatches as any other (batch norms outside of
     pipelines).
     """
-    parallel, section = config.parallel, config.run
+    parallel, section, sizes = config.parallel, config.run, BatchSizes.of(config.train).after(0)
     for data in range(ranks // (parallel.pipeline * parallel.tensor), 0, -1):
         if section.reproducible and section.workers % data:
             continue
         cut = VirtualWorkers(0, data, section.workers if section.reproducible else data)
-        if not even or parallel.pipeline > 1 or cut.even(config.train.batch, config.train.microbatch):
+        if not even or parallel.pipeline > 1 or all(cut.even(size, config.train.microbatch) for size in sizes):
             return data
     return 0
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.checkpoint import Manifest, Part
 from mpitrain.choices import Precision
@@ -25,14 +24,16 @@ from mpitrain.comm.memory import device
 from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES, convert, narrowed
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
+from mpitrain.monitor.parts import StepClock
 from mpitrain.shard.axes import Axes, Microbatch
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
-from mpitrain.shard.update import Updater
+from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
-from mpitrain.trainer.optimizer import state_bytes
+from mpitrain.trainer.optimizing.optimizer import state_bytes
+from mpitrain.trainer.pipeline_parts import PipelineMeter, counting
 from mpitrain.trainer.precision import LossScale
 from mpitrain.trainer.state import EngineState, merged
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mpitrain.pipe.pipeline import Pipeline
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Seen = Callable[[Any, Any], None]  # of an output and its targets
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Engine:
         settled: Whether parameters and states are those between two updates, not half-way through one.
         synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
         note: What is to be said about the state that was loaded; empty for nothing.
+        clock: Counts the time of forward, backward and update.
     """
 
     note: str = ""
@@ -108,8 +111,12 @@ class Engine:
         self._axes = [self.sharding.shard, *others]
         self._state = self._make_state(axes, first=all(other.rank == 0 for other in others))
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
-        self._meter = ActivationMeter(module) if self._pipeline is None else None
-        self._activations = 0
+        self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
+        self._metering = True  # in the next forward pass that autograd keeps anything of
+        self.clock = StepClock(_waited(comm), self.device)
+        if self._pipeline is not None:
+            self._meter = PipelineMeter(module)
+            self._pipeline.watched = counting(self.clock, self._meter)
         self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
 
     def _place(self, axes: Axes) -> Sharding:
@@ -121,13 +128,29 @@ class Engine:
         """What knows the tensors of a checkpoint. first: whether this rank is the first along all axes but data."""
         return EngineState(self.sharding, axes, first=first)
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What takes microbatches through the stages of the model; None where it is whole."""
+        return self._pipeline
+
     # -- the pieces of a step
 
     def forward(self, x: Any, y: Any) -> torch.Tensor:
         """The mean loss of the samples."""
+        with self.clock.forward:
+            return self._loss_of(x, y)
+
+    def _loss_of(self, x: Any, y: Any, seen: Seen | None = None) -> torch.Tensor:
         if self.sharding.parameters.gathers:
             self._example = (x, y)
-        return self.compute(lambda x: self.loss(self.module(x), y), x)
+
+        def loss(x: Any) -> torch.Tensor:
+            output = self.module(x)
+            if seen is not None:
+                seen(output, y)
+            return self.loss(output, y)
+
+        return self.compute(loss, x)
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs) in the engine's precision, arguments included."""
@@ -139,14 +162,13 @@ class Engine:
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
-        """Count what autograd keeps, in the first forward pass that it keeps anything of."""
-        meter = self._meter
-        if meter is None or not torch.is_grad_enabled():
+        """Count what autograd keeps, where that was asked for."""
+        if not self._metering or not torch.is_grad_enabled():
             yield
             return
-        with self.sharding.parameters.watch_saved(meter.add), saved_tensors_hooks(meter.add, lambda kept: kept):
+        with self._meter.counting(self.sharding.parameters):
             yield
-        self._activations, self._meter = meter.nbytes, None
+        self._metering = False
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
         """Add the gradients of a scalar.
@@ -155,8 +177,9 @@ class Engine:
         """
         self.sharding.reducer.enabled = reduce or self.sharding.gradients.reduces_each_pass
         self.sharding.reducer.last = reduce
-        (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
-        self.sharding.parameters.end_of_backward()
+        with self.clock.backward:
+            (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
+            self.sharding.parameters.end_of_backward()
 
     # -- a step
 
@@ -186,7 +209,7 @@ class Engine:
         if self._pipeline is not None:
             before(0)
             microbatches = [m for worker in workers for m in worker]
-            told = self._through_pipeline(self._pipeline, microbatches, samples)
+            told = self.through_pipeline(microbatches, [len(x) / samples for x, _ in microbatches])
             return torch.tensor([told], dtype=torch.float64)
         if self.synchronous and sum(map(len, workers)) != rounds:
             raise InputError(
@@ -209,15 +232,22 @@ class Engine:
             self.sharding.reducer.finish()
         return losses
 
-    def _through_pipeline(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], samples: int) -> float:
-        """Gradients of one step through the pipeline; returns the step's loss on this rank's share of the batch."""
+    def through_pipeline(self, microbatches: Sequence[Microbatch], weights: Sequence[float]) -> float:
+        """Gradients of one step through the stages of the model, reduced. Collective.
+
+        Returns:
+            The sum of weights[i] * loss_i over this rank's microbatches, on every rank of the pipeline.
+        """
+        pipeline = self._pipeline
+        assert pipeline is not None
         self.sharding.reducer.enabled = False
-        weights = [len(x) / samples * self.scale.value for x, _ in microbatches]
+        scaled = [weight * self.scale.value for weight in weights]
         cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
-        loss = self.compute(lambda: pipeline.forward_backward(cast, weights))
-        self.sharding.gradients.settle()  # copies of tied parameters must lie alike on all ranks
-        pipeline.synchronize_tied()
-        self.sharding.reducer.finish()
+        loss = self.compute(lambda: pipeline.forward_backward(cast, scaled))
+        with self.clock.backward:
+            self.sharding.gradients.settle()  # copies of tied parameters must lie alike on all ranks
+            pipeline.synchronize_tied()
+            self.sharding.reducer.finish()
         return loss / self.scale.value
 
     def _keep_up(self, done: int, rounds: int) -> None:
@@ -241,9 +271,14 @@ class Engine:
 
         lr: The learning rate; None leaves the optimizer's own.
         """
+        with self.clock.optimizer:
+            result = self._step(lr)
+        self.clock.settle()
+        return result
+
+    def _step(self, lr: float | None) -> StepResult:
         if lr is not None:
-            for settings in self.optimizer.param_groups:
-                settings["lr"] = lr
+            set_rate(self.optimizer, lr)
         squares = self._updater.squares()
         told = device.fetched(squares)
         if unseen := self._updater.skips:
@@ -276,21 +311,22 @@ class Engine:
         self.settled = True
 
     @torch.no_grad()
-    def evaluate(self, x: Any = None, y: Any = None) -> torch.Tensor:
+    def evaluate(self, x: Any = None, y: Any = None, seen: Seen | None = None) -> torch.Tensor:
         """The loss of this rank's samples, without training on them: a scalar, on the device.
 
-        Without samples: take part in the forward pass of other ranks; the result means nothing.
+        Without samples: take part in the forward pass of other ranks; the result means nothing. seen: called with each
+        output and its targets, where the model ends; the scores may be this tensor rank's part of them.
         """
         if x is None:
             if not self.sharding.parameters.gathers:
                 return torch.zeros(())
             x, y = self._some_example()
         if self._pipeline is not None:
-            return torch.tensor(self.compute(self._pipeline.evaluate, x, y), dtype=torch.float64)
+            return torch.tensor(self.compute(self._pipeline.evaluate, x, y, seen), dtype=torch.float64)
         was_training = self.module.training
         self.module.eval()
         try:
-            return self.forward(x, y)
+            return self._loss_of(x, y, seen)
         finally:
             self.module.train(was_training)
 
@@ -334,9 +370,13 @@ class Engine:
 
     # -- for people
 
+    def meter_activations(self) -> None:
+        """Count anew what autograd keeps, in the next forward pass that it keeps anything of."""
+        self._metering = True
+
     def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, as they are, and by formula."""
-        return measure(self.sharding, self._activations)
+        return measure(self.sharding, self._meter.nbytes)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """All of the module's parameters can be read inside. Collective."""
@@ -350,3 +390,9 @@ class Engine:
     def close(self) -> None:
         """Give the module's parameters memory of their own again. Collective; the engine is of no use afterwards."""
         self.sharding.close()
+
+
+def _waited(comm: Communicator) -> Callable[[], float]:
+    """What gives the seconds that this process' main thread has waited for other ranks."""
+    journal = comm.journal
+    return lambda: journal.waited

@@ -1,7 +1,9 @@
 """The folder of a run: held by one job at a time, with its settings, its logs and its checkpoints.
 
 RUN/config.toml            resolved configuration
+RUN/tokenizer.json         a copy of the data's, where they are tokenized text
 RUN/metrics.jsonl          one line a step, from rank 0
+RUN/events.jsonl           starts, saves, losses of ranks, ends, from rank 0
 RUN/checkpoints/           see mpitrain.checkpoint
 RUN/logs/rank-00003.log    what each rank has to say
 RUN/lock                   held while a job works in the folder
@@ -10,6 +12,7 @@ RUN/lock                   held while a job works in the folder
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Callable
@@ -20,12 +23,14 @@ from typing import TypeVar
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
+from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
+from mpitrain.loading import CONFIG
 from mpitrain.monitor import open_rank_log
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reason
 
-CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
+CHECKPOINTS = "checkpoints"
 _DYING = 5.0  # seconds
 T = TypeVar("T")
 
@@ -138,12 +143,31 @@ class RunFolder:
                 f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
             ) from None
 
+    def keep_tokenizer(self, source: Path | None) -> None:
+        """Copy the data's tokenizer, whole or not at all; another one that is there is kept under a free name."""
+        if source is None:
+            return
+        path = self.path / TOKENIZER
+        try:
+            text = source.read_bytes()
+            if path.is_file() and path.read_bytes() == text:
+                return
+            if os.path.lexists(path):
+                os.rename(path, free_name(path))
+            aside = path.with_name(f"{TOKENIZER}.tmp")
+            aside.write_bytes(text)
+            os.replace(aside, path)
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
+            ) from None
+
     def resume_command(self, config: Config, ranks: int) -> str:
         """What to type for the run to go on, or for longer."""
         under_slurm = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
         launcher = "srun" if under_slurm else f"mpirun -n {ranks}"
         more = "" if self.step < config.train.steps else f" --train.steps {2 * config.train.steps}"
-        return f"{launcher} python -m mpitrain.train {self.path / CONFIG}{more}"
+        return f"{launcher} python -m mpitrain.train {shlex.quote(str(self.path / CONFIG))}{more}"
 
 
 def _is_resolved(path: Path) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.shard.placement import formula
+from mpitrain.shard.protocols import Parameters
 from mpitrain.shard.sharding import Sharding
 
 
@@ -19,10 +23,11 @@ class MemoryAccount:
         parameters: In the precision of forward; of a copy that the ranks of a node share, this rank's part.
         gradients: Where they are kept.
         states: The optimizer's, with its fp32 copy of 16-bit parameters.
-        activations: What autograd kept in the first forward pass.
+        activations: What autograd kept in a forward pass; of a pipeline in all of them that were under way at once.
         buffers: What communication passes through.
         padding: Bytes in parameters, gradients and states that hold no element.
-        host: Of states and buffers, the bytes in host memory where the rank computes on a device; all else is there.
+        host: Bytes in host memory where the rank computes on a device: of states and buffers, and of parameters that
+            are kept there between their uses.
         expected: Parameters, gradients and states by the formula of `mpitrain.shard.placement`, without padding and
             without memory that ranks share.
     """
@@ -54,9 +59,9 @@ def measure(sharding: Sharding, activations: int) -> MemoryAccount:
     host = 0
     if sharding.host is not None:
         buffers += sharding.host.nbytes()
-        host = states + sharding.host.nbytes()
+        host = states + sharding.host.nbytes() + (round(parameters) if sharding.options.offload_parameters else 0)
     per_element = round(moments / 4 / max(1, sum(s.value.numel() for s in sharding.flat_parameters)))
-    copied = sharding.host is not None
+    copied = sharding.host is not None and any(s.stored is not None for s in sharding.flat_parameters)
     accounts = [
         formula(sharding.stage, sharding.shard.size, n, g.dtype.itemsize, per_element, copied=copied) for g, n in counts
     ]
@@ -84,8 +89,19 @@ class ActivationMeter:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._module = module
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
         self.nbytes = 0
+
+    @contextmanager
+    def counting(self, parameters: Parameters) -> Iterator[None]:
+        """Inside, count what autograd keeps: anew. parameters: the module's, as they are placed."""
+        self._begin()
+        with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda kept: kept):
+            yield
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd keeps, and return it."""

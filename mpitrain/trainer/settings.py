@@ -8,7 +8,6 @@ from typing import Any
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
-from mpitrain.errors import refusal
 from mpitrain.trainer.folder import settled
 
 
@@ -17,10 +16,7 @@ def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
 
     Raises InputError, on all ranks, where they are wrong.
     """
-    config = Config.from_dict(world.on_root(lambda: settled(make()).model_dump(exclude_unset=True)))
-    if config.monitor.timeline:
-        raise refusal("monitor.timeline: not available in this version; leave it at its default")
-    return config
+    return Config.from_dict(world.on_root(lambda: settled(make()).model_dump(exclude_unset=True)))
 
 
 def config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:

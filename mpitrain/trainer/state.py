@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.checkpoint import MODEL, Manifest, Part, TensorSpec
+from mpitrain.checkpoint import MASTER, MODEL, Manifest, Part, TensorSpec
+from mpitrain.checkpoint.manifest import source_of
 from mpitrain.errors import CheckpointError
+from mpitrain.layers.base_weights import require_whole
 from mpitrain.layout import Piece, Slice, logical_of, shares
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.sharding import Sharding
 
-MASTER, OPTIMIZER, COMPRESSION = "master/", "optimizer/", "compression/"
+OPTIMIZER, COMPRESSION = "optimizer/", "compression/"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class EngineState:
         self._sharding, self._writes = sharding, axes.counted
         self._staged = axes.pipeline is not None
         self._buffers = first or self._staged  # a stage's buffers are its own
+        self._base = axes.base
         self._aliases = dict(axes.aliases) if axes.aliases is not None else tied_names(sharding.module)
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -88,7 +91,8 @@ class EngineState:
         sharded = self._sharding.groups if self._sharding.stage.states else ()
         shared = {p for group in sharded for p in group.parameters}
         kept = set(module.state_dict())
-        own = [(n, p) for p, n in self._names.items() if p not in shared]
+        unsaved = self._base.names if self._base is not None else frozenset()
+        own = [(n, p) for p, n in self._names.items() if p not in shared and n not in unsaved]
         found = [self._whole(MODEL + n, p, p.detach(), self._writes(p)) for n, p in own]
         for name, buffer in module.named_buffers():
             if name in kept:
@@ -179,7 +183,15 @@ class EngineState:
             empty = [self._whole(MODEL + n, p, p.detach(), True) for p, n in self._names.items() if not p.numel()]
             found += [Part(h.spec, Piece.whole(h.name, 0), h.data.reshape(-1)) for h in empty]
         found += [part for h in self._left_out() for part in h.parts(_flat(h.data), 0, h.last)]
-        return found, {"optimizer": values, "tied": self._aliases, "data_ranks": sharding.comm.size}
+        return found, {"optimizer": values, "data_ranks": sharding.comm.size} | self._saved_names()
+
+    def _saved_names(self) -> dict[str, Any]:
+        """What a checkpoint says of names: those of tied parameters, and of what is left out beside adapters."""
+        base = self._base
+        if base is None:
+            return {"tied": self._aliases}
+        tied = {alias: name for alias, name in self._aliases.items() if name not in base.names}
+        return {"tied": tied, "left_out": sorted(base.names), "base": base.values()}
 
     def _odd_states(self) -> tuple[list[Holding], dict[str, dict[str, Any]]]:
         """States that are not one number per element: small tensors, and values; of the rank with a first element."""
@@ -228,6 +240,10 @@ class EngineState:
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         """What this rank fills from a checkpoint of any layout; `finish_load` then puts it in place."""
+        if self._base is not None:
+            self._base.require(manifest.values.get("base"))
+        else:
+            require_whole(manifest.values.get("base"))
         wanted = [*self._alike(), *self._shares(), *self._masters(), *self._empty_states(manifest)]
         wanted += self._left_out_before(manifest)
         self._pending = []
@@ -299,12 +315,9 @@ class EngineState:
 
 
 def _source(manifest: Manifest, holding: Holding) -> tuple[str, torch.dtype]:
-    """The tensor a holding is filled from, and its type: the fp32 copy of a parameter, where the checkpoint has one
-    and fp32 is wanted; the parameter itself for an fp32 copy that the checkpoint lacks."""
-    kind, _, rest = holding.name.partition("/")
-    name, own = holding.name, holding.data.dtype
-    if own == torch.float32 and kind + "/" in (MODEL, MASTER):
-        name = MASTER + rest if MASTER + rest in manifest.tensors else MODEL + rest
+    """The tensor a holding is filled from, and its type."""
+    own = holding.data.dtype
+    name = source_of(manifest, holding.name, own)
     spec = manifest.tensors.get(name)
     stored = getattr(torch, spec.dtype) if spec is not None else own
     return name, stored if stored.is_floating_point and own.is_floating_point else own

@@ -14,7 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from mpitrain import early
+from mpitrain.comm import Communicator
 from mpitrain.trainer.callback import Callback, Step
 
 if TYPE_CHECKING:
@@ -135,3 +138,10 @@ def seconds_of(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def any_rank(world: Communicator, *flags: bool) -> list[bool]:
+    """Whether each flag is set on any rank. Collective."""
+    found = torch.tensor(flags, dtype=torch.uint8)
+    world.all_reduce(found, "max")
+    return [bool(flag) for flag in found]

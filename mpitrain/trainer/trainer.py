@@ -9,7 +9,6 @@ override `train_step`, `evaluate`, `save` or `resume`, or what they are made of;
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,32 +21,41 @@ from torch import nn
 
 from mpitrain.checkpoint import Store
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
-from mpitrain.config.learning_rate import LearningRate
+from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
-from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, refusal
+from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
+from mpitrain.loading import TASK, task_values
 from mpitrain.mesh import Mesh
-from mpitrain.models import build_model
 from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
-from mpitrain.trainer.console import Console
 from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker
-from mpitrain.trainer.device import choose, full_told
+from mpitrain.trainer.device import choose, full_told, set_threads
 from mpitrain.trainer.due import due, saves_after
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.evaluation import mean_loss
 from mpitrain.trainer.folder import RunFolder
 from mpitrain.trainer.fruitless import LearningCheck
-from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.held_out.evaluation import evaluated
+from mpitrain.trainer.held_out.improving import BestCheckpoint, EarlyStopping, LowerRate
+from mpitrain.trainer.held_out.measuring import LOSS, Meter, meter_of
+from mpitrain.trainer.modes.strategies import strategy_of
+from mpitrain.trainer.modes.strategy import GroupPlaces
+from mpitrain.trainer.optimizing.optimizer import make_optimizer
+from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
+from mpitrain.trainer.optimizing.schedules import RateSchedule, next_rate, schedule_of
 from mpitrain.trainer.planned import planned
-from mpitrain.trainer.records import Records, SampleIds
+from mpitrain.trainer.recording.console import Console
+from mpitrain.trainer.recording.events import EventRecords
+from mpitrain.trainer.recording.rank_records import RankRecords
+from mpitrain.trainer.recording.records import Records, SampleIds
+from mpitrain.trainer.recording.timeline import TimelineRecorder
+from mpitrain.trainer.resuming import load_newest
 from mpitrain.trainer.saving import SaveSchedule
 from mpitrain.trainer.settings import config_of, shared_config
-from mpitrain.trainer.stopping import StopInTime
-from mpitrain.trainer.strategies import strategy_of
-from mpitrain.trainer.strategy import GroupPlaces
+from mpitrain.trainer.stopping import StopInTime, any_rank
+from mpitrain.trainer.weights.base import make_task
 
 
 class Trainer:
@@ -60,20 +68,24 @@ class Trainer:
     strategy: what differs between the values of parallel.mode.
 
     There once `train` has made them: data, held_out (data sets; None where nothing is held out), places (this rank's
-    along the axes of parallelism, and how batches are divided), engine (model, loss, optimizer and precision on this
-    rank), schedule (of the learning rate), store (the checkpoints), parameters (of the whole model).
+    along the axes of parallelism, and how batches are divided), roles (of the parameters), engine (model, loss,
+    optimizer and precision on this rank), meter (of the metrics), schedule (of the learning rate), store (the
+    checkpoints), parameters (of the whole model).
 
     step: steps done; while a step is taken, those before it. position: samples of the run's order that they took.
-    samples: of a step's batch that this rank's group trains on. resumed_step: the step of this run that the state was
-    loaded from; None where it is a run from the start. met: the last step after which all ranks came together. saved:
-    whether this job has written a checkpoint. saving: when it writes the next one.
+    batch_sizes: of each step's global batch. samples: of a step's batch that this rank's group trains on. resumed_step:
+    the step of this run that the state was loaded from; None where it is a run from the start. met: the last step after
+    which all ranks came together. saved: whether this job has written a checkpoint. saving: when it writes the next
+    one. figures: of the last evaluation, the loss and the metrics by name.
     """
 
     data: Dataset
     held_out: Dataset | None
     places: GroupPlaces
+    roles: ParameterRoles
     engine: Engine
-    schedule: LearningRate
+    meter: Meter
+    schedule: RateSchedule
     store: Store
     parameters: int
 
@@ -97,12 +109,18 @@ class Trainer:
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
         learning, self.records, self.saving = LearningCheck(), Records(), SaveSchedule(self.config)
-        self.callbacks = [StopInTime(), learning, SampleIds(), *callbacks, Console(learning), self.records, self.saving]
+        self.best = BestCheckpoint()
+        own = [self.records, self.saving, EventRecords(), RankRecords(), TimelineRecorder(self.config)]
+        first = [StopInTime(), learning, EarlyStopping(), LowerRate(), self.best, SampleIds()]
+        self.callbacks = [*first, *callbacks, Console(learning), *own]
         self.step = self.position = self.met = 0
-        self.samples = self.config.train.batch
+        self.batch_sizes = BatchSizes.of(self.config.train)
+        self.samples = self.batch_sizes.size(0)
+        self.figures: dict[str, float] = {}
         self.resumed_step: int | None = None
         self.saved = False
-        self._stop, self._ending = "", False  # why this rank is to stop; whether all ranks agreed on it
+        # why this rank is to stop; whether all ranks agreed on it; whether the run is then done
+        self._stop, self._ending, self._ended = "", False, False
 
     # -- the recipe
 
@@ -137,7 +155,7 @@ class Trainer:
 
     def train(self) -> int:
         """What `fit` does inside of the run folder; returns its exit code."""
-        self._stop, self._ending = "", False
+        self._stop, self._ending, self._ended = "", False, False
         try:
             with full_told(self.device):
                 self.prepare()
@@ -153,12 +171,12 @@ class Trainer:
             error = caught
             self.call(lambda callback: callback.on_exception(self, error), reverse=True)
             raise
-        return EXIT_DONE if self.step >= self.config.train.steps else EXIT_REQUEUE
+        return EXIT_DONE if self.done else EXIT_REQUEUE
 
     def do_step(self, steps: Iterator[Step]) -> None:
         """The next step with all that hangs on it."""
         step = next(steps)
-        self.step, self.position = step.number, self.position + self.config.train.batch
+        self.step, self.position = step.number, self.position + self.batch_sizes.size(step.number - 1)
         self.folder.step = self.step
         self.call(lambda callback: callback.on_update(self, step))
         if step.together:
@@ -166,24 +184,30 @@ class Trainer:
         step.met = time.monotonic()
         step.seconds = step.seconds or time.perf_counter() - step.began
         if step.together and (self.last_step or due(self.met, self.step, self.config.train.evaluate_every)):
-            step.held_out_loss = loss = self.evaluate()
+            with self.engine.clock.evaluation:
+                self.figures = {}
+                step.held_out_loss = loss = self.evaluate()
             if loss is not None:
+                self.figures[LOSS] = loss
                 self.call(lambda callback: callback.on_evaluate(self, loss))
         self.call(lambda callback: callback.on_step_end(self, step))
-        if step.together and (self.last_step or self.saving.due(self.met, self.step)):
-            folder = self.save()
+        if step.together and (self.last_step or self.best.due or self.saving.due(self.met, self.step)):
+            with self.engine.clock.checkpoint:
+                folder = self.save()
             self.call(lambda callback: callback.on_save(self, folder))
         if step.together:
             self.met = self.step
+        self.call(lambda callback: callback.on_step_done(self, step))
 
     # -- its parts, to be overridden
 
     def prepare(self) -> None:
         """Open the data, and make the model, its optimizer and their places on the ranks. Collective."""
         config = self.config
-        self.data, self.held_out = open_data(config, self.world)
+        self.data, self.held_out = self.open_data()
         torch.manual_seed(config.run.seed)
         task = self.make_model()
+        self.roles = ParameterRoles.of(config.optim, task.module)
         self.places = self.strategy.places(config, self.world)
         self.engine, self.parameters = assemble(
             config,
@@ -194,15 +218,20 @@ class Trainer:
             device=self.device,
             make_engine=self.strategy.engine,
         )
-        self.schedule = LearningRate.of(config.optim, config.train.steps)
+        self.meter = meter_of(config, task, self.data.description, self.engine)
+        self.schedule = schedule_of(config.optim, config.train.steps)
+
+    def open_data(self) -> tuple[Dataset, Dataset | None]:
+        """The training and the held-out samples (see `data.open_data`). Collective."""
+        return open_data(self.config, self.world)
 
     def make_model(self) -> Task:
         """The whole model and its loss, the same on every rank: torch's generator was seeded alike just before."""
-        return build_model(self.config.model, self.data.description)
+        return make_task(self.config.model, self.data.description, self.world)
 
     def make_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of this rank's part of the model. named: its parameters."""
-        return make_optimizer(self.config.optim, named)
+        return make_optimizer(self.config.optim, named, self.roles)
 
     def open_store(self, world: Communicator | None = None) -> Store:
         """The checkpoints of the run, for the ranks of `world` (default: those that train). Collective over them."""
@@ -237,29 +266,33 @@ class Trainer:
 
         rounds = workers.rounds(size, microbatch)
         losses = self.engine.forward_backward(shares, size, rounds=rounds, before=seed)
-        lr = self.schedule.rate(self.step)
+        lr = next_rate(self.schedule, self.engine.optimizer, self.step)
         loss = workers.begin_total(self.mesh.data, losses)  # nothing collective may come after the update: see elastic
         result = self.engine.step(lr)
         return Step(self.step + 1, batch, loss(), lr, result.norm, result.skipped)
 
     def evaluate(self) -> float | None:
-        """The mean loss of held-out samples, each counted once; None where none are held out. Collective."""
+        """The mean loss of held-out samples, each counted once; None without any. Collective. Fills `figures`."""
         if self.held_out is None:
             return None
-        return mean_loss(self.config, self.places, self.engine, self.held_out)
+        self.figures = evaluated(self.config, self.places, self.engine, self.held_out, self.meter)
+        return self.figures[LOSS]
 
     def save(self) -> Path:
         """Write a checkpoint, in the background if checkpoint.background says so; returns its folder. Collective."""
         last = self.last_step
         parts, rest = self.engine.parts()
         background = self.config.checkpoint.background and not last
-        folder = self.store.save(self.step, parts, self.state() | rest, background=background, durable=last)
+        durable = last or self.best.due
+        folder = self.store.save(self.step, parts, self.state() | rest, background=background, durable=durable)
         self.saved = True
         return folder
 
     def state(self) -> dict[str, Any]:
-        """What is kept with the model and the optimizer: the place in the data, and each callback's `state`."""
-        state: dict[str, Any] = {"position": self.position, "data": self.data.description.identity}
+        """What is kept with the tensors: the place in the data, what the model is, and each callback's `state`."""
+        about = self.data.description
+        state: dict[str, Any] = {"position": self.position, "data": about.identity}
+        state[TASK] = task_values(self.config.model, about)
         for callback in self.callbacks:
             state |= callback.state(self)
         return state
@@ -278,7 +311,7 @@ class Trainer:
         if restored is None:
             if self.store.remark:
                 self.say(self.store.remark)
-            restored = Restored(0, {}, own=False) if never else self._load_newest()
+            restored = Restored(0, {}, own=False) if never else load_newest(self)
         self.step = self.folder.step = restored.step
         self.position = restored.values.get("position", 0)
         self.met, self.resumed_step = self.step, restored.step if restored.own else None
@@ -299,6 +332,11 @@ class Trainer:
         return self._ending or self.step >= self.config.train.steps
 
     @property
+    def done(self) -> bool:
+        """Whether the run has come to its end: all steps are done, or it was ended before."""
+        return self._ended or self.step >= self.config.train.steps
+
+    @property
     def mesh(self) -> Mesh:
         """The ranks that take each step as one."""
         return self.places.mesh
@@ -308,12 +346,24 @@ class Trainer:
         """Whether this rank has reason to stop, on which all ranks agree when they come together."""
         return bool(self._stop)
 
+    @property
+    def stop_reason(self) -> str:
+        """Why training stops before its end, in a few words; empty where it does not."""
+        return self._stop
+
     def request_stop(self, reason: str) -> None:
         """End training when the ranks come together: after this step, if called in its `on_update`.
 
         One rank's request is enough. reason: a few words, for people.
         """
         self._stop = self._stop or reason
+
+    def end(self, reason: str) -> None:
+        """Have the run done with this step. On all ranks alike, where these are together: in `on_evaluate`.
+
+        reason: a few words, for people.
+        """
+        self._stop, self._ending, self._ended = reason, True, True
 
     def say(self, text: str) -> None:
         """Log a line, and have rank 0 show it."""
@@ -348,42 +398,3 @@ class Trainer:
             self.say(f"stopping after step {self.step}: {self._stop}")
         if failing:
             self.store.finish()
-
-    def _load_newest(self) -> Restored:
-        """The state of the newest checkpoint that is whole, loaded; of the start, where there is none."""
-        resume, reasons = self.config.checkpoint.resume, []
-        candidates = self.store.newest_first() if resume == "auto" else self.store.at(Path(resume))
-        for folder in candidates:
-            try:
-                manifest = self.store.load(folder, self.engine.parts_to_load)
-                of, _ = manifest.value("data"), manifest.value("position")
-            except CheckpointError as error:
-                reasons.append(str(error))
-                self.say(f"passed over {folder}: {error}")
-                continue
-            if of not in (None, self.data.description.identity):  # None: imported weights
-                raise refusal(
-                    f"{folder} was trained on another data set than data.path {self.config.data.path!r}; give that "
-                    "one, or another run.dir"
-                )
-            self.engine.finish_load(manifest)
-            for repaired in self.store.repairs:
-                self.say(repaired)
-            self.say(f"resumed from {folder}")
-            return Restored(manifest.step, manifest.values, own=self.store.owns(folder))
-        if reasons:
-            raise CheckpointError(f"none of {len(reasons)} checkpoints can be used: {reasons[0]}", agreed=True)
-        return Restored(0, {}, own=False)
-
-
-def set_threads(world: Communicator, reproducible: bool) -> None:
-    """A thread for each core that this rank has for itself, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if reproducible else world.process.cores.each)
-
-
-def any_rank(world: Communicator, *flags: bool) -> list[bool]:
-    """Whether each flag is set on any rank. Collective."""
-    found = torch.tensor(flags, dtype=torch.uint8)
-    world.all_reduce(found, "max")
-    return [bool(flag) for flag in found]

@@ -17,7 +17,7 @@ from mpitrain.loose.worker import ServedWorker
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.trainer.engine import Engine, StepResult
-from mpitrain.trainer.optimizer import state_bytes
+from mpitrain.trainer.optimizing.optimizer import state_bytes
 from mpitrain.trainer.state import EngineState, Holding, merged
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from mpitrain.choices import Mode
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
-from mpitrain.trainer.local import Local
-from mpitrain.trainer.served import Served
-from mpitrain.trainer.strategy import Strategy, Synchronous
+from mpitrain.trainer.modes.local import Local
+from mpitrain.trainer.modes.served import Served
+from mpitrain.trainer.modes.strategy import Strategy, Synchronous
 
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 

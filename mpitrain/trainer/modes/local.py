@@ -14,22 +14,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpitrain.comm import Communicator
+from mpitrain.config.batch_sizes import BatchSizes, require_multiples
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
+from mpitrain.layout import split
 from mpitrain.loose.groups import Grouping
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import batches
-from mpitrain.trainer.local_engine import Among, LocalEngine
-from mpitrain.trainer.strategy import GroupPlaces, Strategy
+from mpitrain.trainer.modes.local_engine import Among, LocalEngine
+from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy
+from mpitrain.trainer.uneven import require_samples
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -46,6 +50,7 @@ class Local(Strategy):
         super().__init__(config, world)
         refuse_what_does_not_go_together(config)
         self.grouping = Grouping.of(world, config.parallel, config.train.batch)
+        require_multiples(BatchSizes.of(config.train), self.grouping.count)
 
     def places(self, config: Config, world: Communicator) -> GroupPlaces:
         parallel, grouping = config.parallel, self.grouping
@@ -63,17 +68,20 @@ class Local(Strategy):
     def steps(self, trainer: Trainer) -> Iterator[Step]:
         config, engine = trainer.config, trainer.engine
         assert isinstance(engine, LocalEngine)
-        trainer.samples = self.grouping.samples
+        workers = trainer.places.workers
+        bounds = (split(size, self.grouping.count) for size in trainer.batch_sizes.after(trainer.step))
+        require_samples(config, engine, workers, {hi - lo for each in bounds for lo, hi in pairwise(each)})
         for notice in [engine.note, *notices(config, trainer.step, overlaps=engine.meeting.overlaps)]:
             if notice:
                 trainer.say(notice)
-        first = self.grouping.bounds[self.grouping.number]
 
         def share(size: int) -> tuple[int, int]:
-            lo, hi = trainer.places.workers.share(self.grouping.samples)
+            first, last = self.grouping.part(size)
+            lo, hi = workers.share(last - first)
             return first + lo, first + hi
 
-        with batches(config, share, trainer.data, trainer.position, trainer.device) as loader:
+        start = trainer.position
+        with batches(config, share, trainer.data, start, trainer.device, step=trainer.step) as loader:
             coming = on_device(loader, trainer.device)
             while True:
                 yield from self._period(trainer, engine, coming)
@@ -85,17 +93,26 @@ class Local(Strategy):
         done: list[Step] = []
         engine.begin_period(together=as_one(trainer.config, first))
         for trainer.step in range(first, last):
-            step = trainer.train_step(next(coming))
+            engine.clock.step(trainer.step + 1)
+            lo, hi = self.grouping.part(trainer.batch_sizes.size(trainer.step))
+            trainer.samples = hi - lo
+            with engine.clock.data:
+                batch = next(coming)
+            step = trainer.train_step(batch)
             step.batch = step.batch if last == first + 1 else _numbers_of(step.batch)
             step.began, step.together = began, step.number == last
             done.append(step)
         trainer.step = first
-        engine.end_period(final=last >= trainer.config.train.steps)
+        with engine.clock.optimizer:
+            engine.end_period(final=last >= trainer.config.train.steps)
         _total(engine, done)
         for step in done:
             step.seconds = (time.perf_counter() - began) / len(done)
         done[-1].extras["between_groups_bytes"] = round(engine.bytes_sent() / len(done))
         return done
+
+    def next_meeting(self, trainer: Trainer) -> int:
+        return end_of_period(trainer.config, trainer.step)
 
     def describe(self) -> str:
         parallel, grouping = self.config.parallel, self.grouping

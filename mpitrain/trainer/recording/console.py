@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
 
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
+from mpitrain.data.configured import data_paths
+from mpitrain.data.defaults import tokenizer_of
 from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
+from mpitrain.monitor.text import spoken
 from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.doubts import doubts
 from mpitrain.trainer.fruitless import LearningCheck
+from mpitrain.trainer.recording.records import figure
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -27,7 +34,7 @@ class Console(Callback):
         self._began = time.monotonic()
         self._start: int | None = None  # steps done when this job began
         self._loss = math.nan
-        self._held_out_loss: float | None = None
+        self._held_out: dict[str, str] = {}
         self._skipped = 0  # steps
 
     def setup(self, trainer: Trainer) -> None:
@@ -40,12 +47,15 @@ class Console(Callback):
         if trainer.world.rank == 0:
             print(banner(facts(trainer)), flush=True)
             trainer.folder.write_config(trainer.config)
+            trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
+        for text in doubts(trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)):
+            trainer.say(f"warning: {text}")
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         self._loss = step.loss
         self._skipped += step.skipped
         if step.held_out_loss is not None:
-            self._held_out_loss = step.held_out_loss
+            self._held_out = {spoken(n): figure(n, value) for n, value in trainer.figures.items()}
 
     def on_fit_end(self, trainer: Trainer) -> None:
         memory = torch.tensor([peak_memory_bytes(trainer.device)])
@@ -54,24 +64,26 @@ class Console(Callback):
         if trainer.world.rank:
             return
         steps, row, start = trainer.config.train.steps, self._learning.row, self._start or 0
-        stopped = trainer.step < steps
+        stopped, early = not trainer.done, trainer.done and trainer.step < steps
         resume = trainer.folder.resume_command(trainer.config, trainer.world.size)
+        resume += " --train.patience 0" if early else ""
         commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
-        commands.append(("inspect", f"python -m mpitrain.report {trainer.folder.path}"))
+        commands.append(("inspect", f"python -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
         outcome = Outcome(
             step=trainer.step,
             steps=steps,
             start_step=start,
             loss=self._loss,
-            held_out_loss=self._held_out_loss,
+            held_out=self._held_out,
             skipped=self._skipped,
             fruitless_since=row.since if row.bad else 0,
             seconds=time.monotonic() - self._began,
-            samples_done=(trainer.step - start) * trainer.config.train.batch,
+            samples_done=trainer.batch_sizes.before(trainer.step) - trainer.batch_sizes.before(start),
             tokens=trainer.tokens,
             peak_memory_bytes=int(memory),
             run_dir=str(trainer.folder.path),
             commands=tuple(commands),
+            early=trainer.stop_reason if early else "",
         )
         print(closing(outcome), flush=True)
 
@@ -90,13 +102,14 @@ def facts(trainer: Trainer) -> RunFacts:
         mpi=world.library,
         model=config.model.factory or config.model.name,
         parameters=trainer.parameters,
-        data=config.data.path or "Python's own source as bytes (data.path is not set)",
+        data=" + ".join(filter(None, data_paths(config))) or "Python's own source as bytes (data.path is not set)",
         samples=len(trainer.data),
         held_out_samples=len(trainer.held_out) if trainer.held_out is not None else 0,
         tokens=trainer.tokens,
         batch=config.train.batch,
         microbatch=min(config.train.microbatch or share, share),
         steps=config.train.steps,
+        samples_taken=trainer.batch_sizes.before(config.train.steps),
         start_step=trainer.step,
         precision=config.train.precision,
         run_dir=str(trainer.folder.path),
@@ -106,7 +119,8 @@ def facts(trainer: Trainer) -> RunFacts:
 
 def notes(trainer: Trainer) -> tuple[tuple[str, str], ...]:
     """Further labels and texts of the banner."""
-    told = {"parallel": parallel_text(trainer.config, trainer.world.size), "mode": trainer.strategy.describe()}
+    told = {"warm-up": trainer.batch_sizes.describe()}
+    told |= {"parallel": parallel_text(trainer.config, trainer.world.size), "mode": trainer.strategy.describe()}
     return tuple((label, text) for label, text in told.items() if text)
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.loose.remembered import Remembered
 from mpitrain.trainer.callback import Restored, Step
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
-from mpitrain.trainer.served_engine import ServedEngine
+from mpitrain.trainer.modes.served_engine import ServedEngine
 
 if TYPE_CHECKING:
-    from mpitrain.trainer.served import Served
+    from mpitrain.trainer.modes.served import Served
     from mpitrain.trainer.trainer import Trainer
 
 

@@ -26,6 +26,7 @@ from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import batches
 from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.uneven import require_samples
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -80,6 +81,10 @@ class Strategy(ABC):
         given last before the generator is closed is such a step.
         """
 
+    def next_meeting(self, trainer: Trainer) -> int:
+        """The step after which all ranks come together next, if nothing stops them earlier; they are together now."""
+        return trainer.step + 1
+
     def survivors(self, trainer: Trainer) -> Survivors:
         """What goes on when ranks die, with elastic.mode shrink."""
         return Survivors(trainer)
@@ -99,13 +104,19 @@ class Synchronous(Strategy):
         return GroupPlaces(mesh, workers, mesh.data, workers)
 
     def steps(self, trainer: Trainer) -> Iterator[Step]:
-        config = trainer.config
+        config, clock, workers = trainer.config, trainer.engine.clock, trainer.places.workers
+        require_samples(config, trainer.engine, workers, trainer.batch_sizes.after(trainer.step))
         if trainer.engine.note:
             trainer.say(trainer.engine.note)
-        with batches(config, trainer.places.workers.share, trainer.data, trainer.position, trainer.device) as loader:
+        start = trainer.position
+        with batches(config, workers.share, trainer.data, start, trainer.device, step=trainer.step) as loader:
             coming = on_device(loader, trainer.device)
             while True:
                 began = time.perf_counter()
-                step = trainer.train_step(next(coming))
+                clock.step(trainer.step + 1)
+                trainer.samples = trainer.batch_sizes.size(trainer.step)
+                with clock.data:
+                    batch = next(coming)
+                step = trainer.train_step(batch)
                 step.began = began
                 yield step

@@ -16,11 +16,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mpitrain.comm import Communicator
+from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
-from mpitrain.data import Batch, SampleOrder
+from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
@@ -34,10 +36,11 @@ from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
+from mpitrain.trainer.data import augment_of
 from mpitrain.trainer.elastic import Survivors
-from mpitrain.trainer.served_engine import ServedEngine
-from mpitrain.trainer.served_survivors import ServedSurvivors
-from mpitrain.trainer.strategy import GroupPlaces, Strategy
+from mpitrain.trainer.modes.served_engine import ServedEngine
+from mpitrain.trainer.modes.served_survivors import ServedSurvivors
+from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -90,6 +93,9 @@ class Served(Strategy):
             while True:
                 yield from self.session.until(next_meeting(trainer))
 
+    def next_meeting(self, trainer: Trainer) -> int:
+        return next_meeting(trainer)
+
     def survivors(self, trainer: Trainer) -> Survivors:
         return ServedSurvivors(trainer, self)
 
@@ -107,7 +113,13 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
             "elastic.mode shrink: with parallel.servers 0 every rank serves a share of the parameters, which is lost "
             "with it; set parallel.servers to 1 or more"
         )
-    alone = {"parallel.pipeline": 1, "parallel.tensor": 1, "parallel.zero": 0, "parallel.offload": ""}
+    alone = {
+        "parallel.pipeline": 1,
+        "parallel.tensor": 1,
+        "parallel.zero": 0,
+        "parallel.offload": "",
+        "parallel.offload_parameters": "",
+    }
     alone |= {"run.reproducible": False, "comm.compression": "none", "model.compile": False}
     for key, needed in alone.items():
         section, _, name = key.partition(".")
@@ -118,14 +130,21 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
                 f"{key} {told} does not go with parallel.mode server, whose workers have the whole model and whose "
                 f"servers the optimizer; leave it out, or use parallel.mode sync"
             )
+    if config.optim.schedule_options.get("cycle_momentum"):
+        raise refusal(
+            "optim.schedule_options: cycle_momentum does not go with parallel.mode server, whose workers tell servers "
+            "the learning rate alone; leave it out, or use parallel.mode sync"
+        )
     if config.train.precision == "fp16":
         raise refusal(
             "train.precision fp16 does not go with parallel.mode server: its loss scale needs all gradients of a step "
             "at once; use bf16 or fp32"
         )
-    if config.train.batch < ranks - parallel.servers:
+    sizes = BatchSizes.of(config.train)
+    least = min(sizes.after(0))
+    if least < ranks - parallel.servers:
         raise refusal(
-            f"train.batch {config.train.batch} has less than a sample for each of {ranks - parallel.servers} workers; "
+            f"{sizes.key(least)} {least} has less than a sample for each of {ranks - parallel.servers} workers; "
             "raise it, or start fewer ranks"
         )
 
@@ -152,12 +171,9 @@ class Session:
 
     def __init__(self, trainer: Trainer, roles: Roles, rules: Rules, remembered: Remembered) -> None:
         self._trainer, self._roles, self._rules = trainer, roles, rules
-        world, batch = trainer.world, trainer.config.train.batch
-        self._origin = (
-            trainer.position - trainer.step * batch
-        )  # of the data: step t has samples from here + (t-1) * batch
-        self._order = SampleOrder(len(trainer.data), trainer.config.run.seed)
-        self._bounds = split(batch, remembered.parts)
+        world, self._sizes, self._parts = trainer.world, trainer.batch_sizes, remembered.parts
+        self._origin = trainer.position - self._sizes.before(trainer.step)  # where the run's first step would begin
+        self._order = trainer.data.order(trainer.config.run.seed)
         engine = trainer.engine
         assert isinstance(engine, ServedEngine)
         self.engine, self._sharding = engine, engine.sharding
@@ -194,11 +210,16 @@ class Session:
     @property
     def known(self) -> int:
         """The last step that this rank knows to be complete."""
-        return (self._trainer.position - self._origin) // self._trainer.config.train.batch
+        return self._sizes.steps(self._trainer.position - self._origin)
 
     def position(self, step: int) -> int:
         """Where in the order the samples after a step begin."""
-        return self._origin + step * self._trainer.config.train.batch
+        return self._origin + self._sizes.before(step)
+
+    def _bounds(self, portion: Portion) -> tuple[int, int]:
+        """The samples [first, last) of a step's batch that are a part of it."""
+        bounds = split(self._sizes.size(portion.step - 1), self._parts)
+        return bounds[portion.part], bounds[portion.part + 1]
 
     # -- beginning and end
 
@@ -238,7 +259,8 @@ class Session:
             last = self._worker.portion.step
         else:
             assert self._server is not None
-            self._server.serve(limit)
+            with self.engine.clock.optimizer:
+                self._server.serve(limit)
             last = self._server.applied.completed
         self._worker.meet(works=world.rank in self._roles.workers)
         self.engine.share_buffers()
@@ -264,13 +286,17 @@ class Session:
 
     def _compute(self, portion: Portion) -> None:
         trainer, worker = self._trainer, self._worker
+        clock = self.engine.clock
+        clock.step(portion.step)
         worker.pull_for(portion)
-        batch = self._read(portion)
-        trainer.step, trainer.samples = portion.step - 1, trainer.config.train.batch
+        with clock.data:
+            batch = self._read(portion)
+        trainer.step, trainer.samples = portion.step - 1, self._sizes.size(portion.step - 1)
         trainer.places = replace(trainer.places, first_worker=portion.part)
         step = trainer.train_step(batch)
         worker.need(range(len(self._sharding.flats.buckets)))  # a part without samples has not computed with them
-        weight = (self._bounds[portion.part + 1] - self._bounds[portion.part]) / trainer.config.train.batch
+        lo, hi = self._bounds(portion)
+        weight = (hi - lo) / trainer.samples
         norm = step.norm / weight if weight else 0.0
         factor = 0.0 if step.skipped else 1.0
         if factor and self._rules.staleness != 0 and self._rules.clip and norm > self._rules.clip:
@@ -280,16 +306,17 @@ class Session:
     def _read(self, portion: Portion) -> Batch:
         """The samples of a part."""
         trainer = self._trainer
-        lo, hi = self._bounds[portion.part : portion.part + 2]
+        lo, hi = self._bounds(portion)
         begin = self.position(portion.step - 1)
         ids = self._order.ids(begin + lo, hi - lo)
         x, y = map(torch.from_numpy, trainer.data.read(ids))
+        x = augment_of(trainer.config)(x, ids, np.arange(begin + lo, begin + hi) // len(trainer.data))
         return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
 
     def _step(self, record: StepRecord, *, together: bool) -> Step:
         """What the trainer is to know of a step."""
         trainer, number = self._trainer, int(record.step)
-        size, begin = trainer.config.train.batch, self.position(number - 1)
+        size, begin = self._sizes.size(number - 1), self.position(number - 1)
         ids = self._order.ids(begin, size if trainer.config.data.record_ids else 0)
         batch = Batch(ids, torch.empty(0), torch.empty(0), begin)  # other workers have most of it
         lr, skipped = trainer.schedule.rate(number - 1), bool(record.skipped)

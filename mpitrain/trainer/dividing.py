@@ -1,0 +1,165 @@
+"""A model divided over the ranks of a mesh: its layers over the tensor axis, then its blocks over the pipeline axis.
+
+The trainer and `mpitrain.initialize` do it alike; the data axis comes after it, with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.config.parallel import ParallelSection
+from mpitrain.errors import refusal
+from mpitrain.layout import is_replicated
+from mpitrain.mesh import Mesh
+from mpitrain.pipe.partition import listed_blocks
+from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.slices import require_look_back
+from mpitrain.shard.axes import Axes
+from mpitrain.shard.units import blocks_of
+from mpitrain.tensor import ParallelStyle, parallelize, plan_for
+from mpitrain.tensor.plan import begins_sequence
+from mpitrain.trainer.device import move
+from mpitrain.trainer.recompute import recompute_blocks
+from mpitrain.trainer.state import tied_names
+
+Cut = str | Sequence[float]
+Plan = Mapping[str, str | ParallelStyle]
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """This rank's part of a model.
+
+    Attributes:
+        module: The part, with the names of the whole model.
+        axes: Its place in the mesh.
+        blocks: Of the model, as `mpitrain.shard.units.blocks_of` finds them before it is divided.
+    """
+
+    module: nn.Module
+    axes: Axes
+    blocks: list[nn.Module]
+
+
+def divide(
+    model: nn.Module,
+    mesh: Mesh,
+    parallel: ParallelSection,
+    *,
+    plan: Plan,
+    criterion: Callable[[], Criterion],
+    cut: Cut,
+    recompute: bool,
+    device: torch.device,
+    blocks: Sequence[str] = (),
+) -> DividedModel:
+    """Divide a model over the tensor and the pipeline axis, and move this rank's part to its device. Collective.
+
+    Args:
+        model: The whole model, the same on all ranks; it is changed in place.
+        mesh: The ranks.
+        parallel: How stages and layers are cut.
+        plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks.
+        criterion: Gives the loss of an output and a target, once layers are divided, where there are stages.
+        cut: What stages have equally much of, where it is not numbers of blocks.
+        recompute: Whether activations are computed again in backward.
+        device: What this rank computes on.
+        blocks: Names of the modules that one after the other are the model; empty: as the model says.
+    """
+    found, aliases = blocks_of(model), tied_names(model)
+    if mesh.tensor.size > 1:
+        parallelize(model, mesh.tensor, plan, sequence=parallel.sequence, whole=parallel.whole)
+    pipeline, elsewhere, module = None, set[str](), model
+    if mesh.pipeline.size > 1:
+        listed = listed_blocks(model, blocks)
+        pipeline = make_pipeline(parallel, mesh, model, listed, criterion(), cut, recompute, device)
+        elsewhere, module = pipeline.counted_elsewhere(), pipeline.module
+    elif recompute:
+        recompute_blocks(module)
+    move(module, device)
+    uncounted = {p for name, p in module.named_parameters() if name in elsewhere}
+
+    def counted(parameter: nn.Parameter) -> bool:
+        once = is_replicated(parameter) and mesh.tensor.rank > 0
+        return not once and parameter not in uncounted
+
+    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), counted, pipeline, aliases), found)
+
+
+def make_pipeline(
+    parallel: ParallelSection,
+    mesh: Mesh,
+    model: nn.Module,
+    listed: Sequence[tuple[str, nn.Module]],
+    criterion: Criterion,
+    cut: Cut,
+    recompute: bool,
+    device: torch.device,
+) -> Pipeline:
+    """The stages of a model whose blocks are listed. Raises InputError where one would have nothing to train."""
+    require_look_back(model, listed, parallel.slices)
+    recorded = parallel.recording and mesh.data.rank == mesh.tensor.rank == 0
+    pipeline = Pipeline(
+        listed,
+        criterion,
+        mesh,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        slices=parallel.slices,
+        cut=cut,
+        blocks=() if isinstance(parallel.cut, str) else parallel.cut,
+        microbatches=2 * mesh.pipeline.size,
+        recompute=recompute,
+        device=device,
+        record=Path(parallel.recording) if recorded else False,
+    )
+    trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in pipeline.module.parameters()))
+    if not all(trains):
+        raise refusal(
+            f"rank {trains.index(False)} of the pipeline would have no parameter to train; use fewer stages "
+            "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
+        )
+    return pipeline
+
+
+def plan_of(model: nn.Module, parallel: ParallelSection, given: Plan | None = None) -> Plan:
+    """How the model's layers are divided: as is given, or as the model says.
+
+    Raises InputError where they cannot be as the configuration says.
+    """
+    plan = given if given is not None else plan_for(model)
+    if parallel.sequence and getattr(model, "counts_positions", False):
+        raise refusal(f"{type(model).__name__} counts positions in what parallel.sequence divides; set that to false")
+    if parallel.sequence and not begins_sequence(plan):
+        raise refusal(
+            f"parallel.sequence divides what is between an embedding and the head, and the plan of "
+            f"{type(model).__name__} names none; set parallel.sequence to false"
+        )
+    return plan
+
+
+def refuse_divisions(parallel: ParallelSection, mesh: Mesh) -> None:
+    """Raise InputError for ways to divide a model that do not go together."""
+    if parallel.sequence and parallel.slices > 1 and mesh.tensor.size > 1 and mesh.pipeline.size > 1:
+        raise refusal(
+            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
+            "parallel.sequence to false, or parallel.slices to 1"
+        )
+    if parallel.pipeline == 1 and not isinstance(parallel.cut, str):
+        raise refusal(
+            f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
+            "parallel.pipeline is 1; raise that, or leave parallel.cut out"
+        )
+    if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node and mesh.data.size > 1:
+        raise refusal(
+            "parallel.zero 3 without parallel.share_node would gather each block of a stage twice for every "
+            "microbatch, where a pipeline has many, and hold them whole while any of those computes; use "
+            "parallel.share_node true or parallel.zero 2"
+        )

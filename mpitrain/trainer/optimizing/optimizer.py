@@ -1,0 +1,199 @@
+"""The optimizer a configuration names."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.config.groups import OWN
+from mpitrain.config.named import find
+from mpitrain.config.training import OptimSection
+from mpitrain.errors import InputError, refusal
+from mpitrain.monitor.text import counted
+from mpitrain.shard.muon import Muon
+from mpitrain.shard.update import SCALE
+from mpitrain.trainer.optimizing.combined_optimizer import CombinedOptimizer
+from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
+from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
+
+_Kind = type[torch.optim.Optimizer]
+_NEED_A_CLOSURE = ("LBFGS",)
+_SPARSE_ONLY = ("SparseAdam",)
+_OURS: dict[str, _Kind] = {"muon": Muon, "lion": Lion, "uncorrectedadamw": UncorrectedAdamW}
+
+
+def make_optimizer(
+    section: OptimSection,
+    named: Iterable[tuple[str, nn.Parameter]],
+    roles: ParameterRoles | None = None,
+    *,
+    decay_all: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer of `section` over the parameters; fused where torch has it for the class.
+
+    Args:
+        section: What is wanted.
+        named: The parameters, by their names in the whole model.
+        roles: Of these; None: no parameter has a role of its own.
+        decay_all: Weight decay on all parameters, whatever optim.no_decay says.
+
+    Raises:
+        InputError: There is no such optimizer, or it has no such option.
+    """
+    _spare_the_compiler()
+    roles = roles or ParameterRoles()
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    chosen: dict[tuple[_Kind, int | None, bool], list[nn.Parameter]] = {}
+    for name, parameter in trained:
+        number = roles.groups.get(name)
+        kind = _kind_for(section, name, parameter, number, roles)
+        decays = decay_all or not _excepted(section, name, parameter, roles)
+        chosen.setdefault((kind, number, decays), []).append(parameter)
+    groups: dict[_Kind, list[dict[str, Any]]] = {}
+    first_decaying = sorted(chosen, key=lambda key: (not key[2], -1 if key[1] is None else key[1]))
+    for kind, number, decays in first_decaying:
+        own = section.groups[number] if number is not None else {}
+        group: dict[str, Any] = {"params": chosen[kind, number, decays], **_rate(section, own)}
+        options = {key: value for key, value in own.items() if key not in OWN}
+        _refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options)
+        if "weight_decay" in inspect.signature(kind).parameters:
+            group["weight_decay"] = section.weight_decay if decays else 0.0
+        groups.setdefault(kind, []).append(group | options)
+    parts = [_made(kind, section, found) for kind, found in groups.items()]
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
+
+
+def _kind_for(
+    section: OptimSection, name: str, parameter: nn.Parameter, number: int | None, roles: ParameterRoles
+) -> _Kind:
+    """The class that updates a parameter: of its group, or of the whole section."""
+    given = section.groups[number].get("optimizer") if number is not None else None
+    kind = optimizer_class("optim.groups, optimizer", given) if given else optimizer_class("optim.name", section.name)
+    if not issubclass(kind, Muon):
+        return kind
+    if parameter.dim() != 2 and given:
+        raise refusal(
+            f"optim.groups: muon is for matrices, and {name} has {counted(parameter.dim(), 'dimension')}; match fewer"
+        )
+    return kind if given or name in roles.hidden else torch.optim.AdamW
+
+
+def _excepted(section: OptimSection, name: str, parameter: nn.Parameter, roles: ParameterRoles) -> bool:
+    """Whether optim.no_decay leaves a parameter out."""
+    if section.no_decay == "nothing":
+        return False
+    return parameter.dim() < 2 or (section.no_decay == "embeddings" and name in roles.embeddings)
+
+
+def _rate(section: OptimSection, own: Mapping[str, Any]) -> dict[str, float]:
+    """A group's learning rate at the peak; and, where it is not that of the section, its ratio to that."""
+    scale = own["lr"] / section.lr if "lr" in own else float(own.get("lr_scale", 1.0))
+    return {"lr": section.lr} if scale == 1.0 else {"lr": section.lr * scale, SCALE: scale}
+
+
+def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the class, with those options of the section that are meant for it."""
+    accepted = inspect.signature(kind).parameters
+    options = dict(section.options)
+    main = optimizer_class("optim.name", section.name)
+    if issubclass(main, Muon):  # and AdamW for the rest: what both have is Muon's
+        adamw = inspect.signature(torch.optim.AdamW).parameters
+        of_muon = inspect.signature(Muon).parameters
+        unknown = sorted(set(options) - set(adamw) - set(of_muon))
+        if unknown:
+            raise _unknown_option("optim.options", Muon, unknown)
+        theirs = set(of_muon) if kind is main else set(adamw) - set(of_muon)
+        options = {key: value for key, value in options.items() if key in theirs and key in accepted}
+    elif kind is main:
+        _refuse_unknown("optim.options", kind, options)
+    else:
+        options = {}
+    if "fused" in accepted and not ({"foreach", "differentiable", "fused"} & set(options)):
+        options["fused"] = True
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()} for g in groups]
+    try:
+        return kind(groups, **{"lr": section.lr, **options})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise refusal(f"optim: {kind.__name__} refuses its options: {error}") from None
+
+
+def _refuse_unknown(where: str, kind: _Kind, options: Mapping[str, Any]) -> None:
+    """Raise InputError for options that the class does not have."""
+    unknown = sorted(set(options) - set(inspect.signature(kind).parameters))
+    if unknown:
+        raise _unknown_option(where, kind, unknown)
+
+
+def _unknown_option(where: str, kind: _Kind, unknown: Sequence[str]) -> InputError:
+    accepted = inspect.signature(kind).parameters
+    known = ", ".join(name for name in accepted if name not in ("params", "lr", "weight_decay"))
+    return refusal(f"{where}: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that the optimizer will keep for an element; 0 where a step of a copy of it does not tell.
+
+    Of several optimizers in one, those of the one that keeps most.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return max(map(state_bytes, optimizer.parts))
+    tensor = torch.zeros(32, 32, requires_grad=True)
+    tensor.grad = torch.ones(32, 32)
+    try:
+        trial: Any = copy.copy(optimizer)
+        trial.state = defaultdict(dict)
+        trial.param_groups = [{**optimizer.param_groups[0], "params": [tensor]}]
+        trial.gather = None  # of Muon
+        trial.step()
+    except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
+        return 0
+    kept = [value for value in trial.state[tensor].values() if torch.is_tensor(value)]
+    return sum(value.numel() * value.element_size() for value in kept) // tensor.numel()
+
+
+def optimizer_class(key: str, name: str) -> _Kind:
+    """The class that a setting names. Raises InputError where there is none."""
+    if name.lower() in _OURS:
+        return _OURS[name.lower()]
+    kind: Any = find(key, name) if ":" in name else _class_of(key, name)
+    return kind
+
+
+def _class_of(key: str, name: str) -> _Kind:
+    kinds = {
+        kind.__name__.lower(): kind
+        for kind in vars(torch.optim).values()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    kind = kinds.get(name.lower())
+    if kind is None:
+        near = difflib.get_close_matches(name.lower(), kinds, n=1, cutoff=0.0)[0]
+        raise refusal(f"{key} {name!r} is not a class of torch.optim; did you mean {kinds[near].__name__!r}?")
+    if kind.__name__ in _NEED_A_CLOSURE:
+        raise refusal(f"{key} {name!r} calls the model itself, which is not supported; use adamw")
+    if kind.__name__ in _SPARSE_ONLY:
+        raise refusal(f"{key} {name!r} takes sparse gradients only, ours are dense; use adam")
+    return kind
+
+
+def _spare_the_compiler() -> None:
+    """Let optimizers be made without importing torch._dynamo.
+
+    Torch wraps their methods so as to keep the compiler out of them, and imports the compiler to do so: 1.5 s of
+    CPU on every rank. Where it is not loaded there is nothing to keep out.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        if inspect.isfunction(method) and method.__code__.co_filename.endswith("_compile.py"):
+            wrapped = inspect.unwrap(method)
+            wrapped.__dynamo_disable = wrapped

@@ -1,0 +1,1 @@
+"""`mpitrain.initialize`: what a training loop of one's own calls."""

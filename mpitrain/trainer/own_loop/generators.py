@@ -1,0 +1,159 @@
+"""Random numbers of a training loop of one's own: kept in checkpoints, and drawn apart by a model that is divided.
+
+A rank's generators (Python's, NumPy's, torch's of the host and of the rank's device) are one tensor of bytes in a
+checkpoint, `random/<rank>`, as JSON: nothing is pickled. On the mesh that saved them each rank gets its own back; on
+any other they are seeded from the run's seed, the step and the place along the data axis.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpitrain.checkpoint import Manifest, Part, TensorSpec
+from mpitrain.comm.memory import device as devices
+from mpitrain.layout import Piece
+from mpitrain.mesh import Mesh
+from mpitrain.trainer.data import seed_worker
+
+RANDOM = "random/"
+_MULTIPLE = 4096  # of the bytes of a tensor, so that every save has as many
+
+
+class Generators:
+    """The generators of this rank. Collective to make.
+
+    Args:
+        mesh: The ranks that save and load together.
+        device: What this rank computes on.
+
+    Attributes:
+        seed: What generators are seeded from where there is nothing to go on from; rank 0's, the same on all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        self.seed = int(mesh.world.broadcast_object(torch.initial_seed()))
+        self._filled: torch.Tensor | None = None
+
+    @property
+    def _name(self) -> str:
+        return f"{RANDOM}{self._mesh.world.rank}"
+
+    def part(self) -> Part:
+        """This rank's generators, as a part of a checkpoint."""
+        text = json.dumps(_states(self._device)).encode()
+        text += b" " * (-len(text) % _MULTIPLE)
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return Part(TensorSpec(self._name, tuple(data.shape), "uint8"), Piece.whole(self._name, data.numel()), data)
+
+    def values(self) -> dict[str, Any]:
+        """What a checkpoint has to say beside it."""
+        return {"seed": self.seed, "mesh": list(self._mesh.shape)}
+
+    def parts_to_load(self, manifest: Manifest) -> list[Part]:
+        """What this rank fills from a checkpoint; `finish_load` then puts it in place."""
+        self._filled, spec = None, manifest.tensors.get(self._name)
+        if spec is None or manifest.values.get("random", {}).get("mesh") != list(self._mesh.shape):
+            return []
+        self._filled = torch.empty(spec.shape, dtype=torch.uint8)
+        return [Part(spec, Piece.whole(self._name, spec.numel), self._filled)]
+
+    def finish_load(self, manifest: Manifest) -> None:
+        """Set the generators as the checkpoint has them, or seed them for its step where the mesh is another."""
+        told = manifest.values.get("random")
+        if told is None:  # of a run of the trainer, which seeds each step
+            return
+        self.seed = int(told["seed"])
+        if self._filled is not None:
+            _restore(json.loads(self._filled.numpy().tobytes()), self._device)
+            return
+        seed_worker(self.seed, manifest.step, self._mesh.data.rank)
+        drawn = torch.initial_seed()
+        random.seed(drawn)
+        np.random.seed(drawn % (1 << 32))
+
+
+class DividedDraws:
+    """The random numbers that a model draws whose layers or stages are divided, apart from the caller's.
+
+    Tensor ranks must draw alike, and stages draw unequally much. So the model draws from seeds of its own, which follow
+    from the step and the place, and the caller's generators stay alike on all ranks, with which data may be shuffled.
+    """
+
+    def __init__(self, generators: Generators, mesh: Mesh, device: torch.device) -> None:
+        self._generators, self._device = generators, device
+        self._place = mesh.data.rank * mesh.pipeline.size + mesh.pipeline.rank
+        self._on = (devices.CPU, *((device,) if devices.is_accelerator(device) else ()))
+        self._states: list[torch.Tensor] = []
+        self._step = -1
+
+    @contextmanager
+    def drawing(self, step: int) -> Iterator[None]:
+        """What is computed inside draws the model's numbers of this step, going on from the last such call in it."""
+        with devices.generators_kept(self._device):
+            if step != self._step:
+                seed_worker(self._generators.seed, step, self._place)
+                self._step = step
+            else:
+                for on, state in zip(self._on, self._states, strict=True):
+                    devices.set_generator_state(on, state)
+            try:
+                yield
+            finally:
+                self._states = [devices.generator_state(on) for on in self._on]
+
+    def restart(self) -> None:
+        """Begin the step anew: another state was loaded."""
+        self._step = -1
+
+
+def _states(device: torch.device) -> dict[str, Any]:
+    """The states of this process' generators, as JSON has them."""
+    version, words, gauss = random.getstate()
+    numbers: Mapping[str, Any] = np.random.get_state(legacy=False)
+    on = [devices.CPU, *([device] if devices.is_accelerator(device) else [])]
+    return {
+        "python": [version, _text(np.array(words, dtype=np.uint32)), gauss],
+        "numpy": _encoded(numbers),
+        "torch": [_text(devices.generator_state(of).numpy()) for of in on],
+    }
+
+
+def _restore(states: Mapping[str, Any], device: torch.device) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(_array(words, np.uint32).tolist()), gauss))
+    np.random.set_state(_decoded(states["numpy"]))
+    on = [devices.CPU, *([device] if devices.is_accelerator(device) else [])]
+    for of, state in zip(on, states["torch"], strict=False):  # a run may have gone from the CPU to a device
+        devices.set_generator_state(of, torch.from_numpy(_array(state, np.uint8).copy()))
+
+
+def _encoded(value: Any) -> Any:
+    """What NumPy says of a generator, with arrays as text."""
+    if isinstance(value, Mapping):
+        return {key: _encoded(each) for key, each in value.items()}
+    return {"array": _text(value), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"array", "dtype"}:
+        return _array(value["array"], np.dtype(value["dtype"])).copy()
+    return {key: _decoded(each) for key, each in value.items()}
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype)

@@ -1,0 +1,371 @@
+"""The engines of `mpitrain.initialize`: what a training loop of one's own calls, as users of DeepSpeed know it.
+
+`TrainingEngine` computes a microbatch at a time. `PipelineEngine` has a model in stages, through which all microbatches
+of a step go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.checkpoint import Manifest, Part, Store
+from mpitrain.comm.memory.device import CPU, fetched
+from mpitrain.errors import CheckpointError, InputError, refusal
+from mpitrain.mesh import Mesh
+from mpitrain.trainer.device import full_told, moved
+from mpitrain.trainer.engine import Engine, Loss
+from mpitrain.trainer.memory import MemoryAccount
+from mpitrain.trainer.optimizing.schedules import next_rate
+from mpitrain.trainer.options import Settings
+from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
+from mpitrain.trainer.own_loop.whole_state import whole_state
+
+ALL = 1 << 30  # checkpoints kept: the caller removes them
+
+
+class TrainingEngine:
+    """A model that trains over the ranks of a communicator. Made by `initialize`.
+
+    mesh: the ranks along data, pipeline and tensor. steps: updates made so far, and skipped ones. norm: of the last
+    step's gradients, before clipping. Gradients are averaged over data-parallel ranks and microbatches.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any, mesh: Mesh, names: list[str]
+    ) -> None:
+        """names: of the model's whole state, in order."""
+        self._engine, self.settings, self._loss, self._scheduler = engine, settings, loss, scheduler
+        self.mesh, self._names = mesh, names
+        self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
+        self._store = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
+        self._generators = Generators(mesh, engine.device)
+        self._divided = mesh.pipeline.size * mesh.tensor.size > 1
+        self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, or this rank's part of it."""
+        return self._engine.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of this rank's part."""
+        return self._engine.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and batches are moved."""
+        return self._engine.device
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that take different samples: the `rank` of a DistributedSampler."""
+        return self._engine.comm.rank
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks take different samples: the `num_replicas` of a DistributedSampler."""
+        return self._engine.comm.size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the model's first block, which uses x."""
+        return self.mesh.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the model's last block, whose loss uses y."""
+        return self.mesh.pipeline.rank == self.mesh.pipeline.size - 1
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """What the model computes in a step is computed inside."""
+        with ExitStack() as stack:
+            stack.enter_context(full_told(self.device))
+            if self._draws is not None:
+                stack.enter_context(self._draws.drawing(self.steps))
+            yield
+
+    def _full_told(self) -> AbstractContextManager[None]:
+        return full_told(self.device)
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next `backward` is the last before an update."""
+        return self._passes == self.settings.accumulate - 1
+
+    def train(self, mode: bool = True) -> TrainingEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> TrainingEngine:
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; with a loss function and two arguments (x, y), the loss.
+
+        Arguments that are on the host are moved to the model's device.
+        """
+        with self._computing():
+            args, kwargs = moved((args, kwargs), self.device)
+            if self._loss is not None and len(args) == 2 and not kwargs:
+                loss, (x, y) = self._loss, args
+                return self._engine.compute(lambda x: loss(self.module(x), y), x)
+            return self._engine.compute(self.module, *args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them."""
+        if self._passes >= self.settings.accumulate:
+            raise InputError(f"backward was called {self._passes + 1} times without a step; call step() after each")
+        if self._passes == 0:
+            self._engine.sharding.gradients.zero()
+        share = 1.0 / (self.settings.accumulate * self._engine.comm.size)
+        with self._full_told():
+            self._engine.backward(loss * share, reduce=self.at_boundary)
+
+    def step(self) -> bool:
+        """Update the parameters, if this microbatch was the last of the step; returns whether it was. Collective.
+
+        A step whose gradients are not finite on some rank is skipped on all of them.
+        """
+        self._passes += 1
+        if self._passes < self.settings.accumulate:
+            return False
+        self._passes = 0
+        self._update()
+        return True
+
+    def _update(self) -> None:
+        """Update the parameters with the gradients of a whole step, and what follows from its number."""
+        schedule = self.settings.schedule
+        with self._full_told():
+            rate = next_rate(schedule, self.optimizer, self.steps) if schedule is not None else None
+            result = self._engine.step(rate)
+        if self._scheduler is not None and not result.skipped:
+            self._scheduler.step()
+        self.steps, self.norm = self.steps + 1, result.norm
+        self.skipped += result.skipped
+
+    def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
+        """A whole step on the next microbatches (x, y) of an iterator, as many as it accumulates. Collective.
+
+        Returns:
+            The mean loss over microbatches and ranks.
+
+        Raises:
+            InputError: There is no loss function, a step has been begun, or the iterator ends in the middle of a step.
+            StopIteration: It has ended before.
+        """
+        self._require_loss("train_batch")
+        mean = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for number in range(self.settings.accumulate):
+            x, y = self._next(batches, number)
+            loss = self(x, y)
+            self.backward(loss)
+            mean += loss.detach() / self.settings.accumulate
+            if self.at_boundary:
+                self._engine.comm.all_reduce(mean, "avg")
+                told = fetched(mean)
+            self.step()
+        return float(told())
+
+    def eval_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
+        """The mean loss of as many microbatches as a step has, in evaluation mode, without gradients. Collective.
+
+        Raises what `train_batch` raises.
+        """
+        self._require_loss("eval_batch")
+        count = self.settings.accumulate
+        return self.evaluate([self._next(batches, number) for number in range(count)])
+
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
+        """The mean loss of all samples (x, y) of this and the other ranks, in evaluation mode. Collective.
+
+        Data-parallel ranks may have unequally many samples, but at stage 3 as many batches each.
+        """
+        self._require_loss("evaluate")
+        on = self.device if self._engine.pipeline is None else CPU  # where a pipeline tells its losses
+        sums = torch.zeros(2, dtype=torch.float64, device=on)
+        for x, y in batches:
+            with self._full_told():
+                x, y = moved((x, y), self.device)
+                count = _samples(x)
+                sums[0] += self._engine.evaluate(x, y).double() * count
+                sums[1] += count
+        self._engine.comm.all_reduce(sums)
+        total, samples = sums.tolist()
+        if not samples:
+            raise refusal("evaluate was given no samples; give an iterable of (x, y)")
+        return float(total / samples)
+
+    def _require_loss(self, method: str) -> None:
+        if self._loss is None or self._passes:
+            why = "a step has been begun; end it" if self._passes else "it needs a loss; give mt.initialize one"
+            raise refusal(f"{method}: {why}")
+
+    def _next(self, batches: Iterator[tuple[Any, Any]], number: int) -> tuple[Any, Any]:
+        """The next microbatch, that with this number of its step."""
+        if not hasattr(batches, "__next__"):
+            raise refusal(
+                f"a step's microbatches come from an iterator, and this is a {type(batches).__name__}; make "
+                "iter(...) of it once, before the steps"
+            )
+        try:
+            return next(batches)
+        except StopIteration:
+            if not number:
+                raise
+        raise InputError(
+            f"the iterator ended after {number} of the {self.settings.accumulate} microbatches of a step; give it a "
+            "multiple of that, or let it go on"
+        )
+
+    # -- checkpoints
+
+    def save(self, path: str | Path, values: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint into the folder `path`, as path/step-N; returns that. Collective.
+
+        values: JSON to be given back by `load`, rank 0's. The folder then belongs to this job until it ends: another
+        job's `save` into it is refused. Nothing is removed or replaced there but what is known to be a checkpoint's.
+        """
+        parts, rest = self._engine.parts()
+        rates = [float(settings["lr"]) for settings in self.optimizer.param_groups]
+        parts.append(self._generators.part())
+        rest["random"] = self._generators.values()
+        mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
+        if self._scheduler is not None:
+            mine["scheduler"] = _plain(self._scheduler.state_dict())
+        self._store.move_to(Path(path))
+        self._store.prepare(set_aside=False, lock=True)
+        folder = self._store.save(self.steps, parts, rest | {"engine": mine})
+        self._store.finish()
+        return folder
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from the newest whole checkpoint in `path`, or from that at `path`; returns its values. Collective.
+
+        It may be of another stage, mesh and number of ranks. On the mesh that saved it random generators go on where
+        they were; on another they are seeded for the step (see docs/loop.md).
+
+        Raises:
+            InputError: There is no checkpoint.
+            CheckpointError: None of them can be used.
+        """
+        self._store.move_to(Path(path))
+        reasons = []
+
+        def parts(manifest: Manifest) -> list[Part]:
+            return self._engine.parts_to_load(manifest) + self._generators.parts_to_load(manifest)
+
+        try:
+            folders = self._store.at(Path(path))
+        except InputError:
+            raise refusal(f"there is no checkpoint in {path}; give a folder that save has written into") from None
+        for folder in folders:
+            try:
+                manifest = self._store.load(folder, parts)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                continue
+            self._engine.finish_load(manifest)
+            self._generators.finish_load(manifest)
+            if self._draws is not None:
+                self._draws.restart()
+            mine = manifest.values.get("engine", {"steps": manifest.step, "skipped": 0, "values": {}})
+            self.steps, self.skipped, self._passes = mine["steps"], mine["skipped"], 0
+            for settings, rate in zip(self.optimizer.param_groups, mine.get("rates", ()), strict=False):
+                settings["lr"] = rate
+            if self._scheduler is not None and "scheduler" in mine:
+                self._scheduler.load_state_dict(mine["scheduler"])
+            return mine["values"]
+        raise CheckpointError(f"{path} holds no checkpoint that can be used: {(reasons or ['it is empty'])[0]}")
+
+    # -- for people
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of the model's whole state, on every rank. Collective."""
+        if not self._divided:
+            return self._engine.state_dict()
+        parts, rest = self._engine.parts()
+        return whole_state(self.mesh.world, parts, self._names, rest["tied"], self.device)
+
+    def memory(self) -> MemoryAccount:
+        """Bytes by category on this rank, measured, and by formula."""
+        return self._engine.memory()
+
+    def close(self) -> None:
+        """Give the model's parameters memory of their own again, and release the rest. Collective."""
+        self._store.close()
+        self._engine.close()
+        if self._divided:
+            self.mesh.free()
+        elif self.mesh.world.size > 1:
+            self.mesh.tensor.free()
+
+
+class PipelineEngine(TrainingEngine):
+    """A model in stages: all microbatches of a step go through them together, by `train_batch`.
+
+    Ranks of one pipeline give the same microbatches; x is used on the first stage, y on the last. On the others tensors
+    of the same shapes will do.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _whole_steps("engine(...)")
+
+    def backward(self, loss: torch.Tensor) -> None:
+        raise _whole_steps("engine.backward")
+
+    def step(self) -> bool:
+        raise _whole_steps("engine.step")
+
+    def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
+        """A whole step on the next microbatches (x, y) of an iterator, as many as a step has. Collective.
+
+        Returns:
+            The mean loss over microbatches and data-parallel ranks, on every rank.
+
+        Raises:
+            InputError: The iterator ends in the middle of a step.
+            StopIteration: It has ended before.
+        """
+        count, data = self.settings.accumulate, self._engine.comm
+        microbatches = [self._next(batches, number) for number in range(count)]
+        self._engine.sharding.gradients.zero()
+        with self._computing():
+            microbatches = moved(microbatches, self.device)
+            loss = self._engine.through_pipeline(microbatches, [1.0 / (count * data.size)] * count)
+        total = torch.tensor([loss], dtype=torch.float64)
+        data.all_reduce(total)
+        self._update()
+        return float(total)
+
+
+def _whole_steps(what: str) -> InputError:
+    return InputError(
+        f"{what} is not for a model in stages, through which all microbatches of a step go together; use "
+        "engine.train_batch(iterator) and engine.evaluate(batches)"
+    )
+
+
+def _samples(x: Any) -> int:
+    """How many samples an input has: a tensor, or a tuple, list or mapping of tensors."""
+    while not isinstance(x, torch.Tensor):
+        x = next(iter(x.values() if isinstance(x, Mapping) else x))
+    return len(x)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a scheduler's state that JSON can hold; the rest is functions."""
+    kinds = (bool, int, float, str, list, type(None))
+    return {key: value for key, value in state.items() if isinstance(value, kinds)}

@@ -1,0 +1,251 @@
+"""Weights of Hugging Face's GPT-2, Llama, Mistral and Qwen2 into a run, and those of a run back into such a folder.
+
+A folder is what `save_pretrained` writes: config.json; model.safetensors, or several such files and their index (or
+pytorch_model.bin, which is read as plain tensors alone); tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpitrain.checkpoint import folders
+from mpitrain.checkpoint.contents import load_tensor, whole
+from mpitrain.checkpoint.convert import make_first, os_errors
+from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
+from mpitrain.checkpoint.tensor_files import read_tensors, write_safetensors
+from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_values
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_parts
+from mpitrain.storage.disk import sync
+from mpitrain.trainer.weights.importing import (
+    CHECKPOINTS,
+    CONFIG,
+    differences,
+    keep_settings,
+    require_model_of,
+    settings_of,
+)
+
+TOKENIZER = "tokenizer.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_SHOWN = 3  # differences in one message
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
+    """Make a run of our GPT whose checkpoint of step 0 has a Hugging Face model's weights.
+
+    The run folder gets config.toml, with the model's settings, and tokenizer.json where there is one.
+
+    Args:
+        source: The folder of the model.
+        run: The run folder.
+        arguments: Further settings, as on the command line of a training.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        InputError: The model is none that our GPT can be, a file is missing, or tensors are not those of the model.
+    """
+    preset = preset_values(source)
+    there = os.path.lexists(run / CONFIG)
+    config = settings_of(run, arguments if there else [*arguments, "--model.preset", str(source)])
+    model = config.model.model_dump()
+    for key, value in preset.items():
+        if there and model[key] != value and model[key] != 0:
+            raise InputError(
+                f"{run / CONFIG} has model.{key} {model[key]}, and {source} {value}; set it to that, or give a new run "
+                "folder"
+            )
+    model |= {key: model[key] or preset.get(key, 0) for key in ("vocabulary", "hidden", "max_positions")}
+    files = _weight_files(source)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        with os_errors(file):
+            tensors |= read_tensors(file)
+    family = form_of(model)
+    parts = named_parts(family, model, model["vocabulary"])
+    named = as_saved(family, tensors, model["tied"])
+    found = {name: tuple(tensors[saved].shape) for name, saved in named.items()}
+    if told := list(islice(differences({part.theirs: part.shape for part in parts}, found), _SHOWN)):
+        raise InputError(f"{source} is not of the model that its {CONFIG_JSON} says: {'; '.join(told)}; mend either")
+    ours = from_theirs(parts, {name: tensors[saved] for name, saved in named.items()}, model["tied"])
+    if there or "path" in config.data.model_fields_set:
+        require_model_of(config, {name: tensor.shape for name, tensor in ours.items()}, str(source))
+    size = sum(file.stat().st_size for file in files)
+    folder = make_first(run / CHECKPOINTS, source, ours, size, {"task": _task(config, model["vocabulary"])})
+    keep_settings(run, config)
+    _copy_tokenizer(source, run)
+    return folder
+
+
+def export_folder(folder: Path, out: Path, shard: str) -> int:
+    """Write a checkpoint of our GPT as a Hugging Face folder.
+
+    Args:
+        folder: The checkpoint.
+        out: A new folder.
+        shard: The most that one file is to have, as 5GB.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        InputError: The folder is there already or cannot be written, or no family has such blocks.
+        CheckpointError: The checkpoint is not whole.
+    """
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists already; give another name, or remove it")
+    most, manifest = _bytes(shard), whole(folder)
+    model, vocabulary = _model_of(folder, manifest)
+    parts = _present(folder, manifest, named_parts(form_of(model), model, vocabulary))
+    dtype = manifest.tensors[MODEL + parts[0].ours].dtype
+    config = config_json(model, vocabulary, dtype)
+    data = (manifest.values.get("task") or {}).get("data") or {}
+    config["eos_token_id"] = data.get("document_end")
+
+    @lru_cache(maxsize=1)
+    def loaded(ours: str) -> torch.Tensor:
+        return load_tensor(folder, manifest, MODEL + ours)
+
+    by_name = {part.theirs: part for part in parts}
+    groups = list(_sharded(manifest, parts, most))
+    temporary = out.with_name(folders.temporary_name(out.name))
+    with os_errors(out):
+        temporary.mkdir()
+        try:
+            total = 0
+            weight_map: dict[str, str] = {}
+            for number, group in enumerate(groups, 1):
+                many = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+                path = temporary / f"model{many}.safetensors"
+                specs = {part.theirs: (_dtype(manifest, part), part.shape) for part in group}
+                write_safetensors(path, specs, lambda name: by_name[name].to_theirs(loaded(by_name[name].ours)))
+                sync(path)
+                weight_map |= dict.fromkeys(specs, path.name)
+                total += sum(_nbytes(manifest, part) for part in group)
+            if len(groups) > 1:
+                _write_json(
+                    temporary / f"{_WEIGHTS[0]}.index.json",
+                    {"metadata": {"total_size": total}, "weight_map": weight_map},
+                )
+            _copy_tokenizer(folder.parent.parent, temporary)
+            _write_json(temporary / CONFIG_JSON, config)
+            os.rename(temporary, out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return len(parts)
+
+
+def _task(config: Config, vocabulary: int) -> dict[str, Any]:
+    """What a checkpoint says of its model, and of the data that it takes."""
+    tokens = {"x_shape": [config.model.sequence], "x_dtype": "int64", "y_shape": [config.model.sequence]}
+    none = dict.fromkeys(("classes", "apart", "document_end"))
+    data = {"kind": "tokens", **tokens, "y_dtype": "int64", "vocabulary": vocabulary, "masked": False, **none}
+    return {"model": config.model.model_dump(), "data": data}
+
+
+def _weight_files(source: Path) -> list[Path]:
+    """The files with tensors in a folder."""
+    for name in _WEIGHTS:
+        if (source / name).is_file():
+            return [source / name]
+        index = source / f"{name}.index.json"
+        if not index.is_file():
+            continue
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if not names or any(Path(each).name != each for each in names):
+                raise ValueError("it names files outside of the folder, or none")
+        except OSError as error:
+            raise InputError(f"{index}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{index} is no index of weights: {str(error).splitlines()[0]}") from None
+        return [source / each for each in names]
+    raise InputError(f"{source} has neither {' nor '.join(_WEIGHTS)}, nor an index of several; give the model's folder")
+
+
+def _model_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], int]:
+    """The keys of [model] that a checkpoint was trained with, sizes read from its tensors; and its vocabulary."""
+    told = (manifest.values.get("task") or {}).get("model")
+    if told is None:
+        file = folder.parent.parent / CONFIG
+        if not file.is_file():
+            raise InputError(
+                f"{folder} does not say what model it holds, and {file} is missing; put the run's settings there"
+            )
+        told = Config.from_args([str(file)]).model.model_dump()
+    model = Config.from_dict({"model": told}, str(folder)).model.model_dump()
+    form_of(model)
+    sizes = {"embedding.weight": "vocabulary", "blocks.0.mlp.up.weight": "hidden", "positions.weight": "max_positions"}
+    for name, key in sizes.items():
+        spec = manifest.tensors.get(MODEL + name)
+        if spec is not None and spec.shape:
+            model[key] = spec.shape[0]
+    return model, model["vocabulary"]
+
+
+def _present(folder: Path, manifest: Manifest, parts: list[NamedPart]) -> list[NamedPart]:
+    """The parts. Raises InputError unless the checkpoint has just their tensors."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        shape = part.shape[::-1] if part.transposed else part.shape
+        wanted[part.ours] = (part.first + shape[0], *shape[1:])
+    given = {n.removeprefix(MODEL): spec.shape for n, spec in manifest.tensors.items() if n.startswith(MODEL)}
+    if told := list(islice(differences(wanted, given), _SHOWN)):
+        raise InputError(f"{folder} is not of the model that its settings say: {'; '.join(told)}")
+    return parts
+
+
+def _sharded(manifest: Manifest, parts: Sequence[NamedPart], most: int) -> Iterator[list[NamedPart]]:
+    """Parts in order, in groups of at most so many bytes, or of one part that has more."""
+    group: list[NamedPart] = []
+    size = 0
+    for part in parts:
+        own = _nbytes(manifest, part)
+        if group and size + own > most:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += own
+    yield group
+
+
+def _dtype(manifest: Manifest, part: NamedPart) -> torch.dtype:
+    return DTYPES[manifest.tensors[MODEL + part.ours].dtype]
+
+
+def _nbytes(manifest: Manifest, part: NamedPart) -> int:
+    return int(torch.Size(part.shape).numel()) * _dtype(manifest, part).itemsize
+
+
+def _bytes(text: str) -> int:
+    """A size such as 5GB or 200MiB."""
+    matched = re.fullmatch(r"([0-9]{1,12})\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
+    if matched is None or int(matched[1]) < 1:
+        raise InputError(f"--shard-size {text!r:.40} is no size; write it as 5GB or 200MB")
+    return int(matched[1]) * _UNITS[(matched[2] or "").upper()]
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    sync(path)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """A folder's tokenizer, where it has one and the target has none."""
+    if (source / TOKENIZER).is_file() and not os.path.lexists(target / TOKENIZER):
+        with os_errors(target / TOKENIZER):
+            shutil.copyfile(source / TOKENIZER, target / TOKENIZER)
