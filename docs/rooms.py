@@ -1,0 +1,65 @@
+"""Draws the rooms of the package as docs/rooms.svg, from the layers in setup.cfg: python docs/rooms.py."""
+
+from __future__ import annotations
+
+from configparser import ConfigParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH, HEIGHT, GAP, LEFT, EDGE = 900, 46, 12, 8, 8  # of the picture, a row, and what is between
+COLOURS = ("#dbe9f6", "#d3ecea", "#cfe6d4", "#dcf0d0", "#e9f3c9", "#f4f1cf", "#fdf0cf", "#fbe6d8", "#f3e3f0")
+WORDS = {
+    "bench": "everything beside its peers, in the same run",
+    "train": "the main job", "evaluate": "figures", "generate": "text", "predict": "of samples", "report": "charts",
+    "doctor": "in order?", "plan": "which layout", "adapters": "of LoRA",
+    "inference": "text and predictions by trained models, one or divided",
+    "trainer": "Trainer, callbacks, run folder, engine, a loop of your own, modes",
+    "loading": "trained models out of run folders",
+    "speeds": "how fast this machine is",
+    "loose": "parameter server, averages of replicas", "planner": "seconds and bytes of layouts, without ranks",
+    "backend": "torch.distributed", "data": "HDF5", "models": "gpt, resnet, HF", "shard": "DDP, ZeRO", "pipe": "stages",
+    "tensor": "divided layers", "checkpoint": "HDF5", "monitor": "what is seen",
+    "layers": "what PyTorch lacks", "mesh": "ranks along the axes",
+    "layout": "which rank owns which slice of which tensor",
+    "config": "every setting, declared once",
+    "comm": "collectives, memory, failures; it alone knows MPI",
+    "storage": "locks, commits of folders, hashes",
+    "early": "before torch is imported", "choices": "names that settings choose from",
+    "errors": "one line: what is wrong, how to mend it",
+}  # fmt: skip
+
+
+def layers() -> list[list[str]]:
+    """The rooms of each layer, the highest first."""
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    lines = parser["importlinter:contract:rooms"]["layers"].split("\n")
+    return [[name.strip() for name in line.split("|")] for line in lines if line.strip()]
+
+
+def drawn() -> str:
+    """The picture, as SVG. A room imports from the rows below its own."""
+    rows = layers()
+    height = len(rows) * (HEIGHT + GAP) + 2 * EDGE - GAP
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"',
+        ' font-family="sans-serif" text-anchor="middle"><title>Rooms import from the rows below their own</title>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+    ]
+    for number, row in enumerate(rows):
+        top, wide = EDGE + number * (HEIGHT + GAP), (WIDTH - 2 * LEFT + GAP) / len(row)
+        for place, room in enumerate(row):
+            left, box = LEFT + place * wide, wide - GAP
+            path = ROOT / "mpitrain" / room
+            name, middle = f"{room}/" if path.is_dir() else f"{room}.py", left + box / 2
+            out += [
+                f'<rect x="{left:.1f}" y="{top}" width="{box:.1f}" height="{HEIGHT}" rx="5" stroke="#888888"',
+                f' fill="{COLOURS[number % len(COLOURS)]}"/>',
+                f'<text x="{middle:.1f}" y="{top + 19}" font-size="13" font-weight="bold">{name}</text>',
+                f'<text x="{middle:.1f}" y="{top + 36}" font-size="11">{WORDS[room]}</text>',
+            ]
+    return "\n".join([*out, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/rooms.svg").write_text(drawn(), encoding="utf-8")
