@@ -8,6 +8,7 @@ run once, in one process. Rank 0 writes the counts that tests/run.sh adds up.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,16 @@ ON_PRETEND = (2, 3)  # sizes at which tests on the pretend accelerator run, if t
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run the long tests (kills, clusters)")
     parser.addoption("--full", action="store_true", help="run the long tests at full length")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under mpirun, files without a test of this size are not even imported: with many ranks that takes long."""
+    if not RANKS or not collection_path.name.startswith("test_"):
+        return None
+    marks = re.findall(r"\bmark\.ranks\(([^)]*)\)", collection_path.read_text(encoding="utf-8"))
+    numbers = [[part.strip() for part in mark.split(",")] for mark in marks]
+    told = all(part.isdigit() for parts in numbers for part in parts if part)
+    return True if told and not any(str(RANKS) in parts for parts in numbers) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -113,13 +124,11 @@ def folder(world, mpi_tmp_path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[Warm]:
+def forked() -> Warm:
     """Runs commands in processes of their own that need not import torch."""
-    from warm import Warm
+    from warm import shared
 
-    made = Warm()
-    yield made
-    made.close()
+    return shared()
 
 
 @pytest.fixture(scope="session")

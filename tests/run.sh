@@ -3,8 +3,8 @@
 # other MPI what depends on that), and the serial tests, which start mpirun themselves: in two halves at once, since
 # much of their time is waiting.
 #   tests/run.sh [--campaign | --full] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
-#   --campaign     only the long tests: kills, clusters
-#   --full         the long tests at full length, for people
+#   --campaign     only the long tests: kills, clusters; one of each kind, for CI has an hour for everything
+#   --full         the long tests in all their cases: hours, for people
 #   tests/run.sh --sizes 3 --no-serial tests/comm/test_operations.py      one file at 3 ranks
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -26,15 +26,17 @@ mpi=${MPI:-openmpi}
 jobs/setup.sh "$mpi" test || exit 1
 . jobs/mpirun.sh
 export OMP_NUM_THREADS=1 MPITRAIN_TESTS=$root/.tests
+unset PYTHONDONTWRITEBYTECODE # else each process compiles the package, and pytest its tests, anew
 rm -rf "$MPITRAIN_TESTS" && mkdir -p "$MPITRAIN_TESTS"
 failed=0
+without=(-p no:hypothesispytest -p no:anyio) # on ranks: the first imports all of Hypothesis at the end, used or not
 
 at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, started by COMMAND
     local size=$1 label=$2
     shift 2
     echo "== $size rank(s), $label"
     MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 1200 "$@" -n "$size" \
-        tests/rank.sh python -m pytest -q --color=no --capture=sys --only-mpi ${long:+--$long} "${targets[@]}"
+        tests/rank.sh python -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${long:+--$long} "${targets[@]}"
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
         [ -e "$MPITRAIN_TESTS/$label-$size.counts" ] || echo 0 1 0 >"$MPITRAIN_TESTS/$label-$size.counts"
@@ -65,12 +67,20 @@ in_two_halves() { # in_two_halves PATHS...: these in the background, with what t
 
 PYTHONPATH=tests python -m pretend & # the pretend accelerator: built before ranks want it, beside what needs one core
 building=$!
-if [ -z "$long" ] && [ -n "$all" ]; then
-    ruff check . && ruff format --check . && mypy || failed=1
+linting=
+if [ -z "$long" ] && [ -n "$all" ]; then # beside the tests of one rank, which leave a core
+    { ruff check . && ruff format --check . && mypy; } >"$MPITRAIN_TESTS/lint.log" 2>&1 &
+    linting=$!
 fi
+python -m compileall -q mpitrain tests examples # once, for the processes that start together
 wait $building || failed=1
 for size in $sizes; do
     at_ranks "$size" "$mpi" "${MPIRUN[@]}"
+    if [ -n "$linting" ]; then
+        wait $linting || failed=1
+        cat "$MPITRAIN_TESTS/lint.log"
+        linting=
+    fi
 done
 if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
     # the other MPI, from an environment that borrows everything else from .venv: what calls MPI, at one size
@@ -78,9 +88,10 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
         tests/second_mpi.sh mpich || exit 1
         PATH=$root/.venv-mpich/bin:$PATH
         if [ -n "$all" ]; then
-            targets=(tests/comm tests/checkpoint tests/commands tests/test_choices.py tests/test_mesh.py
-                tests/backend/test_backend_{operations,clients}.py tests/pipe/test_pipe_training.py
-                tests/shard/test_{ddp,initialize}.py tests/train/test_{trainer,training}.py)
+            targets=(tests/comm tests/checkpoint/test_{background_saves,reading_together}.py tests/commands
+                tests/backend/test_backend_operations.py
+                tests/pipe/test_pipe_training.py::test_delays_anywhere_change_nothing
+                tests/shard/test_{ddp,initialize}.py tests/train/test_trainer.py)
         fi
         at_ranks 3 mpich mpiexec
         exit $failed
@@ -92,10 +103,11 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
     if [ -z "$all" ]; then
         serial_tests serial "${targets[@]}" || failed=1
     elif [ -z "$long" ]; then
-        in_two_halves tests/{backend,bench,checkpoint,comm,data,models,monitor} || failed=1
+        in_two_halves tests/{backend,bench,checkpoint,comm,commands,data,inference,models} || failed=1
     else # some ask how fast a job recovers or trains, or have daemons that must not be silent for seconds
         alone=(tests/cluster/test_{dead_workers,link,local_mode,planned_hosts,shrink,slurm,slurm_backend}.py)
-        in_two_halves tests/cluster/test_{kill_campaign,local_disks,several_nodes}.py || failed=1
+        in_two_halves tests/cluster/test_{kill_campaign,local_disks,several_nodes}.py \
+            tests/{docs,jobs} || failed=1
         serial_tests alone "${alone[@]}" || failed=1
     fi
     for size in $(cat "$MPITRAIN_TESTS"/long-sizes-* 2>/dev/null | sort -un); do # at which there are long tests of ranks

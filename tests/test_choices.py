@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,13 +13,15 @@ from mpitrain import choices
 from mpitrain.comm import compression
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.world import WAYS
+from mpitrain.config.cycles import CYCLES
 from mpitrain.config.learning_rate import DECAYS, LearningRate
+from mpitrain.data.augment import Augment
 from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES
 from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
 from mpitrain.pipe.schedules import SCHEDULES
-from mpitrain.trainer.strategies import STRATEGIES
+from mpitrain.trainer.modes.strategies import STRATEGIES
 
 
 def test_every_model_every_depth_every_schedule_and_every_precision_is_implemented():
@@ -26,6 +29,12 @@ def test_every_model_every_depth_every_schedule_and_every_precision_is_implement
     assert tuple(STAGES) == choices.RESNET_LAYERS
     assert list(SCHEDULES) == list(get_args(choices.PipelineSchedule))
     assert list(DTYPES) == list(get_args(choices.Precision))
+
+
+def test_every_augmentation_changes_images_in_a_way_of_its_own():
+    x, ids = torch.rand(64, 3, 9, 9), np.arange(64)
+    made = [Augment((name,), 2, seed=1)(x, ids, ids * 0) for name in get_args(choices.Augmentation)]
+    assert all(not torch.equal(one, other) for one, other in zip(made, [*made[1:], x], strict=True))
 
 
 def test_every_mode_has_a_strategy():
@@ -41,6 +50,7 @@ def test_every_decay_of_the_learning_rate_is_a_curve_of_its_own():
     assert list(DECAYS) == list(kinds)
     curves = {tuple(LearningRate(kind, 1.0, steps=9).rate(step) for step in range(9)) for kind in kinds}
     assert len(curves) == len(kinds)
+    assert list(CYCLES) == list(get_args(choices.Cycle))
 
 
 def test_every_compression_is_made_by_its_name_and_no_other_one_is_there():

@@ -25,10 +25,15 @@ from mpitrain.errors import InputError
         (["--parallel.zero", "5"], "parallel.zero = 5 is wrong: input should be 0, 1, 2 or 3"),
         (["--comm.algorithm", "rnig"], "comm.algorithm = 'rnig' is wrong"),
         (["--model.width", "130"], "set model.width to 132"),
-        (["--model.name", "resnet"], "a resnet has 18, 34, 50 or 101"),
+        (["--model.name", "resnet", "--model.layers", "2"], "a resnet has 18, 34, 50 or 101"),
         (["--train.steps", "--train.batch", "4"], "--train.steps has no value"),
         (["--train", "3"], "train is a section; write --train.KEY VALUE, as --train.steps"),
         (["-x"], "argument '-x' is not understood"),
+        (["--train.batch_warmup", "[8, 100]"], "entry 1: 8 is not [steps, samples], two numbers of at least 1; write"),
+        (["--train.batch_warmup", "[[100, 0]]"], "entry 1: [100, 0] is not [steps, samples]"),
+        (["--train.batch_warmup", "8"], "train.batch_warmup = 8 is no list of [steps, samples]; write [[100, 8]"),
+        (["--train.batch_warmup", "[[9, 64]]"], "has a batch of 64 samples, more than train.batch 32"),
+        (["--train.rampup_batch_size", "[8, 8, 1000]"], "did you mean 'train.batch_warmup'?"),
         (["--train.lr", "1"], "unknown key 'train.lr'; did you mean 'optim.lr'?"),
         (["--train.learning_rate", "1"], "did you mean 'optim.lr'?"),
         (["--learning-rate", "1"], "did you mean 'optim.lr'?"),
@@ -68,6 +73,21 @@ def test_a_mistake_on_the_command_line_is_named_with_its_mend(arguments, message
     with pytest.raises(InputError) as caught:
         Config.from_args(arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_brings_its_own_defaults_which_help_and_the_resolved_file_show(tmp_path):
+    config = Config.from_args(["--model.name", "resnet", "--model.width", "16"])
+    assert (config.model.layers, config.model.width) == (18, 16)
+    assert (config.optim.name, config.optim.lr, config.optim.options) == ("sgd", 0.05, {"momentum": 0.9})
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert Config.from_args([str(tmp_path / "config.toml")]) == config
+    adam = Config.from_args(["--model.name=resnet", "--optim.name=adam"])  # whose rate is not that of SGD
+    assert (adam.optim.lr, adam.optim.options, adam.model.layers) == (Config().optim.lr, {}, 18)
+    rate = Config.from_args(["--model.name=resnet", "--optim.lr=0.2"]).optim
+    assert (rate.name, rate.lr) == ("sgd", 0.2)
+    own = Config.from_args(["--model.name=resnet", "--model.factory=a:b"])
+    assert (own.model.layers, own.optim) == (Config().model.layers, Config().optim)
+    assert "[2; resnet: 18]" in help_text("mpitrain.train")
 
 
 def test_later_arguments_win_over_earlier_ones_and_over_the_file(tmp_path):
@@ -188,3 +208,18 @@ def test_what_is_no_configuration_file_is_refused_in_one_line(tmp_path):
         undo()
     path.touch()
     assert Config.from_args([str(path)]) == Config()
+
+
+def test_tables_on_the_command_line_are_toml_or_json_and_anything_else_is_answered_with_both():
+    for text in ('{"betas": [0.9, 0.95]}', "{betas = [0.9, 0.95]}"):
+        assert Config.from_args(["--optim.options", text]).optim.options == {"betas": [0.9, 0.95]}
+    for text in ('[{"match": "*.bias", "lr_scale": 2}]', '[{match = "*.bias", lr_scale = 2}]'):
+        assert Config.from_args([f"--optim.groups={text}"]).optim.groups == [{"match": "*.bias", "lr_scale": 2}]
+    assert Config.from_args(["--optim.groups", "[]"]).optim.groups == []
+    for flag, value, mend in (
+        ("--optim.options", "betas=0.9", r'write {a = 1} or {"a": 1}'),
+        ("--optim.groups", "{match = 'a', lr = 1}", "write [{a = 1}]"),
+    ):
+        with pytest.raises(InputError, match=f"command line: {flag[2:]} = .* is wrong") as caught:
+            Config.from_args([flag, value])
+        assert str(caught.value).endswith(mend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -34,6 +35,12 @@ def test_arrows_between_rooms_point_one_way():
         timeout=100,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_the_picture_of_the_rooms_shows_those_there_are():
+    """docs/rooms.py draws it from these contracts."""
+    drawn = runpy.run_path(str(ROOT / "docs/rooms.py"))["drawn"]()
+    assert (ROOT / "docs/rooms.svg").read_text(encoding="utf-8") == drawn, "run python docs/rooms.py"
 
 
 def test_no_circle_of_files():

@@ -151,7 +151,14 @@ def test_with_all_of_them_the_tests_pass(copy):
         assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+def is_first_of_its_tests(mutation: str) -> bool:
+    return next(name for name, (*_, tests) in MUTATIONS.items() if tests == MUTATIONS[mutation][-1]) == mutation
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [name if is_first_of_its_tests(name) else pytest.param(name, marks=pytest.mark.full) for name in MUTATIONS],
+)
 def test_a_synchronization_too_few_is_found(copy, mutation):
     file, old, new, tests = MUTATIONS[mutation]
     text = (copy / file).read_text()

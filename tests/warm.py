@@ -1,36 +1,59 @@
-"""Commands in processes of their own that need not import torch: they are forked from one that has.
+"""Commands and ranks in processes of their own that need not import torch: they are forked from one that has.
 
 `python -m mpitrain.train` takes seconds until it reads its arguments, nearly all of them for imports. Here a process
 imports torch once, without MPI, and forks a child for each command. From there on the child does what `python -m` does,
-with its own arguments, environment, working folder and output. What concerns the start itself (signals during imports,
-libraries that are loaded first) is tested with `support.job`.
+with its own arguments, environment, working folder and output. Under mpirun each rank runs `warm_rank.py` for a Python,
+which has such a child do its work, hands signals on to it, and ends as it ends. What concerns the start itself (signals
+during imports, libraries that are loaded first), or who is whose parent, is tested with `support.job`.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import json
 import os
 import runpy
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from support import ROOT, clean_environment
+import support
+from support import ROOT, clean_environment, launcher
+
+MOST = 1 << 17  # bytes of a request
+FORKS = (Path(sys.prefix) / "bin/ompi_info").exists()  # another MPI hands a rank its connection as an open file
 
 
 class Warm:
-    """A process with torch, and its forks."""
+    """A process with torch, and its forks.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=clean_environment(PYTHONPATH=str(ROOT)),
-        )
+    Args:
+        before: What is put before the command that starts it.
+    """
+
+    def __init__(self, before: Sequence[str] = ()) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._place = f"{self._folder.name}/socket"
+        self.python = Path(self._folder.name, "python")
+        rank = (ROOT / "tests/warm_rank.py").read_text()
+        self.python.write_text(f"#!{sys.executable} -S\n{rank.replace('PLACE', self._place)}")
+        self.python.chmod(0o755)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._place)
+            listener.listen(64)
+            command = [*before, sys.executable, str(Path(__file__).resolve()), str(listener.fileno())]
+            environment = clean_environment(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
+            )
 
     def run(
         self, name: str, *arguments: object, cwd: Path | None = None, timeout: float = 60, **environment: str
@@ -39,43 +62,84 @@ class Warm:
 
         timeout: seconds, then it is killed.
         """
-        words = [name, *map(str, arguments)]
-        with tempfile.TemporaryDirectory() as folder:
-            told = [words, str(cwd or Path.cwd()), clean_environment(**environment), folder, timeout]
-            self._process.stdin.write(json.dumps(told) + "\n")
-            self._process.stdin.flush()
-            code = int(self._process.stdout.readline())
-            out, err = (Path(folder, kind).read_text(errors="replace") for kind in ("out", "err"))
-        return subprocess.CompletedProcess(words, code, out, err)
+        words = [*(["-c"] if name == "-c" else ["-m", f"mpitrain.{name}"]), *map(str, arguments)]
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
+                place.connect(self._place)
+                told = [words, str(cwd or Path.cwd()), clean_environment(**environment), timeout, []]
+                socket.send_fds(place, [json.dumps(told).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
+                place.recv(64)  # its number
+                code = int(place.recv(64))
+            said = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+        return subprocess.CompletedProcess(words, code, *said)
+
+    def launched(self, ranks: int, command: Sequence[str]) -> list[str]:
+        """What starts a command of Python on ranks that are forked."""
+        assert command[0] == sys.executable, command
+        return [*launcher(ranks), str(self.python) if FORKS else command[0], *command[1:]]
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(30)
+        self.process.stdin.close()
+        self.process.wait(30)
+        self._folder.cleanup()
 
 
-def _become(words: list[str], cwd: str, environment: dict[str, str], folder: str, timeout: float) -> None:
+@functools.cache
+def shared() -> Warm:
+    """The one of this process, which lives as long."""
+    made = Warm()
+    atexit.register(made.close)
+    return made
+
+
+def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m mpitrain.bench` says, and its exit code; the ranks of its jobs are forked as well."""
+    path = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"  # there mpirun is
+    ranks = {"WARM_PYTHON": str(shared().python), "PATH": path} if FORKS else {}
+    return shared().run("bench", *arguments, timeout=timeout, **ranks, **environment)
+
+
+def job(
+    ranks: int, command: Sequence[str], *, timeout: float = 90, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`support.job` of a command of Python, whose ranks are forked."""
+    return support.job(0, shared().launched(ranks, command), timeout=timeout, cwd=cwd, **environment)
+
+
+def _become(
+    words: list[str], cwd: str, environment: dict[str, str], timeout: float, cores: list[int], outputs: list[int]
+) -> None:
     """The rest of the forked process."""
-    for descriptor, path in (0, os.devnull), (1, f"{folder}/out"), (2, f"{folder}/err"):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+    for descriptor, given in enumerate(outputs):
+        os.dup2(given, descriptor)
+        os.close(given)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # found already, in another environment
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.executable = environment.get("WARM_PYTHON", sys.executable)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    kind, name, *arguments = words if words[0].startswith("-") else ["", *words]
+    first = cwd if kind else str(Path(cwd, name).parent)
     given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
-    sys.path[:1] = [cwd, *given]
+    sys.path[:1] = [first, *given]
     for place in given:
         if Path(place, "sitecustomize.py").exists():
             runpy.run_path(f"{place}/sitecustomize.py")
-    sys.argv = words if words[0] != "-c" else ["-c", *words[2:]]
+    sys.argv = [kind or name, *arguments]
     signal.alarm(int(timeout))  # whose answer is death
-    if words[0] == "-c":
-        exec(words[1], {"__name__": "__main__"})
+    if kind == "-c":
+        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_module(f"mpitrain.{words[0]}", run_name="__main__", alter_sys=True)
+        runpy.run_path(name, run_name="__main__")
     sys.exit()
 
 
-def _serve() -> None:
+def _serve(listener: socket.socket) -> None:
     import h5py  # noqa: F401
     import pydantic  # noqa: F401
     import torch._dynamo  # noqa: F401 - which the first optimizer imports
@@ -84,13 +148,54 @@ def _serve() -> None:
     import mpitrain.config.settings
     import mpitrain.data  # noqa: F401
 
+    with suppress(ImportError):
+        from transformers import AutoModelForCausalLM  # noqa: F401
     assert "mpi4py" not in sys.modules
-    for line in iter(sys.stdin.readline, ""):
-        child = os.fork()
-        if child == 0:
-            _become(*json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    gc.freeze()
+    places = selectors.DefaultSelector()
+    places.register(listener, selectors.EVENT_READ)
+    places.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        key, _ = places.select()[0]
+        if key.fileobj is sys.stdin:  # who started this has ended
+            return
+        if key.fileobj is listener:
+            asking, _ = listener.accept()
+            child = _fork(asking)
+            _answer(asking, child)
+            places.register(os.pidfd_open(child), selectors.EVENT_READ, (asking, child))
+            places.register(asking, selectors.EVENT_READ, (asking, child))
+            continue
+        asking, child = key.data
+        if key.fileobj is asking:  # who asked is dead
+            places.unregister(asking)
+            os.kill(child, signal.SIGKILL)
+            continue
+        _answer(asking, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        places.unregister(key.fd)
+        os.close(key.fd)
+        if asking in places.get_map():
+            places.unregister(asking)
+        asking.close()
+
+
+def _fork(asking: socket.socket) -> int:
+    """The number of a process that does what it is asked for."""
+    told, outputs, _, _ = socket.recv_fds(asking, MOST, 3)
+    child = os.fork()
+    if child == 0:
+        asking.close()
+        _become(*json.loads(told), outputs)
+    for descriptor in outputs:
+        os.close(descriptor)
+    return child
+
+
+def _answer(asking: socket.socket, number: int) -> None:
+    with suppress(OSError):  # who asked is dead
+        asking.send(str(number).encode())
 
 
 if __name__ == "__main__":
-    _serve()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _serve(socket.socket(fileno=int(sys.argv[1])))

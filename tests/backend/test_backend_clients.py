@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import job, next_handle, one_line
+from support import next_handle, one_line
 from torch import nn
+from warm import job
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -389,7 +390,7 @@ def test_a_rank_that_ends_without_the_others_ends_the_job_within_seconds(tmp_pat
     done = job(3, [sys.executable, str(script)], timeout=60)
     assert done.returncode != 0 and time.monotonic() - begun < 20
     if "os." not in leaves:  # else the launcher sees it
-        assert done.stderr.count("rank 1 left: its interpreter ended") == 1
+        assert done.stderr.count("mpitrain: rank 1 left: its interpreter ended") == 1
         assert re.search(r"while rank [02] waits for it at script.py:8 in <module>", done.stderr)
     if leaves == "sys.exit(3)":
         assert done.returncode == 3 and "ended with exit code 3" in done.stderr

@@ -13,13 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from support import clean_environment, job, one_line
+from warm import bench
 
 from mpitrain.bench.__main__ import names, usage
+from mpitrain.bench.collectives_check import _all_reduce, judged
 from mpitrain.bench.collectives_report import correlation, report
 from mpitrain.bench.jobs import byte_sizes
 from mpitrain.bench.prediction import predicted
 from mpitrain.bench.report import Report, ReportTable, ReportTarget, markdown
+from mpitrain.comm import init
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.collectives import all_reduce
@@ -31,11 +35,6 @@ from mpitrain.speeds.probes import Probes
 from mpitrain.speeds.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mpitrain.bench", *map(str, arguments)]
-    return job(0, command, timeout=timeout, **environment)
 
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -67,6 +66,31 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
     assert (tmp_path / "BENCH-collectives.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_quick_alone_says_of_each_collective_whether_it_works_here(tmp_path):
+    done = bench("collectives", "--quick", "--ranks", 2, "--out", tmp_path / "none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines, last = done.stdout.splitlines()
+    assert "2 ranks" in first and last == "all 11 work here" and not (tmp_path / "none").exists()
+    assert {tuple(line.split("  ")[1:2]) for line in lines} >= {("all_reduce",), ("all_to_all",), ("barrier",)}
+    assert all(" ok" in line for line in lines), done.stdout
+
+
+def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
+    world = init()
+    right = judged(world, "all_reduce", _all_reduce, all_reduce.ALGORITHMS)
+    assert right.line(10) == "  all_reduce  ok (mpi, ring, tree, halving, shared, two_level)"
+
+    def one_bit_off(world, elements, dtype, algorithm):
+        got, wanted = _all_reduce(world, elements, dtype, algorithm)
+        got[-1] += elements == 1001
+        return got, wanted
+
+    wrong = judged(world, "all_reduce", one_bit_off, all_reduce.ALGORITHMS)
+    assert wrong.line(10) == (
+        "  all_reduce  failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
+    )
+
+
 def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = bench(
@@ -80,7 +104,7 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     operations = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
     places = {key.rpartition("/")[0].removesuffix(" oversubscribed") for key in written.measured}
     assert places == {f"{operation} {place}" for operation in operations for place in ("node arena", "node")}
-    told = job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
+    told = warm.job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
     assert told.returncode == 0, told.stdout + told.stderr
     lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
     assert len(lines) == 2 and all("(measured " in line for line in lines)
@@ -88,6 +112,7 @@ def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
     assert len(rules) == 2 and all(any(describe(rule) in line for line in lines) for rule in rules)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_path):
     command = [sys.executable, "-m", "mpitrain.bench", "collectives", "--quick", "--ranks", "2", "--sizes", "64,1Mi"]

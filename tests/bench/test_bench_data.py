@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from support import job
+from warm import bench
 
 from mpitrain.bench.data import _compare, report
 
 
+@pytest.mark.campaign
 def test_a_quick_run_writes_samples_and_shares_of_a_step(tmp_path):
-    command = [sys.executable, "-m", "mpitrain.bench", "data", "--quick", "--ranks", "2"]
-    done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
+    done = bench("data", "--quick", "--ranks", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "BENCH-data.json").read_text())["results"]["2"]
     assert result["loading"]["samples"] == ((1 << 20) - 1) // 128 // 16 * 16  # whole batches of 8 on 2 ranks

@@ -36,7 +36,7 @@ def test_a_quick_run_writes_a_profile_with_plausible_figures(tmp_path):
     assert json.loads((tmp_path / "BENCH-machine.json").read_text())["results"]["2"]["links"]["cores"] >= 1
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 def test_a_job_that_plans_measures_its_machine_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = {"run.dir": tmp_path / "run", "run.device": "cpu", "parallel.auto": "true", "parallel.tensor": 1}

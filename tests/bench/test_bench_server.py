@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
-from support import job
+from warm import bench
 
 
 @pytest.mark.campaign
 def test_a_quick_run_writes_pushes_and_pulls_of_every_way(tmp_path):
-    command = [sys.executable, "-m", "mpitrain.bench", "server", "--quick", "--ranks", "2,3", "--sizes", "64Ki"]
-    done = job(0, [*command, "--out", str(tmp_path)], timeout=100)
+    done = bench("server", "--quick", "--ranks", "2,3", "--sizes", "64Ki", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "BENCH-server.json").read_text())["results"]
     for ranks in "23":

@@ -48,7 +48,7 @@ def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
     assert (tmp_path / "BENCH-step.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
     command = [sys.executable, "-m", "mpitrain.bench", "step", "--quick", "--ranks", "2", "--device", device.type]
@@ -90,7 +90,7 @@ def test_all_contenders_train_alike_on_the_same_batches(world):
             if isinstance(made, str) or "DeepSpeed" in name:
                 continue  # DeepSpeed builds an operator when first used: minutes
             trainees[name] = made(world, SMALL, Batches(SMALL, 2, world.rank))
-        for _ in range(3):
+        for _ in range(2):
             for trainee in trainees.values():
                 trainee.prepare()
                 trainee.step()

@@ -1,7 +1,7 @@
 """Clusters on one machine, for tests marked `campaign`.
 
 Where there can be none their tests skip, but fail in CI (CI=true in the environment), which would else be green
-without them. MPITRAIN_CANNOT="slurm namespaces" names what a CI machine cannot do for good.
+without them. MPITRAIN_CANNOT="slurm namespaces browser" names what a CI machine cannot do for good.
 """
 
 from __future__ import annotations

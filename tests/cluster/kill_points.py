@@ -105,7 +105,7 @@ TRAINING = (
     Moment("optimizer step", "mpitrain.shard.update:optimizer_step", STEP),
     Moment("update", "mpitrain.shard.update:Updater.apply", STEP),
     Moment("agreement to stop", "mpitrain.trainer.trainer:any_rank", STEP),
-    Moment("sample ids", "mpitrain.trainer.records:gather_ids", STEP),
+    Moment("sample ids", "mpitrain.trainer.recording.records:gather_ids", STEP),
     Moment("metrics", "mpitrain.monitor.metrics:MetricsWriter.write", STEP, who="first"),
 )
 RESTORING = (
@@ -121,12 +121,12 @@ RESTORING = (
     Moment("state taken over", "mpitrain.trainer.engine:Engine.finish_load"),
     Moment("restored", "mpitrain.trainer.trainer:Trainer.resume"),
     Moment("room asked for", "mpitrain.checkpoint.folders:require_room", who="first"),
-    Moment("begun", "mpitrain.trainer.console:Console.on_fit_start"),
+    Moment("begun", "mpitrain.trainer.recording.console:Console.on_fit_start"),
     Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
 )
 ENDING = (
     Moment("evaluation", "mpitrain.trainer.trainer:Trainer.evaluate"),
-    Moment("end", "mpitrain.trainer.console:Console.on_fit_end"),
+    Moment("end", "mpitrain.trainer.recording.console:Console.on_fit_end"),
 )
 MOMENTS = {m.name: m for m in (*COMMIT, *PRUNING, *REPLACING, *TRAINING, *RESTORING, *ENDING)}
 

@@ -31,7 +31,9 @@ def _words(**more):
     return [word for key, value in given.items() for word in (f"--{key}", value)]
 
 
-@pytest.mark.parametrize(("staleness", "servers", "victim"), [("none", 1, 1), (2, 1, 0), (0, 2, 1)])
+@pytest.mark.parametrize(
+    ("staleness", "servers", "victim"), [pytest.param("none", 1, 1, marks=pytest.mark.full), (2, 1, 0), (0, 2, 1)]
+)
 def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(tmp_path, staleness, servers, victim):
     job = Job(tmp_path / "r", 4, _words(parallel__staleness=staleness, parallel__servers=servers))
     try:

@@ -1,7 +1,7 @@
 """Long: training jobs killed at every moment of a save, a restart and a step, started again, and compared with jobs
 that nobody killed.
 
-    pytest --campaign tests/cluster/test_kill_campaign.py                   44 cases
+    pytest --campaign tests/cluster/test_kill_campaign.py                   14 cases
     pytest --campaign tests/cluster/test_kill_campaign.py -k case-17-       the case of this number alone
     KILL_SEED=7 pytest --full tests/cluster/test_kill_campaign.py           500, of a seed
 """
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
         seed = int(os.environ.get("KILL_SEED", "2" if full else "1"))
-        chosen = cases(500 if full else 44, seed, both_sides=full)
+        chosen = cases(500 if full else 14, seed, both_sides=full)
         metafunc.parametrize("case", chosen, ids=lambda case: f"case-{case.label}")
 
 

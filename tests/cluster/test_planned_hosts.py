@@ -35,7 +35,7 @@ AT_SIX = ["--ranks", "6", "--nodes", "3", "--models", "gpt-of-6-heads", "--choic
 LAYOUTS = "6x1x1 mb4;3x1x2 mb8;3x2x1 mb4 1f1b;1x1x6 mb24"
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp_path: Path) -> None:
     if reason := why_not(LINK):

@@ -153,7 +153,9 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
     assert got == wanted
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])  # under mpirun and under srun
+@pytest.mark.parametrize(
+    "mpi", [pytest.param("openmpi", marks=pytest.mark.full), "mpich"]
+)  # under mpirun and under srun
 def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
     training = Training(tmp_path, slurm)
     environment = f"--export=ALL,VENV={environment_with(mpi)}"
@@ -226,7 +228,11 @@ def test_a_job_with_a_wrong_setting_ends_at_once(slurm, tmp_path):
     assert training.out.count("did you mean 'train.steps'?") == 1 and "Traceback" not in training.out
 
 
-@pytest.mark.parametrize("options", [["--gpus-per-node=2"], ["--gpus-per-task=1", "--ntasks=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [["--gpus-per-node=2"], pytest.param(["--gpus-per-task=1", "--ntasks=2"], marks=pytest.mark.full)],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_each_rank_of_a_job_has_a_device_of_its_own(slurm_with_devices, device, tmp_path, options):
     """Slurm says by CUDA_VISIBLE_DEVICES what a process may have; the pretend accelerator is told the same."""

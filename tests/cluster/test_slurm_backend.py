@@ -50,7 +50,7 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 LAUNCH = {"mpich": "srun --mpi=pmi2 --kill-on-bad-exit=1", "openmpi": "mpirun -n $SLURM_NTASKS"}
 
 
-@pytest.mark.parametrize("mpi", LAUNCH)
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
 def test_a_torchrun_script_trains_on_two_nodes_and_a_failing_rank_ends_the_job(
     slurm: SlurmCluster, tmp_path: Path, mpi: str
 ):

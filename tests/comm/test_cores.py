@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from support import job
+from warm import job
 
 from mpitrain.comm.process.cores import Share, share_of
 
@@ -44,7 +44,7 @@ cores = [int(core) for core in sys.argv[1 + rank].split(",")]
 os.sched_setaffinity(0, cores)
 import torch
 import mpitrain as mt
-from mpitrain.trainer.trainer import set_threads
+from mpitrain.trainer.device import set_threads
 world = mt.init()
 set_threads(world, reproducible=False)
 print(torch.get_num_threads(), world.process.spare_cores, flush=True)

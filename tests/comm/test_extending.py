@@ -196,7 +196,7 @@ def test_every_operation_that_takes_an_algorithm_takes_one_from_outside(world):
         operation.ALGORITHMS.unregister("direct")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 33])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, pytest.param(33, marks=pytest.mark.campaign)])
 def test_the_programs_of_this_file_are_right_at_every_size(size):
     verify(star_all_reduce(size, one_node(size)))
     verify(chain_scan(size, one_node(size)))

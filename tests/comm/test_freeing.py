@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+import warm
 from support import ROOT, job, launcher, next_handle
 
 from mpitrain.errors import InputError
@@ -131,7 +132,13 @@ ulfm.leave(left, 0)
 @pytest.mark.skipif(not launcher(1)[0].endswith("mpirun"), reason="only Open MPI goes on without ranks")
 def test_groups_of_ranks_that_died_are_freed_by_each_rank_alone(tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
-    command = [*launcher(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "dying.py")]
+    mpirun, *command = warm.shared().launched(3, [sys.executable, str(tmp_path / "dying.py")])
     path = f"{ROOT}:{ROOT / 'tests'}"
-    done = job(0, command, PYTHONPATH=path, MPITRAIN_SPARE_CORES="1", OMPI_MCA_mpi_yield_when_idle="1")
+    done = job(
+        0,
+        [mpirun, "--with-ft", "ulfm", *command],
+        PYTHONPATH=path,
+        MPITRAIN_SPARE_CORES="1",
+        OMPI_MCA_mpi_yield_when_idle="1",
+    )
     assert done.stdout.count("went on") == 2, done.stdout + done.stderr

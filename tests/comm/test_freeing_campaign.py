@@ -17,8 +17,17 @@ MOST = 6 << 10  # KiB that a rank may grow by; 2,500 communicators of Open MPI a
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mpi", ["own", "mpich"])
-@pytest.mark.parametrize("kind", ["saves", "split", "subgroup"])
+@pytest.mark.parametrize(
+    ("kind", "mpi"),
+    [
+        ("saves", "own"),
+        ("split", "own"),
+        *(
+            pytest.param(kind, mpi, marks=pytest.mark.full)
+            for kind, mpi in (("subgroup", "own"), ("saves", "mpich"), ("split", "mpich"), ("subgroup", "mpich"))
+        ),
+    ],
+)
 def test_saves_and_groups_without_end_take_no_more_memory(tmp_path, kind, mpi, full):
     start = [*launcher(2), sys.executable]
     if mpi == "mpich":

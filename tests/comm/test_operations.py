@@ -24,8 +24,11 @@ def _algorithms(world, *names):
     return ("auto", "mpi", *names, *shared)
 
 
-@ALL
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=ALL if dtype == torch.float32 else MANY) for dtype in DTYPES],
+    ids=lambda d: str(d)[6:],
+)
 def test_all_reduce_of_every_type_and_operation(comm, device, dtype):
     for numel in NUMELS:
         for op in OPERATIONS:
@@ -48,8 +51,9 @@ def test_all_reduce_of_every_type_and_operation(comm, device, dtype):
 )
 def test_all_reduce_by_every_algorithm(comm, device, dtype, inside):
     arena = comm.arena(300_001, dtype, device)
+    long = "avg" if meaningful("avg", dtype) else "sum"  # one is enough: how vectors are cut depends on no operation
     for numel in (1, 7, 1001, 300_001):
-        for op in ("sum", "max", "avg"):
+        for op in ("sum", "max", "avg") if numel < 300_001 else (long,):
             if not meaningful(op, dtype):
                 continue
             wanted = reduced(op, [values(numel, dtype, r) for r in range(comm.size)])

@@ -49,7 +49,7 @@ from mpitrain.comm.programs.program import (
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.programs.verify import ProgramError, verify
 
-SIZES = range(1, 34)
+SIZES = (*range(1, 18), 24, 31, 32, 33)
 
 
 @pytest.mark.parametrize("segments", [1, 3])
@@ -90,14 +90,14 @@ def test_rooted_algorithms_are_right_for_every_kind_of_root(make):
 @pytest.mark.parametrize("tree", [False, True])
 def test_shared_memory_algorithms_neither_race_nor_miss_anything(tree):
     for size in (*range(1, 10), 16, 33):
-        for pieces in (1, 2, 5):
+        for pieces in (1, 2, 5) if size < 33 else (2,):
             verify(shared_all_reduce(size, pieces, tree=tree))
             verify(shared_reduce_scatter(size, pieces, tree=tree))
             verify(staged_all_reduce(size, pieces, tree=tree))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 3), *[st.booleans()] * 2, st.randoms())
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 3), *[st.booleans()] * 2, st.randoms())
 def test_two_level_is_right_for_any_number_of_ranks_on_each_node(per_node, segments, direct, tree, random):
     nodes = [node for node, ranks in enumerate(per_node) for _ in range(ranks)]
     if random.random() < 0.3:

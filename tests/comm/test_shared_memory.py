@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from support import ROOT, job, launcher
+from warm import Warm
 
 CHECKS = """
 import torch
@@ -117,12 +119,36 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("case", SMALL)
-def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, small_shared_memory, case):
-    size, wanted, count, left, late, kinds = SMALL[case]
-    done = two_ranks(tmp_path, SCARCE, wanted, count, left, int(late), before=small_shared_memory(size))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["kinds", *kinds]
+@pytest.fixture
+def other_shared_memory(small_shared_memory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs SCARCE on two ranks that see a /dev/shm of a size; a process that all are forked from may see others."""
+    place = Warm(small_shared_memory("1m"))
+    enter = ["nsenter", f"--target={place.process.pid}", "--mount"]
+
+    def run(folder: Path, size: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        place.run("-c", "pass")  # after that it is where it belongs
+        subprocess.run([*enter, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+        (folder / "checks.py").write_text(CHECKS)
+        (folder / "main.py").write_text(SCARCE)
+        command = [sys.executable, str(folder / "main.py"), *map(str, arguments)]
+        return job(0, [*enter, *place.launched(2, command)], cwd=folder)
+
+    yield run
+    place.close()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter")
+def test_too_small_a_dev_shm_falls_back_to_private_memory_with_one_warning(tmp_path, other_shared_memory):
+    for number, (what, (size, wanted, count, left, late, kinds)) in enumerate(SMALL.items()):
+        (tmp_path / str(number)).mkdir()
+        done = other_shared_memory(tmp_path / str(number), size, wanted, count, left, int(late))
+        _assert_fell_back(done, kinds, what)
+
+
+def _assert_fell_back(done: subprocess.CompletedProcess[str], kinds: list[str], what: str) -> None:
+    assert done.returncode == 0, (what, done.stderr)
+    assert done.stdout.split() == ["kinds", *kinds], what
     assert done.stderr.count("UserWarning") == 1
     assert re.search(r"/dev/shm has \d+ MiB free, \d+ MiB are wanted", done.stderr)
     assert "mount -o remount,size=50% /dev/shm" in done.stderr
@@ -191,11 +217,9 @@ for algorithm in ("auto", "mpi", "tree"):
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 @pytest.mark.timeout(600)
-def test_vectors_of_more_than_2_to_the_31_elements(tmp_path, full):
-    if not full:
-        pytest.skip("takes two minutes and 10 GiB: only with --full")
+def test_vectors_of_more_than_2_to_the_31_elements(tmp_path):
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30:
         pytest.skip("needs 12 GiB of free memory")
     done = two_ranks(tmp_path, LONG, timeout=500)

@@ -31,7 +31,7 @@ def test_the_doctor_gives_a_verdict_on_every_line(world, capsys):
 def test_report_sums_up_a_run(tmp_path, capsys):
     writer = MetricsWriter(tmp_path)
     for step in range(1, 5):
-        held = {"held_out_loss": 2.0} if step == 4 else {}
+        held = {"held_out_loss": 2.0, "held_out_token_accuracy": step / 8} if step in (2, 4) else {}
         writer.write(
             step=step, loss=5.0 - step, lr=0.1, grad_norm=1.0, samples=8, tokens=80, step_s=0.5, tokens_per_s=160.0,
             memory_bytes=1, world_size=2, **held,
@@ -40,12 +40,17 @@ def test_report_sums_up_a_run(tmp_path, capsys):
     (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
     assert report.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "4.0000 -> 1.0000" in out and "2.0000 (step 4)" in out and "16 samples/s (160 tokens/s)" in out
-    assert "step-00000004" in out
+    assert (
+        "4.0000 -> 1.0000" in out
+        and "2.0000 (step 4)" in out
+        and "token accuracy   0.25 -> 0.5" in out
+        and "16 samples/s (160 tokens/s)" in out
+    )
+    assert "step-00000004" in out and "token accuracy   0.25 -> 0.5" in out
 
 
 def test_report_of_nothing_is_refused(tmp_path, capsys):
-    one_line((report.main([str(tmp_path)]), capsys.readouterr().err), "metrics")
+    one_line((report.main([str(tmp_path)]), capsys.readouterr().err), "has no finished step; give the folder of a run")
 
 
 LINE = {"step": 1, "loss": 1.0, "step_s": 0.5, "samples": 8, "tokens": 0, "world_size": 2}

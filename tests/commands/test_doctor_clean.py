@@ -130,7 +130,7 @@ def running(forked: Warm, *folders: Path) -> Iterator[list[Job]]:
         forked.run(*CLEAN)
 
 
-def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path, forked):
+def test_clean_removes_what_killed_jobs_left_and_nothing_of_a_live_one(tmp_path, forked):
     before = of_nobody()
     with running(forked, tmp_path / "live", tmp_path / "dead") as (live, dead):
         assert any(path.parent == SHM for path in live.files)
@@ -166,20 +166,17 @@ def test_clean_removes_what_a_killed_job_left_and_nothing_of_a_live_one(tmp_path
         assert int(total[1]) == len(listed)
         assert float(total[2]) == pytest.approx(sum(float(size) for size, _ in listed), abs=0.01 * len(listed))
 
+        before = of_nobody()  # when the ranks alone are killed, nothing of ours is left at all
+        for pid in live.ranks:
+            _kill(pid)
+        live.process.wait(30)
+        _assert_only_the_librarys(of_nobody() - before)
+
 
 def _new_segment() -> set[Path]:
     path = SHM / f"mpich_shm_new{os.getpid()}"
     path.write_bytes(b"x" * 5000)
     return {path}
-
-
-def test_nothing_of_ours_is_left_in_shared_memory_when_the_ranks_are_killed(tmp_path, forked):
-    before = of_nobody()
-    with running(forked, tmp_path / "job") as [killed]:
-        for pid in killed.ranks:
-            _kill(pid)
-        killed.process.wait(30)
-        _assert_only_the_librarys(of_nobody() - before)
 
 
 def _assert_only_the_librarys(left: set[str]) -> None:

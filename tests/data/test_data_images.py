@@ -203,7 +203,7 @@ class TestIdxRefused:
         assert "has no images beside it; give both files" in refused(tmp_path / "mnist" / "train-labels-idx1-ubyte.gz")
 
     def test_cut_off(self, tmp_path, refused):
-        for packed, reason in ((True, "is not a whole .gz file"), (False, "ends too early: it is cut off")):
+        for packed, reason in ((True, "is damaged or cut off"), (False, "ends too early: it is cut off")):
             folder = tmp_path / f"mnist-{packed}"
             mnist(folder, packed)
             path = next(folder.glob("train-images*"))

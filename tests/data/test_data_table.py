@@ -87,11 +87,17 @@ def test_a_table_of_several_blocks(tmp_path, command):
 
 class TestRefused:
     def test_a_cell_that_is_no_number(self, tmp_path, refused):
-        for cell, reason in (("oops", "'oops' is not a number"), ("", "empty"), ("nan", "'nan' is not a number")):
+        cases = {
+            "oops": "'oops' is not a number",
+            "": "a missing value",
+            "nan": "a missing value",
+            "inf": "--allow-nonf",
+        }
+        for cell, reason in cases.items():
             source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"), at=0)
             source.write_text(source.read_text().replace("1.5,-3", f"{cell},-3"))
             message = refused(source, "--label", "p")
-            assert f"a.csv, line 5, column q: {reason}; mend it" in message
+            assert "a.csv, line 5, column q: " in message and reason in message and "; mend it" in message
 
     def test_rows_of_another_length(self, tmp_path, refused):
         source = write(tmp_path / "a.csv", KINDS)

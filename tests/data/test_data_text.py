@@ -1,12 +1,16 @@
 """Text and folders of text become one stream of bytes or tokens."""
 
+import json
+import zlib
+
 import h5py
 import numpy as np
 import pytest
 
 from mpitrain.data import open_dataset
-from mpitrain.data.format import read_manifest
+from mpitrain.data.format import read_manifest, write_manifest
 from mpitrain.data.sources.split import held_out_files
+from mpitrain.errors import InputError
 
 
 def stream(folder, split="train"):
@@ -176,11 +180,11 @@ class TestRefused:
         (tmp_path / "nothing").mkdir()
         assert "nothing holds no data" in refused(tmp_path / "nothing")
 
-    @pytest.mark.parametrize("name", ["model.pt", "a.h5", "a.parquet", "a.pkl", "a.zip", "noname"])
+    @pytest.mark.parametrize("name", ["model.pt", "a.h5", "a.arrow", "a.pkl", "a.zip", "noname"])
     def test_a_kind_it_does_not_read(self, tmp_path, refused, name):
         (tmp_path / name).write_bytes(b"PK\0\0binary")
         message = refused(tmp_path / name)
-        assert f"{name} is of no kind that prepare reads: text, .npy/.npz" in message
+        assert f"{name} is of no kind that prepare reads: text, JSON lines, .npy/.npz" in message
 
     def test_a_folder_of_nothing_it_reads(self, tmp_path, refused):
         (tmp_path / "models").mkdir()
@@ -191,7 +195,7 @@ class TestRefused:
         (tmp_path / "a.txt").write_bytes(b"abc\xff def\n" * 10)
         message = refused(tmp_path / "a.txt", "--tokenizer", tokenizer)
         assert "a.txt is not UTF-8 at byte 3" in message
-        assert "leave --tokenizer out" in message
+        assert "leave --tokenizer, --pack and --blank-lines out" in message
 
     def test_a_file_that_is_no_tokenizer(self, tmp_path, refused):
         (tmp_path / "a.txt").write_text("abc")
@@ -217,15 +221,28 @@ class TestRefused:
         (tmp_path / "b.csv").write_text("1,2\n")
         message = refused(tmp_path / "a.txt", tmp_path / "b.csv")
         assert "sources of different kinds: text" in message
-        assert "CSV tables" in message
+        assert "tables" in message
 
     def test_a_folder_of_two_kinds(self, tmp_path, refused):
         folder = tmp_path / "mixed"
         texts(folder, 3)
         (folder / "b.csv").write_text("1,2\n")
-        assert "mixes text (000.txt) and CSV tables (b.csv)" in refused(folder)
+        assert "mixes text (000.txt) and tables (b.csv)" in refused(folder)
 
     def test_options_of_another_kind(self, tmp_path, refused):
         (tmp_path / "a.txt").write_text("abc")
-        assert "--label is for CSV tables, these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
+        assert "--label is for tables, these sources are text" in refused(tmp_path / "a.txt", "--label", "x")
         assert "--size is for images" in refused(tmp_path / "a.txt", "--size", "8x8")
+
+
+def test_a_stream_without_ends_is_written_as_it_was_before_documents_had_any(tokens_set):
+    folder, _ = tokens_set(5000)
+    content = json.loads((folder / "dataset.json").read_text())
+    assert not {"document_end", "pack"} & set(content)
+    told = [content["kind"], content["fields"], content["splits"]]
+    canonical = json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+    assert read_manifest(folder).identity == f"{zlib.crc32(canonical):08x}"
+    manifest = read_manifest(folder)
+    write_manifest(folder, manifest.model_copy(update={"pack": 8}))
+    with pytest.raises(InputError, match="which are no samples of 9; prepare the data set again"):
+        read_manifest(folder)

@@ -131,7 +131,7 @@ def test_a_part_of_the_suite_passes_for_somebody_without_privileges(stranger):
     assert re.search(r"^[1-9]\d+ passed, 0 failed", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 @pytest.mark.timeout(LONG)
 def test_mpich_works_for_somebody_without_privileges(stranger):
     stranger.trains(MPI="mpich")
@@ -140,7 +140,9 @@ def test_mpich_works_for_somebody_without_privileges(stranger):
 
 @pytest.mark.campaign
 @pytest.mark.timeout(LONG)
-@pytest.mark.parametrize("version", [f"3.{minor}" for minor in range(10, 16)])
+@pytest.mark.parametrize(
+    "version", ["3.10", *(pytest.param(f"3.{minor}", marks=pytest.mark.full) for minor in range(11, 16))]
+)
 def test_another_python_installs_trains_and_is_in_order(tmp_path, version):
     if version == f"3.{sys.version_info.minor}":
         pytest.skip("the rest of the suite runs on this one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import pairwise
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -13,7 +14,7 @@ from mpitrain.data import open_dataset
 from mpitrain.layout import split
 from mpitrain.models import build_model
 from mpitrain.trainer.data import batches
-from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.optimizing.optimizer import make_optimizer
 
 
 class Replicas:
@@ -25,8 +26,8 @@ class Replicas:
         torch.manual_seed(config.run.seed)
         task = build_model(config.model, self.data.description)
         self.loss, self.losses = task.loss, []
-        self.bounds = split(config.train.batch, groups)
-        self.weights = [(hi - lo) / config.train.batch for lo, hi in zip(self.bounds, self.bounds[1:])]  # noqa: B905
+        bounds = split(config.train.batch, groups)
+        self.weights = [(hi - lo) / config.train.batch for lo, hi in pairwise(bounds)]
         self.models = [deepcopy(task.module) for _ in range(groups)]
         self.optimizers = [make_optimizer(config.optim, model.named_parameters()) for model in self.models]
         self.schedule = LearningRate.of(config.optim, config.train.steps)
@@ -45,7 +46,7 @@ class Replicas:
         total = 0.0
         for g, model in enumerate(self.models):
             self.optimizers[g].zero_grad()
-            lo, hi = self.bounds[g : g + 2]
+            lo, hi = split(len(batch.x), len(self.models))[g : g + 2]
             loss = self.loss(model(batch.x[lo:hi]), batch.y[lo:hi])
             loss.backward()
             total += self.weights[g] * float(loss.detach())
@@ -69,8 +70,7 @@ class Replicas:
         """All steps; afterwards the parameters that all share."""
         parallel, steps = self.config.parallel, self.config.train.steps
         anchor, before, outer = None, None, None
-        size = self.config.train.batch
-        with batches(self.config, lambda _: (0, size), self.data, 0) as loader:
+        with batches(self.config, lambda size: (0, size), self.data, 0) as loader:
             for number, batch in zip(range(1, steps + 1), loader, strict=False):
                 if number == parallel.warm + 1:
                     anchor = torch.nn.Parameter(self.theta()[0])

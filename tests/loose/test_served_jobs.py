@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support import clean_environment, job, launcher, one_line, train_command
+from support import clean_environment, one_line, train_command
 from test_bulk_synchronous import same, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train.jobs import run
+from warm import job, shared
 
 import mpitrain as mt
 from mpitrain.checkpoint.manifest import read_manifest
@@ -56,7 +57,7 @@ def test_more_servers_than_ranks_are_one_line_and_exit_code_2(tmp_path, forked):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, servers):
     arguments = (
         "--data.path", "digits", "--model.name", "mlp", "--model.width", 64, "--train.steps", 150, "--train.batch", 64,
@@ -65,7 +66,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, servers):
     )  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert job(3, train_command("--run.dir", whole, *arguments)).returncode == 0
-    command = [*launcher(3), *train_command("--run.dir", killed, *arguments)]
+    command = shared().launched(3, train_command("--run.dir", killed, *arguments))
     process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60

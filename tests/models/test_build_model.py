@@ -20,6 +20,8 @@ class Data:
     y_shape: tuple[int, ...] = ()
     vocabulary: int | None = None
     classes: tuple[str, ...] | None = None
+    apart: int | None = None
+    masked: bool = False
 
 
 TEXT = Data("tokens", (32,), (32,), vocabulary=256)

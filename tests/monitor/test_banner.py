@@ -20,6 +20,7 @@ FACTS = RunFacts(
     batch=32,
     microbatch=4,
     steps=300,
+    samples_taken=9_600,
     start_step=0,
     precision="fp32",
     run_dir="runs/first",
@@ -29,7 +30,7 @@ OUTCOME = Outcome(
     steps=300,
     start_step=100,
     loss=2.41234,
-    held_out_loss=2.43996,
+    held_out={"loss": "2.4400", "accuracy": "0.91"},
     seconds=100.0,
     samples_done=6400,
     tokens=128,
@@ -67,23 +68,24 @@ def test_the_banner_tells_a_resume_and_further_facts():
 def test_the_closing_lines_tell_the_result_and_what_to_do_next():
     assert closing(OUTCOME).splitlines() == [
         "done at step 300 of 300 (200 since the resume)",
-        "  loss            2.4123",
-        "  held-out loss   2.4400",
-        "  throughput      64 samples/s (8.19k tokens/s)",
-        "  time            0:01:40 for 200 steps",
-        "  peak memory     512MB per rank at most",
-        "  run folder      runs/first",
-        "  inspect         python -m mpitrain.report runs/first",
+        "  loss                2.4123",
+        "  held-out loss       2.4400",
+        "  held-out accuracy   0.91",
+        "  throughput          64 samples/s (8.19k tokens/s)",
+        "  time                0:01:40 for 200 steps",
+        "  peak memory         512MB per rank at most",
+        "  run folder          runs/first",
+        "  inspect             python -m mpitrain.report runs/first",
     ]
 
 
 def test_a_run_cut_short_or_without_a_step_says_so():
-    stopped = closing(replace(OUTCOME, step=150, start_step=0, held_out_loss=None, tokens=0))
+    stopped = closing(replace(OUTCOME, step=150, start_step=0, held_out={}, tokens=0))
     assert stopped.startswith("stopped at step 150 of 300\n")
     assert "held-out" not in stopped and "tokens" not in stopped
     idle = closing(replace(OUTCOME, start_step=300, loss=math.nan, samples_done=0, seconds=0.0))
-    assert "none: no step was taken" in idle and "throughput      none" in idle
-    assert "  loss            nan" in closing(replace(OUTCOME, loss=math.nan))
+    assert "none: no step was taken" in idle and "throughput          none" in idle
+    assert "  loss                nan" in closing(replace(OUTCOME, loss=math.nan))
 
 
 def test_numbers_read_well():

@@ -56,7 +56,8 @@ def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_pa
 
 
 def test_a_cpu_device_counts_host_memory():
-    assert peak_memory_bytes(torch.device("cpu")) >= memory_bytes(torch.device("cpu")) > 20 * MIB
+    held = memory_bytes(torch.device("cpu"))  # first: reading it takes memory too
+    assert peak_memory_bytes(torch.device("cpu")) >= held > 20 * MIB
 
 
 @pytest.mark.cuda

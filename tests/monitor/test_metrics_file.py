@@ -1,4 +1,3 @@
-import builtins
 import json
 import math
 import os
@@ -161,42 +160,3 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):
     assert "only a part of a line was written" in short and "make room" in short
     assert "File too large" in full and "make room" in full
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-
-
-def test_tensorboard_gets_the_same_figures(tmp_path):
-    pytest.importorskip("tensorboard", reason="the extra `monitor` is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = MetricsWriter(tmp_path, tensorboard=True)
-    write_steps(writer, [1, 2], ids=[1])
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 3.0)]
-    assert sorted(events.Tags()["scalars"]) == sorted(set(KEYS) - {"step"})
-
-
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
-    pytest.importorskip("tensorboard", reason="the extra `monitor` is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for steps, resume_step, loss in ((range(1, 5), None, 0.0), ([3], 2, 10.0)):
-        writer = MetricsWriter(tmp_path, resume_step, tensorboard=True)
-        write_steps(writer, steps, loss=loss)
-        writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 13.0)]
-
-
-def test_a_missing_tensorboard_is_told_before_anything_is_touched(tmp_path, monkeypatch):
-    run_to(tmp_path, [1])
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name.startswith(("torch.utils.tensorboard", "tensorboard")):
-            raise ModuleNotFoundError("No module named 'tensorboard'")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(InputError, match=r'pip install "mpitrain\[monitor\]"'):
-        MetricsWriter(tmp_path, tensorboard=True)
-    assert len(read_metrics(tmp_path)) == 1

@@ -186,7 +186,9 @@ def test_every_candidate_is_one_that_the_runtime_takes():
             assert not layout.sequence or layout.tensor > 1
     model.synchronous = True
     even = list(candidates(model, machine, 1, 8, LayoutRules(cut=False)))
+    warm = shapes(model, 8, 8, 14, LayoutRules(cut=False, warmup=(4,)))  # 24 and 4 samples on 8 ranks
     model.synchronous = False
+    assert not warm and shapes(model, 8, 8, 14, LayoutRules(cut=False, warmup=(4,)))
     assert {(each.pipeline, each.tensor) for each in even} == {(1, 1)}
     assert {each.microbatch for each in even} == {1, 3}
     assert shapes(model, 16, 3, 16, LayoutRules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]

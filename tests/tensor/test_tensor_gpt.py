@@ -1,6 +1,7 @@
 """A whole model: trained like in one process, in 16 bits, with dropout, along the sequence."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated, logical_of
-from mpitrain.models.gpt import GPT
+from mpitrain.models.gpt import GPT, Form
 from mpitrain.tensor import Axis, parallelize, plan_for
 
 SIZES = (1, 2, 3, 4)
@@ -58,6 +60,43 @@ def test_ten_steps_are_those_of_one_process(world, sequence):
         if is_replicated(parameter):
             assert same_on_all(world, parameter), name
         torch.testing.assert_close(assemble(world, parameter, parameter), expected, rtol=1e-3, atol=1e-4)
+
+
+FORMS = {
+    "llama": {
+        "form": Form(norm="rmsnorm", mlp="swiglu", bias=False, qkv_bias=True, hidden=50),
+        "tied": False,
+        "apart": 3,
+    },
+    "gpt2": {"form": Form(positions="learned"), "max_positions": 10, "apart": 3, "dropout": 0.0},
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", FORMS)
+def test_other_blocks_and_documents_kept_apart_are_those_of_one_process(world, sequence, kind):
+    torch.manual_seed(0)
+    options = dict(FORMS[kind])
+    if kind == "llama":
+        options["form"] = replace(options["form"], kv_heads=world.size)
+    whole = GPT(7, 2, 16 * world.size, 2 * world.size, **options)
+    model = copy.deepcopy(whole)
+    parallelize(model, world, plan_for(model), sequence)
+    for seed in (1, 2):
+        x, y = batch(vocabulary=7, seed=seed)
+        losses = [m.loss(m(x), y) for m in (model, whole)]
+        torch.testing.assert_close(*losses, **CLOSE)
+        for loss in losses:
+            loss.backward()
+    check_gradients(world, model, whole, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.ranks(2, 3)
+def test_heads_of_keys_that_the_ranks_cannot_share_are_refused_in_one_line(world):
+    model = GPT(7, 1, 24, 6, form=Form(kv_heads=1))
+    with pytest.raises(InputError, match=rf"qkv: 1 key-value heads cannot be shared evenly by {world.size} tensor"):
+        parallelize(model, world, plan_for(model))
 
 
 @pytest.mark.ranks(2)

@@ -77,3 +77,24 @@ def normalized(description):
     """A classifier of vectors that normalizes over its samples."""
     parts = [nn.Linear(description.x_shape[0], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, len(description.classes))]
     return nn.Sequential(*parts), functional.cross_entropy
+
+
+class Scores(nn.Module):
+    """A model of peft: tokens to scores."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.peft_config = model, model.peft_config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=x).logits
+
+
+def of_peft(description, family):
+    """One of transformers with adapters of peft, which begin as the generator draws them."""
+    import hugging_face
+    import peft
+
+    base = hugging_face.language_model(family)
+    torch.manual_seed(3)
+    return Scores(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))), nats

@@ -284,8 +284,8 @@ def with_devices(batch: Batch, **variables: str) -> str:
     ("asked", "sees"),
     [
         ({"SLURM_GPUS_PER_TASK": "1"}, "a rank sees 2"),  # mpirun
-        pytest.param({"SLURM_GPUS_PER_NODE": "2"}, "a rank sees 2", marks=pytest.mark.campaign),  # mpirun
-        pytest.param({"SLURM_GPUS_PER_NODE": "2", "LAUNCH": "STEP"}, "a rank sees 2", marks=pytest.mark.campaign),
+        pytest.param({"SLURM_GPUS_PER_NODE": "2"}, "a rank sees 2", marks=pytest.mark.full),  # mpirun
+        pytest.param({"SLURM_GPUS_PER_NODE": "2", "LAUNCH": "STEP"}, "a rank sees 2", marks=pytest.mark.full),
         pytest.param({"SLURM_GPUS_PER_TASK": "1", "LAUNCH": "STEP"}, "a rank sees 1", marks=pytest.mark.campaign),
     ],
     ids=["mpirun-per-task", "mpirun-per-node", "srun-per-node", "srun-per-task"],

@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import warm
 from support import clean_environment, job, one_line, train_command
 
 from mpitrain.checkpoint.folders import more_room
@@ -56,7 +57,7 @@ def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp
         with open(disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError, match="No space"):
             while True:
                 ballast.write(bytes(4096))
-        full = job(2, train_command(*arguments(sentence, disk / "full")))
+        full = warm.job(2, train_command(*arguments(sentence, disk / "full")))
         one_line(full, "the disk is full", alone=False)
 
 

@@ -9,7 +9,7 @@ from mpitrain.checkpoint.__main__ import main
 from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import FRUITLESS, read_manifest
 from mpitrain.errors import EXIT_FAILED, NothingLearned
-from mpitrain.report import summary
+from mpitrain.monitor.report.summary import summary
 from mpitrain.trainer.fruitless import Fruitless
 from mpitrain.trainer.precision import LossScale
 
@@ -94,3 +94,12 @@ def test_what_the_search_for_a_loss_scale_skips_is_expected_of_fp16_alone():
         assert row.since == 4 and row.bad != expected
         assert row.after(5, 2.0, True, scale).bad and not row.after(5, 2.0, False, scale).since
         assert Fruitless().after(4, nan, True, scale).bad and Fruitless().after(4, nan, False, scale).bad
+
+
+def test_a_row_of_skipped_steps_ends_a_run_after_as_many_as_abort_after_says():
+    nan, scale = float("nan"), LossScale.of("fp32")
+    row = Fruitless().after(7, 2.0, True, scale)
+    assert [row.hopeless(step, 5) for step in (10, 11)] == [False, True] and not row.hopeless(1000, 0)
+    first = Fruitless().after(1, nan, True, scale)
+    assert [first.hopeless(step, 50) for step in (2, 3)] == [False, True] and first.hopeless(1, 1)
+    assert not Fruitless().after(1, 2.0, True, scale).hopeless(3, 50)  # its loss is finite

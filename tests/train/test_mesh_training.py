@@ -19,10 +19,10 @@ from mpitrain.models import build_model
 from mpitrain.pipe.record import load
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.trainer.assemble import assemble
-from mpitrain.trainer.optimizer import make_optimizer
+from mpitrain.trainer.optimizing.optimizer import make_optimizer
 from mpitrain.trainer.trainer import Trainer
 
-STEPS, BATCH = 6, 12
+STEPS, BATCH = 4, 12
 GPT = {"layers": 4, "width": 32, "heads": 4, "sequence": 16}
 
 
@@ -41,9 +41,9 @@ def settings(text, **parallel):
             "batch": BATCH,
             "microbatch": microbatch,
             "precision": precision,
-            "evaluate_samples": 20,
+            "evaluate_samples": 10,
         },
-        "checkpoint": {"every": 3, "keep": 9},
+        "checkpoint": {"every": 2, "keep": 9},
         "parallel": parallel,
     }
 
@@ -68,7 +68,6 @@ def check(lines, wanted, rel=1e-5):
 
 CASES = {
     4: [
-        {"pipeline": 2, "tensor": 2},
         {"pipeline": 2, "zero": 1, "schedule": "gpipe"},
         {"pipeline": 2, "zero": 2, "schedule": "interleaved", "chunks": 2},
         {"pipeline": 2, "zero": 3, "schedule": "zero-bubble"},
@@ -81,7 +80,6 @@ CASES = {
     8: [
         {"data": 2, "pipeline": 2, "tensor": 2, "zero": 1},
         {"data": 1, "pipeline": 4, "tensor": 2},
-        {"data": 8, "zero": 3},
     ],
     3: [{"pipeline": 3}, {"pipeline": 3, "cut": "time", "slices": 2}],
     2: [{"pipeline": 2, "cut": [3, 5]}, {"tensor": 2}, {"pipeline": 2, "slices": 4}],
@@ -91,7 +89,7 @@ CASES = {
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_meshes_train_like_one_process(world, place, text, wanted):
     for number, parallel in enumerate(CASES[world.size]):
-        lines = run(world, place / f"mesh-{number}", **settings(text, **parallel))
+        lines = run(world, place / f"mesh-{number}", **settings(text, **parallel) | {"checkpoint": {"every": 0}})
         assert len(lines) == STEPS
         check(lines, wanted)
 
@@ -102,14 +100,14 @@ def test_checkpoints_go_from_mesh_to_mesh(world, place, text, wanted):
     for number, (source, target) in enumerate(zip(shapes, shapes[1:] + shapes[:1], strict=True)):
         first, then = place / f"source-{number}", place / f"target-{number}"
         sections = settings(text, **source)
-        sections["train"]["steps"] = 3
+        sections["train"]["steps"] = 2
         sections["optim"] = {"schedule": "constant"}
         run(world, first, **sections)
         sections = settings(text, **target)
         sections["optim"] = {"schedule": "constant"}
         sections["checkpoint"]["resume"] = str(first)
         lines = run(world, then, **sections)
-        assert [m["step"] for m in lines] == [4, 5, 6]
+        assert [m["step"] for m in lines] == [3, 4]
         sections = settings(text)
         sections["optim"] = {"schedule": "constant"}
         if number == 0:
@@ -127,9 +125,9 @@ def test_layers_kept_whole_train_and_are_saved_like_those_of_one_process(world, 
     check(lines, wanted)
     assert [m["grad_norm"] for m in lines] == pytest.approx([m["grad_norm"] for m in wanted], rel=1e-5)
     sections = settings(text)
-    sections["checkpoint"]["resume"] = str(place / "whole/checkpoints/step-00000003")
+    sections["checkpoint"]["resume"] = str(place / "whole/checkpoints/step-00000002")
     lines = run(world, place / "whole-read", **sections)
-    assert [m["step"] for m in lines] == [4, 5, 6]
+    assert [m["step"] for m in lines] == [3, 4]
     check(lines, wanted)
 
 
@@ -186,12 +184,12 @@ def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(wo
     constant = {"model": SLOW, "optim": {"schedule": "constant"}}
     wanted = run(world, whole, **settings(text) | constant)
     part = settings(text, pipeline=2) | constant
-    part["train"]["steps"] = 3
+    part["train"]["steps"] = 2
     run(world, first, **part)
     measured = settings(text, pipeline=2, cut="time") | constant
     measured["checkpoint"]["resume"] = str(first)
     lines = run(world, then, **measured)
-    assert [m["step"] for m in lines] == [4, 5, 6]
+    assert [m["step"] for m in lines] == [3, 4]
     check(lines, wanted)
 
 
@@ -211,8 +209,9 @@ def numbers(world, place):
     return str(path)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(2, marks=pytest.mark.ranks(2)), pytest.param(3, marks=pytest.mark.ranks(2, 4))]
+)
 def test_perceptrons_are_divided_over_tensor_ranks(world, place, numbers, layers):
     def sections(**parallel):
         return settings(numbers, **parallel) | {"model": {"name": "mlp", "layers": layers, "width": 18}}

@@ -149,6 +149,5 @@ def test_an_error_reaches_the_callbacks_and_the_folder_is_free_afterwards(world,
 
 
 def test_the_public_names_are_listed():
-    assert {"Callback", "Communicator", "Trainer", "init", "initialize"} <= set(dir(mt)) and set(dir(mt)) == set(
-        mt.__all__
-    )
+    assert {"Callback", "Communicator", "Trainer", "init", "initialize"} <= set(dir(mt))
+    assert set(dir(mt)) == set(mt.__all__) and all(getattr(mt, name) is not None for name in mt.__all__)

@@ -1,0 +1,250 @@
+"""The journal counts what a rank sends, by the formulas of the operations, and its waits; off, it does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.compression import from_name
+from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.programs.rings import blocks_sent, even_blocks
+
+MANY = pytest.mark.ranks(2, 3)
+DELAY = 0.2  # seconds
+
+
+@pytest.fixture
+def plain(world, monkeypatch):
+    """A communicator without the debug mode, in which nothing is ready, whose journal is on; with a thread."""
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False, spare_cores=1))
+    comm = world.split(0, label="axis")
+    comm.journal.start()
+    yield comm
+    comm.journal.stop()
+    comm.free()
+
+
+def totals(comm: Communicator) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """Of each (operation, algorithm): calls of this rank, bytes inside and between nodes of all ranks."""
+    mine = [
+        [r.operation, r.algorithm, r.calls, r.inside, r.between] for r in comm.journal.account() if r.axis == "axis"
+    ]
+    comm.journal.start()
+    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for rows in comm.all_gather_object(mine):
+        for operation, algorithm, calls, inside, between in rows:
+            _, a, b = found.get((operation, algorithm), (0, 0, 0))
+            found[operation, algorithm] = calls, a + inside, b + between
+    comm.journal.start()
+    return found
+
+
+@MANY
+@pytest.mark.parametrize("numel", [0, 1, 1001])
+def test_bytes_of_every_operation_are_those_of_its_formula(plain, numel):
+    n, rank, arena = plain.size, plain.rank, plain.arena(3 * 1001)
+    x, whole = torch.zeros(numel), torch.zeros(numel * n)
+    counts = [numel, 0, 2 * numel][:n]
+    uneven, own = torch.zeros(sum(counts)), torch.zeros(counts[rank])
+    one, all_of_one = x.nbytes, whole.nbytes
+    wanted = {}
+    for algorithm in ("mpi", "ring", "tree", "shared"):
+        y = arena.tensor[:numel].zero_() if algorithm == "shared" else x
+        for _ in range(3):  # the first, and those that are ready
+            plain.all_reduce(y, algorithm=algorithm)
+        wanted["all_reduce", algorithm if numel else "none"] = 3, 3 * 2 * (n - 1) * one
+    assert totals(plain) == {k: (calls * (1 if numel else 4), total, 0) for k, (calls, total) in wanted.items()}
+    for _ in range(2):
+        plain.reduce_scatter(x, whole, algorithm="ring")
+        plain.all_gather(whole, x, algorithm="mpi")
+        plain.reduce_scatter(own, uneven, counts=counts, algorithm="mpi")
+        plain.all_gather(uneven, own, counts=counts, algorithm="ring")
+        plain.broadcast(x, 1, algorithm="mpi")
+        plain.reduce(x, 1, algorithm="tree")
+        plain.gather(whole if rank == 1 else None, x, 1)
+        plain.scatter(x, whole if rank == 1 else None, 1)
+        plain.all_to_all(whole.clone(), whole)
+        plain.barrier()
+    moved = {}
+    for (operation, _), (calls, inside, between) in totals(plain).items():
+        before = moved.get(operation, (0, 0))
+        moved[operation] = before[0] + calls, before[1] + inside
+        assert between == 0
+    blocks = 2 * (n - 1)
+    assert moved == {
+        "reduce_scatter": (4, blocks * (all_of_one + uneven.nbytes)),
+        "all_gather": (4, blocks * (all_of_one + uneven.nbytes)),
+        "broadcast": (2, blocks * one),
+        "reduce": (2, blocks * one),
+        "gather": (2, blocks * one),
+        "scatter": (2, blocks * one),
+        "all_to_all": (2, blocks * all_of_one),
+        "barrier": (2, 0),
+    }
+    arena.free()
+
+
+@pytest.mark.ranks(4)
+def test_bytes_are_told_apart_inside_and_between_nodes(world, monkeypatch):
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, debug=False))
+    topology = Topology(world.rank, (0, 0, 1, 1), world.world_ranks)
+    comm = Communicator(MPI.Intracomm(world._comm.Dup()), topology, world.process, "axis")
+    arena = comm.arena(4096)
+    comm.journal.start()
+    nbytes = arena.tensor.nbytes
+    comm.all_reduce(arena.tensor, algorithm="ring")
+    assert totals(comm) == {("all_reduce", "ring"): (1, 3 * nbytes, 3 * nbytes)}
+    comm.all_reduce(arena.tensor, algorithm="mpi")
+    assert totals(comm) == {("all_reduce", "mpi"): (1, 3 * nbytes, 3 * nbytes)}
+    comm.all_reduce(arena.tensor, algorithm="two_level")  # 2 (M-1) X between two nodes, 2 (L-1) X inside each
+    assert totals(comm) == {("all_reduce", "two_level"): (1, 4 * nbytes, 2 * nbytes)}
+    there = [2, 3, 0, 1][comm.rank]
+    comm.isend(torch.zeros(5), there)
+    comm.recv(torch.zeros(5), there)
+    comm.isend(torch.zeros(7), comm.rank ^ 1)
+    comm.recv(torch.zeros(7), comm.rank ^ 1)
+    assert totals(comm) == {("send", "message"): (2, 4 * 28, 4 * 20), ("recv", "message"): (2, 0, 0)}
+    comm.journal.stop()
+    arena.free()
+    comm.free()
+
+
+@MANY
+def test_parts_of_an_operation_count_as_one_and_letters_by_their_content(plain):
+    x = torch.zeros(1000)
+    plain.all_reduce(x, compression=from_name("bf16"))
+    (row,) = totals(plain).items()
+    assert row[0] == ("all_reduce", "bf16") and row[1][0] == 1
+    assert 0 < row[1][1] <= 2 * (plain.size - 1) * x.nbytes
+    box = plain.mailbox("test")
+    plain.journal.start()
+    after = (plain.rank + 1) % plain.size
+    box.post(after, [1, 2, 3], x)
+    letter = box.wait(range(plain.size), "test")
+    letter.receive(x).wait()
+    found = totals(plain)
+    assert found["post", "letter"] == (1, plain.size * (x.nbytes + 5 * 8), 0)
+    assert found["letter", "letter"] == found["recv", "letter"] == (1, 0, 0)
+    box.free()
+    arena = plain.arena(300 * plain.size)
+    out = torch.zeros(300)
+    plain.journal.start()
+    for _ in range(2):
+        work = plain.deferred_reduce_scatter(out, arena.tensor)
+        work.wait()
+        work.release()
+    assert totals(plain) == {("reduce_scatter", "deferred"): (2, 2 * (plain.size - 1) * arena.tensor.nbytes, 0)}
+    arena.free()
+
+
+@MANY
+def test_single_operations_are_the_same_on_all_ranks_and_the_background_is_told(plain):
+    journal, x = plain.journal, torch.zeros(1000)
+    plain.all_reduce(x)
+    journal.record(True)
+    for _ in range(2):
+        plain.all_reduce(x)
+    plain.all_reduce(x, async_op=True).wait()
+    plain.barrier()
+    if plain.rank == 0:
+        plain.send(x, 1, 7)
+    elif plain.rank == 1:
+        plain.recv(x, 0, 7)
+    taken = journal.take()
+    assert journal.take() == []
+    journal.record(False)
+    plain.barrier()
+    assert journal.take() == []
+    assert [one.end for one in taken] == sorted(one.end for one in taken)
+    assert all(one.begin <= one.end for one in taken)
+    collective = [one for one in taken if one.operation not in ("send", "recv")]
+    assert [one.operation for one in collective] == ["all_reduce"] * 3 + ["barrier"]
+    assert [one.background for one in collective] == [False, False, True, False]
+    same = [[one.operation, one.axis, one.algorithm, one.key, one.sequence] for one in collective]
+    everyone = plain.all_gather_object(same)
+    assert all(each == same for each in everyone)
+    assert len({(key, number) for *_, key, number in same}) == 4
+    messages = plain.all_gather_object([[o.key, o.sequence] for o in taken if o.operation in ("send", "recv")])
+    assert messages[0] == messages[1] and len(messages[0]) == 1
+
+
+@pytest.mark.ranks(2)
+def test_waits_for_other_ranks_count_and_computing_does_not(plain):
+    journal, x, rank = plain.journal, torch.zeros(100), plain.rank
+
+    def waited(act) -> list[float]:
+        """What this rank waits in `act`, of a few times, when rank 0 comes late to it."""
+        found = []
+        for _ in range(3):  # the machine may be busy with other things in one of them
+            plain.barrier()
+            begin = journal.waited
+            if rank == 0:
+                time.sleep(DELAY)
+            act()
+            found.append(journal.waited - begin)
+        return found
+
+    def after_computing() -> None:
+        nonlocal hidden
+        work = plain.all_reduce(x, async_op=True)
+        time.sleep(DELAY)  # computing, while the thread carries it out
+        begin = journal.waited
+        work.wait()
+        hidden = min(hidden, journal.waited - begin)
+
+    def message() -> None:
+        if rank == 0:
+            plain.send(x, 1)
+        elif rank == 1:
+            plain.recv(x, 0)
+
+    hidden = float("inf")
+    acts = lambda: plain.all_reduce(x), lambda: plain.all_reduce(x, async_op=True).wait(), message
+    spent = [waited(act) for act in acts]
+    waited(after_computing)
+    for number, each in enumerate(spent):
+        if rank == 0:
+            assert min(each) < DELAY / 2, (number, each)
+        elif rank == 1:
+            assert max(each) > 0.8 * DELAY, (number, each)
+    assert hidden < DELAY / 2
+
+
+@MANY
+def test_nothing_is_counted_and_nothing_is_in_the_way_while_off(plain):
+    journal, x = plain.journal, torch.zeros(16)
+
+    def performed() -> list[str]:
+        """By what the repeated operation is performed."""
+        for _ in range(2):
+            plain.all_reduce(x)
+        return [ready.__qualname__.split(".")[0] for key, ready in plain.ready.items() if key[0] == "all_reduce"]
+
+    journal.stop()
+    off = performed()
+    journal.start()
+    assert performed() == ["Journal"]
+    before = journal.account()
+    assert [(row.operation, row.calls) for row in before] == [("all_reduce", 2)]
+    journal.stop()
+    assert performed() == off == [name for name in off if name in ("repeated", "_unsigned")] != []
+    assert journal.account() == before and journal.take() == []
+    assert plain.irecv(torch.zeros(1), plain.rank)._note is None
+    plain.send(torch.zeros(1), plain.rank)
+
+
+def test_a_ring_sends_all_blocks_but_one_and_one_rank_sends_nothing():
+    for size in (1, 2, 3, 8):
+        for nbytes in (0, 1, 1001):
+            blocks = even_blocks(nbytes, size)
+            assert sum(blocks) == nbytes and len(blocks) == size
+            for operation, times in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("broadcast", 1)):
+                sent = [to for rank in range(size) for to in blocks_sent(operation, rank, blocks)]
+                assert sum(n for _, n in sent) == times * (size - 1) * nbytes
+    assert blocks_sent("gather", 2, [5, 6, 7], 1) == [(1, 7)] and blocks_sent("gather", 1, [5, 6, 7], 1) == []
+    assert blocks_sent("scatter", 1, [5, 6, 7], 1) == [(0, 5), (2, 7)]

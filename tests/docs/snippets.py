@@ -1,0 +1,168 @@
+"""The fenced blocks of README.md, CONTRIBUTING.md and docs/, and how the tests run them.
+
+A block is run as it stands, in the order of its page, in one folder for the page. HTML comments right above it, which
+no reader sees, say what is otherwise:
+
+    <!-- test: skip because REASON -->     not run, for want of a cluster for instance; it is checked all the same
+    <!-- test: quick -->                   it needs nothing of the page and takes no time: run in the ordinary suite
+    <!-- test: with NAME -->               a function of `setups.py` makes what it needs before
+    <!-- test: add --train.steps 4 -->     appended to each training command in it
+
+A block that begins with a comment `# NAME.py`, `# NAME.toml` or the like is written into that file; with a command
+behind it, `# NAME.py: mpirun -n 2 python NAME.py`, that is run. Commands stand in ```bash, what they print in ```text;
+in ```console the lines after a `$` are run, and the others are what they print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import ROOT, clean_environment, launcher
+
+LIMIT, OF_A_START = 400, 120  # seconds of a block, and of ranks in it
+_FENCE = re.compile(r"^```(\S*)(?: .*)?$")
+_MARK = re.compile(r"^<!-- test: (skip|quick|with|add)(?: (.*?))? -->$")
+_NAMED = re.compile(r"^# ([\w.-]+\.(?:py|toml|json|sh|sbatch))(?:: (.*))?$")
+_TRAIN = "-m mpitrain.train"
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block. skip: why it is not run. quick, setups, added: its marks. line: of its fence, from 1."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    skip: str = ""
+    quick: bool = False
+    setups: tuple[str, ...] = ()
+    added: str = ""
+
+    def __repr__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def file(self) -> tuple[str, str]:
+        """(the file that it is to be written to, the command that is run then), each empty where it has none."""
+        found = _NAMED.match(self.text.partition("\n")[0])
+        return (found[1], found[2] or "") if found else ("", "")
+
+    @property
+    def script(self) -> str:
+        """What a shell is to run for it; empty for nothing."""
+        name, command = self.file
+        if name:
+            return self.lengthened(command)
+        if self.language in ("bash", "console"):
+            return self.lengthened(self.shell)
+        return f"python - <<'END_OF_BLOCK'\n{self.text}\nEND_OF_BLOCK" if self.language == "python" else ""
+
+    @property
+    def shell(self) -> str:
+        """The shell's commands in it."""
+        if self.language == "console":
+            return "\n".join(line[2:] for line in joined(self.text) if line.startswith("$ "))
+        return self.file[1] if self.file[0] else self.text if self.language == "bash" else ""
+
+    def lengthened(self, text: str) -> str:
+        """A text of commands, with what is to be added to those that train."""
+        if not self.added:
+            return text
+        lines = []
+        for line in joined(text):
+            command, gap, comment = without_comment(line)
+            lines.append(f"{command} {self.added}{gap}{comment}" if _TRAIN in command else line)
+        return "\n".join(lines)
+
+
+def pages() -> list[Path]:
+    """Every page that people read."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    """The fenced blocks of a page, in order. Raises ValueError for a mark that is none, or stands above no block."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    marks: list[re.Match[str]] = []
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        if line.startswith("<!-- test"):
+            mark = _MARK.match(line)
+            if mark is None or (mark[1] == "skip" and not (mark[2] or "").startswith("because ")):
+                raise ValueError(f"{page.name}:{number + 1}: {line} is no mark; see tests/docs/snippets.py")
+            marks.append(mark)
+        elif fence := _FENCE.match(line):
+            end = lines.index("```", number + 1)
+            yield _made(page, number, fence[1], "\n".join(lines[number + 1 : end]), marks)
+            number, marks = end, []
+        elif marks and line.strip():
+            raise ValueError(f"{page.name}:{number + 1}: a mark stands above no block")
+        number += 1
+
+
+def _made(page: Path, number: int, language: str, text: str, marks: list[re.Match[str]]) -> Snippet:
+    told = {kind: [m[2] or "" for m in marks if m[1] == kind] for kind in ("skip", "quick", "with", "add")}
+    return Snippet(
+        page,
+        number + 1,
+        language,
+        text,
+        skip="".join(told["skip"]),
+        quick=bool(told["quick"]),
+        setups=tuple(told["with"]),
+        added=" ".join(told["add"]),
+    )
+
+
+def joined(text: str) -> list[str]:
+    """The lines of a shell script, those that end with a backslash put together with the next."""
+    return text.replace("\\\n", " ").splitlines()
+
+
+def without_comment(line: str) -> tuple[str, str, str]:
+    """(the command of a line, the space behind it, the comment)."""
+    found = re.match(r"^(.*?)(\s*)((?:(?<=\s)#.*|^#.*)?)$", line)
+    assert found is not None
+    return found[1], found[2], found[3]
+
+
+def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
+    """(module, arguments) of each `python -m MODULE ARGUMENTS` in a block's shell commands."""
+    for line in joined(snippet.shell):
+        if "-m mpitrain." not in line:
+            continue
+        words = shlex.split(without_comment(line)[0])
+        at = next(i for i, word in enumerate(words) if word.startswith("mpitrain.") and words[i - 1] == "-m")
+        stop = next(
+            (i for i, word in enumerate(words) if i > at and word in ("|", "||", ">", ">>", "&&", "&", ";")), len(words)
+        )
+        yield words[at], words[at + 1 : stop]
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script of shell commands in a folder, each of which must succeed, with ranks that may share cores."""
+    tools = folder / ".tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("mpirun", "mpiexec"):
+        words = [*launcher(1)[:-2], '"$@"']
+        (tools / name).write_text(f"#!/bin/sh\nexec timeout {OF_A_START} {' '.join(words)}\n")
+        (tools / name).chmod(0o755)
+    path = os.pathsep.join([str(tools), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
+    return subprocess.run(
+        ["timeout", "-k", "5", str(LIMIT), "bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env=clean_environment(PATH=path, PYTHONPATH=str(ROOT)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )

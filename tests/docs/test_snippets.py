@@ -1,0 +1,177 @@
+"""What the pages tell is so: their commands run, their keys and options exist, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import html
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import setups
+import snippets
+from snippets import Snippet, commands, pages, run
+from support import ROOT
+
+from mpitrain.comm.communicator import Communicator
+from mpitrain.config.command_line import parse
+from mpitrain.config.settings import Config, sections
+from mpitrain.config.toml_file import tomllib
+from mpitrain.data.defaults import DIGITS, resolve
+from mpitrain.errors import InputError
+
+sys.path.insert(0, str(ROOT / "docs"))
+import generated
+
+BLOCKS = [block for page in pages() for block in snippets.snippets(page)]
+LANGUAGES = {"bash", "console", "python", "toml", "json", "text"}
+PAGES = sorted({block.page for block in BLOCKS if block.script and not block.skip and not block.quick})
+PAGES.remove(ROOT / "docs/examples.md")  # tests/examples runs its commands, and looks at what they print
+# whose jobs take more than a minute: with --full
+LONG = {"after", "checkpoints", "huggingface", "trainer", "watch", "which-parallelism"}
+KEY = re.compile(r"--([a-z]+)\.([a-z_]+)")
+# not of those that pages also call a module or an array: `model.forward`, `data.shape`
+QUOTED = re.compile(rf"`({'|'.join({*sections()} - {'model', 'data'})})\.([a-z_]+)\b(?!\()")
+OWN_FLAGS = re.compile(r"--[a-z][a-z-]*")
+
+
+def name_of(value: object) -> str:
+    return value.stem if hasattr(value, "stem") else str(value)
+
+
+def test_every_block_says_what_it_is():
+    for block in BLOCKS:
+        assert block.language.strip("{}") in LANGUAGES | {"toctree", "include", "literalinclude"}, block
+        if block.language == "bash":
+            done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+            assert done.returncode == 0, f"{block}: {done.stderr}"
+        elif block.language == "python":
+            ast.parse(block.text, str(block))
+        elif block.language == "toml":
+            values = tomllib.loads(block.text)
+            if set(values) <= set(sections()):
+                Config.from_dict(values)
+        elif block.language == "text":
+            assert not re.search(r"^(mpirun|python -m|jobs/|srun) ", block.text, re.M), f"{block}: commands are ```bash"
+
+
+def test_commands_stand_in_blocks_that_are_run():
+    for page in pages():
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert not re.match(r"( {4,}|\t)(\$ )?(python -m|mpirun|srun|sbatch|jobs/)", line), f"{page.name}:{number}"
+
+
+def test_every_key_that_is_named_exists():
+    known = sections()
+    for page in pages():
+        text = page.read_text()
+        for section, key in KEY.findall(text):
+            assert (section, key) == ("section", "key") or key in known.get(section, ()), (
+                f"{page.name}: --{section}.{key}"
+            )
+        for section, key in QUOTED.findall(text):
+            room = ROOT / "mpitrain" / section
+            file = key in ("py", "h5") or (room / key).exists() or (room / f"{key}.py").exists()
+            method = section == "comm" and hasattr(Communicator, key)
+            assert file or method or key in known[section], f"{page.name}: `{section}.{key}`"
+
+
+def test_every_training_command_is_one_that_the_trainer_takes():
+    for block in BLOCKS:
+        for module, words in commands(block):
+            if module == "mpitrain.train" and "--help" not in words:
+                _, values = parse(words, sections())
+                for key in ("preset", "base"):  # files that blocks have made
+                    values.get("model", {}).pop(key, None)
+                try:
+                    Config.from_dict(values)
+                except InputError as error:
+                    pytest.fail(f"{block}: {error}")
+
+
+@cache
+def told(command: str, *words: str) -> str:
+    return generated.help_of(command, *words)
+
+
+def test_every_option_of_a_command_is_one_that_it_has():
+    for block in BLOCKS:
+        for module, words in commands(block):
+            command = module.removeprefix("mpitrain.")
+            if command == "train":
+                continue
+            assert command in generated.COMMANDS, f"{block}: there is no mpitrain.{command}"
+            flags = [f for word in words if (f := word.partition("=")[0]).startswith("--") and "." not in f]
+            if command == "backend" or not set(flags) - {"--help"}:
+                continue
+            help_text = told(command)
+            if words[0] in generated.under(command, help_text):
+                help_text = told(command, words[0])
+            for flag in flags:
+                assert flag == "--help" or flag in OWN_FLAGS.findall(help_text), f"{block}: {command} has no {flag}"
+
+
+def test_every_file_that_a_page_links_to_is_there():
+    for page in pages():
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w.-]*)?\)", page.read_text()):
+            if not re.match(r"\w+://", target) and not target.startswith("reference/"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_setting_is_in_the_reference():
+    page = generated.config_page()
+    for section, keys in sections().items():
+        for key, setting in keys.items():
+            (line,) = [line for line in page.splitlines() if line.startswith(f"| `{section}.{key}` |")]
+            assert html.escape(str(setting.description), quote=False).replace("|", "\\|") in line
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.quick], ids=str)
+def test_a_block_that_stands_alone_runs(block: Snippet, tmp_path):
+    performed(block, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.full) if page.stem in LONG else page for page in PAGES], ids=name_of
+)
+def test_every_block_of_a_page_runs(page, tmp_path, data):
+    (tmp_path / "data").mkdir()
+    for made in data:
+        (tmp_path / "data" / made.name).symlink_to(made)
+    for name in ("jobs", "tests", "docs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for block in snippets.snippets(page):
+        if not block.skip and not block.quick:
+            performed(block, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The data that come along, made once for all pages."""
+    folder = tmp_path_factory.mktemp("data")
+    return [resolve(word, folder) for word in ("", DIGITS)]
+
+
+def performed(block: Snippet, folder) -> None:
+    for name in block.setups:
+        getattr(setups, name)(folder)
+    name, _ = block.file
+    if name:
+        (folder / name).write_text(block.text + "\n")
+    if block.script:
+        done = run(block.script, folder)
+        assert done.returncode == 0, f"{block}:\n{block.script}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_the_pages_are_made_without_a_warning(tmp_path):
+    done = subprocess.run([str(ROOT / "docs/build.sh"), "-E"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    site = ROOT / "docs/_build/html"
+    assert all((site / f"{page.stem}.html").exists() for page in (ROOT / "docs").glob("*.md"))
+    assert "mpitrain.Communicator.all_reduce" in (site / "reference/api.html").read_text()

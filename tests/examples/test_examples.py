@@ -1,0 +1,324 @@
+"""Every example does what its first lines say: at several numbers of ranks, and from any working folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+
+import pytest
+import support
+import torch
+from support import ROOT, one_line
+from warm import job
+
+import mpitrain as mt
+from mpitrain.data import open_dataset
+
+EXAMPLES = ROOT / "examples"
+QUICK = {  # a few steps of each
+    "ddp.py": ["--steps", "3"],
+    "engine.py": ["--steps", "3"],
+    "mesh.py": ["--steps", "2"],
+    "images.py": ["--steps", "2"],
+    "finetune_hf.py": ["--steps", "2"],
+    "deepspeed_config/train.py": ["--steps", "2"],
+}
+
+
+def load(name):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name.replace('/', '_')}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(world, capsys, module, *arguments):
+    """What a run of the example prints, on every rank."""
+    capsys.readouterr()
+    module.main([str(argument) for argument in arguments])
+    mine = capsys.readouterr().out
+    assert world.rank == 0 or not mine
+    return world.broadcast_object(mine)
+
+
+def found(pattern, text):
+    """The numbers that a pattern finds, in order."""
+    return [float(number.rstrip("%")) for number in re.findall(pattern, text)]
+
+
+def on_one_rank(world, act):
+    """What act(communicator of one rank) returns when rank 0 does it alone, on every rank."""
+    alone = world.subgroup([0])
+    result = None
+    if alone is not None:
+        result = act(alone)
+        alone.free()
+    return world.broadcast_object(result)
+
+
+def silent(text):
+    pass
+
+
+@pytest.mark.ranks(3)
+def test_losses_of_the_ddp_example_fall_and_are_those_of_one_rank(world, capsys):
+    ddp = load("ddp")
+    printed = told(world, capsys, ddp, "--steps", 60)
+    losses = found(r"loss ([\d.]+)", printed)
+    assert len(losses) == 3 and losses[-1] < 0.75 * losses[0]
+    assert found(r"([\d.]+%) of the points", printed)[0] > 70
+    _, several = ddp.train(world, 25, silent)  # into the second epoch
+    assert several == pytest.approx(on_one_rank(world, lambda alone: ddp.train(alone, 25, silent)[1]), rel=1e-4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [0, 3, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (1, 2))])
+def test_the_engine_example_goes_on_to_the_bit_and_its_memory_is_the_formulas(world, folder, capsys, zero):
+    engine = load("engine")
+    whole = told(world, capsys, engine, "--zero", zero, "--steps", 20)
+    told(world, capsys, engine, "--zero", zero, "--steps", 10, "--save", folder / "kept")
+    resumed = told(world, capsys, engine, "--zero", zero, "--steps", 20, "--save", folder / "kept", "--resume")
+    assert re.findall(r"parameters (\w{16})", whole) == re.findall(r"parameters (\w{16})", resumed)
+    assert "going on after step 10, where the loss was" in resumed
+    losses = found(r"loss ([\d.]+) ", whole)
+    assert losses[-1] < 0.8 * losses[0]
+    rows = re.findall(r"(parameters|gradients|states) +([\d.]+) +([\d.]+)", whole)
+    assert len(rows) == 3
+    for kind, counted, formula in rows:
+        assert float(counted) == pytest.approx(float(formula), rel=0.01), kind
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("share_node", [False, True])
+def test_the_engine_example_has_the_losses_of_one_rank(world, share_node):
+    engine = load("engine")
+
+    def steps(comm):
+        made = engine.make_engine(comm, 3, share_node)
+        losses = [engine.train_step(made, comm) for _ in range(4)]
+        made.close()
+        return losses
+
+    assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-5)
+
+
+def mesh_alone(mesh, steps):
+    """The losses of plain PyTorch in one process."""
+    torch.manual_seed(0)
+    model = mesh.Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(1, steps + 1):
+        x, y = mesh.samples(step)
+        h = x
+        for _, block in model.pipeline_blocks():
+            h = block(h)
+        loss = mesh.cross_entropy(h, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_mesh_example_has_the_losses_of_one_process_on_every_mesh(world, capsys):
+    mesh = load("mesh")
+    expected = mesh_alone(mesh, 6)
+    n = world.size
+    shapes = {2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2)]}[n]
+    for number, (pipeline, tensor) in enumerate(shapes):
+        axes = mt.Mesh.make(world, pipeline=pipeline, tensor=tensor)
+        schedule = ("1f1b", "zero-bubble", "gpipe")[number]
+        assert mesh.train(axes, 6, schedule, silent) == pytest.approx(expected, rel=1e-5), (pipeline, tensor)
+        axes.free()
+    if n > 2:
+        return
+    pipeline, tensor = shapes[0]
+    printed = told(world, capsys, mesh, "--steps", 20, "--pipeline", pipeline, "--tensor", tensor)
+    assert f"{n // pipeline // tensor} x {pipeline} x {tensor} ranks along data, pipeline, tensor" in printed
+    losses = found(r"loss ([\d.]+)", printed)
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.2
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_images_example_tells_held_out_digits(world, folder, capsys, monkeypatch):
+    images = load("images")
+    monkeypatch.chdir(folder)
+    printed = told(world, capsys, images, "--steps", 40)
+    assert "1617 images of (1, 8, 8), and 180 held out" in printed and (folder / "data/digits").is_dir()
+    assert found(r"accuracy ([\d.]+%)", printed)[0] > 85
+    data = open_dataset("digits")
+    _, several = images.train(world, data, 10, silent)
+    assert several == pytest.approx(
+        on_one_rank(world, lambda alone: images.train(alone, data, 10, silent)[1]), rel=1e-4
+    )
+
+
+def save_with_tokenizer(folder, text):
+    """A tiny GPT-2 in the format of Hugging Face, with a tokenizer that was trained on the text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator([text], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
+    torch.manual_seed(5)
+    config = GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.campaign), 3])
+def test_a_fine_tuned_model_is_loaded_again_by_transformers(world, folder, capsys, zero):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tune = load("finetune_hf")
+    printed = told(world, capsys, tune, "--steps", 20, "--zero", zero, "--out", folder / "tuned")
+    first, last = map(float, re.search(r"held-out loss ([\d.]+) before, ([\d.]+) after", printed).groups())
+    assert last < 0.8 * first
+    model = AutoModelForCausalLM.from_pretrained(folder / "tuned", local_files_only=True)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    _, _, tokens = tune.load(None, tune.Path(tune.argparse.__file__).read_text(encoding="utf-8"))
+    held_out = tokens[int(len(tokens) * 0.9) :]
+    x = tune.pieces(held_out, torch.arange(0, 48 * 64, 64))
+    with torch.no_grad():
+        assert model(input_ids=x, labels=x).loss.item() == pytest.approx(last, rel=1e-4)
+
+    text = "to be or not to be, that is the question. " * 200
+    if world.rank == 0:
+        (folder / "text").write_text(text)
+        save_with_tokenizer(folder / "model", text)
+    world.barrier()
+    arguments = ("--model", folder / "model", "--text", folder / "text", "--steps", 4, "--lr", 0.01, "--zero", zero)
+    printed = told(world, capsys, tune, *arguments, "--out", folder / "again")
+    assert found(r"loss ([\d.]+)", printed)[-1] < found(r"loss ([\d.]+)", printed)[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "again", local_files_only=True)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    model = AutoModelForCausalLM.from_pretrained(folder / "again", local_files_only=True)
+    assert model.config.vocab_size == 300
+
+
+@pytest.mark.ranks(2)
+def test_the_deepspeed_example_trains_and_has_the_losses_of_one_rank(world, folder, capsys):
+    script = load("deepspeed_config/train")
+    printed = told(world, capsys, script, "--steps", 40, "--save", folder / "kept")
+    assert printed.startswith("without effect here: steps_per_print, wall_clock_breakdown, zero_optimization.overlap")
+    losses = found(r"loss ([\d.]+)", printed)
+    assert losses[-1] < 0.4 * losses[0]
+    assert "saved step-00000040" in printed
+
+    def steps(comm):
+        torch.manual_seed(0)
+        made = mt.initialize(script.Net(), config=EXAMPLES / "deepspeed_config/ds_config.json", comm=comm)
+        losses = script.train(made, comm, 25, silent)  # into the second epoch
+        made.close()
+        return losses
+
+    assert steps(world) == pytest.approx(on_one_rank(world, steps), rel=1e-4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("engine", ["--resume", "--save", "nowhere"], "there is no checkpoint in nowhere"),
+        ("mesh", ["--pipeline", "3"], "parallel.pipeline 3 .* does not make 2 ranks"),
+        ("mesh", ["--schedule", "1b1f"], "1b1f"),
+        ("images", ["--data", "nowhere"], "nowhere"),
+        ("finetune_hf", ["--text", "nowhere"], "nowhere is no file"),
+        ("finetune_hf", ["--model", "nowhere"], "nowhere holds no model with a tokenizer"),
+        ("deepspeed_config/train", ["--deepspeed_config", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_an_example_refuses_what_it_cannot_do_on_all_ranks(world, name, arguments, message):
+    with pytest.raises(mt.InputError, match=message) as refused:
+        load(name).main(arguments)
+    assert "\n" not in str(refused.value)
+
+
+# -- as commands
+
+
+def test_every_example_is_known_here():
+    assert {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")} == set(QUICK)
+
+
+def start(forked, name, *arguments, cwd):
+    """`python examples/NAME ARGUMENTS` in some working folder, without mpirun."""
+    path = EXAMPLES / name
+    code = f"import runpy, sys; sys.argv[0] = {str(path)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return forked.run("-c", code, *arguments, cwd=cwd)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_example_starts_without_mpirun_in_another_folder(tmp_path, forked, name):
+    done = start(forked, name, *QUICK[name], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(found(r"step +\d+  loss ([\d.]+)", done.stdout)) >= 2, done.stdout
+
+
+def test_an_example_starts_under_mpirun_in_another_folder(tmp_path):
+    done = job(2, [sys.executable, str(EXAMPLES / "mesh.py"), "--pipeline", "2", *QUICK["mesh.py"]], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 x 2 x 1 ranks" in done.stdout and "step    2  loss" in done.stdout
+
+
+def test_an_example_says_in_one_line_what_is_wrong(tmp_path, forked):
+    one_line(
+        start(forked, "engine.py", "--resume", cwd=tmp_path), "--resume goes on from a folder; give it with --save"
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "name", [name if name in ("ddp.py", "mesh.py") else pytest.param(name, marks=pytest.mark.full) for name in QUICK]
+)
+def test_an_example_says_the_same_on_four_ranks_as_on_one(tmp_path, name):
+    said = []
+    for n in (1, 4):
+        done = job(n, [sys.executable, str(EXAMPLES / name), *QUICK[name]], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        said.append(found(r"loss ([\d.]+)", done.stdout))
+    assert said[0] == pytest.approx(said[1], rel=1e-4)
+
+
+# -- docs/examples.md
+
+PAGE = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+RUNS = [block.strip().splitlines() for block in re.findall(r"```console\n(.*?)```", PAGE, re.S)]
+
+
+def test_the_page_has_every_example_and_its_commands_start_with_one():
+    assert all(f"`examples/{name}`" in PAGE for name in QUICK)
+    assert len(RUNS) >= len(QUICK)
+    for line, *said in RUNS:
+        assert re.match(r"\$ (mpirun -n \d+ )?python examples/[\w/]+\.py", line) and said
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
+    """In order, in one folder; numbers may differ with the machine, hashes do."""
+    for line, *said in RUNS:
+        words = line.removeprefix("$ ").split()
+        ranks = int(words[2]) if words[0] == "mpirun" else 0
+        words = words[words.index("python") + 1 :]
+        done = (job if ranks else support.job)(
+            ranks, [sys.executable, str(ROOT / words[0]), *words[1:]], cwd=tmp_path, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout.splitlines()
+        assert len(printed) == len(said), line
+        for theirs, ours in zip(said, printed, strict=True):
+            if theirs.startswith("parameters "):
+                continue
+            number = r"\d+(?:\.\d+)?"
+            assert re.sub(number, "N", theirs) == re.sub(number, "N", ours)
+            shown = [float(each) for each in re.findall(number, theirs)]
+            assert [float(each) for each in re.findall(number, ours)] == pytest.approx(shown, rel=0.1, abs=0.05), ours

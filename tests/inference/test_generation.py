@@ -1,0 +1,165 @@
+"""Text that goes on from prompts: neither the cache nor the prompts beside one change it; what is drawn; its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpitrain.errors import InputError
+from mpitrain.inference.decoders import CachedBlocks, RecomputedBlocks, Transformers, of_transformers
+from mpitrain.inference.generation import BATCH, Generation
+from mpitrain.inference.placing import LanguageModel
+from mpitrain.inference.prompts import BytesCodec, TokenizerCodec, read_prompts
+from mpitrain.inference.sampling import Draws, Sampling
+from mpitrain.models.gpt import GPT
+
+VOCABULARY = 50
+PROMPTS = [[7, 3, 3], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1], [4, 4, 4], *([n, 2] for n in range(BATCH)), [7, 3, 3]]
+SAMPLED = Sampling(0.9, top_k=20, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
+    torch.manual_seed(3)
+    model = GPT(VOCABULARY, layers=2, width=32, heads=4).eval()
+    with torch.no_grad():  # new weights score all tokens alike
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    return model
+
+
+def model_of(decoder, end=None, longest=None):
+    class _Saved:
+        class description:
+            document_end = end
+
+    return LanguageModel(_Saved, decoder, VOCABULARY, longest, torch.device("cpu"))
+
+
+def cached(gpt):
+    return CachedBlocks(gpt.pipeline_blocks(), "blocks.1")
+
+
+def tokens_of(decoder, sampling, prompts, count=70, numbers=None, **options):
+    made = Generation(model_of(decoder, **options), sampling, count).run(prompts, Draws(5, prompts), numbers)
+    return [one.tokens for one in made]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
+def test_the_cache_changes_nothing(gpt, sampling):
+    found = tokens_of(cached(gpt), sampling, PROMPTS[:4])
+    assert found == tokens_of(RecomputedBlocks([("", gpt)]), sampling, PROMPTS[:4])
+    assert all(len(tokens) == 70 for tokens in found)  # more than there is room for at first
+
+
+def test_the_likeliest_tokens_are_those_of_the_model_itself(gpt):
+    text = list(PROMPTS[2])
+    with torch.no_grad():
+        for _ in range(12):
+            text.append(int(gpt(torch.tensor([text]))[0, -1].argmax()))
+    assert tokens_of(cached(gpt), Sampling(0), PROMPTS, 12)[2] == text[9:]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
+def test_a_prompt_goes_on_alike_by_itself_and_beside_others_of_other_lengths(gpt, sampling):
+    together = tokens_of(cached(gpt), sampling, PROMPTS, 20)
+    for number in range(4):
+        assert together[number] == tokens_of(cached(gpt), sampling, [PROMPTS[number]], 20)[0]
+    assert tokens_of(cached(gpt), sampling, PROMPTS, 20, numbers=[2, 0])[2] == together[2]
+    again = tokens_of(cached(gpt), sampling, list(reversed(PROMPTS)), 20)
+    assert again[1:-1] == together[-2:0:-1]
+    assert (together[0] == together[-1]) == (sampling.temperature == 0)  # the same prompt again is drawn anew
+
+
+def test_a_text_ends_at_the_end_of_its_document_and_where_positions_end(gpt):
+    free = tokens_of(cached(gpt), SAMPLED, PROMPTS, 30)
+    end = free[1][4]
+    model = model_of(cached(gpt), end=end)
+    for text, one in zip(free, Generation(model, SAMPLED, 30).run(PROMPTS, Draws(5, PROMPTS)), strict=True):
+        assert one.ended == (end in text)
+        assert one.tokens == (text[: text.index(end)] if one.ended else text)
+    short = tokens_of(cached(gpt), SAMPLED, PROMPTS, 30, longest=12)
+    assert short == [text[: 12 - len(prompt)] for text, prompt in zip(free, PROMPTS, strict=True)]
+
+
+def nucleus(scores, temperature, k, p):
+    """The formula, token by token."""
+    weights = {token: float(torch.tensor(score / temperature, dtype=torch.float64).exp()) for token, score in scores}
+    ranked = sorted(weights, key=lambda token: -weights[token])[: k or None]
+    total, kept, together = sum(weights[token] for token in ranked), [], 0.0
+    for token in ranked:
+        if together >= p:
+            break
+        kept.append(token)
+        together += weights[token] / total
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+@pytest.mark.parametrize(("temperature", "k", "p"), [(1, 0, 1), (0.7, 0, 1), (1.3, 5, 1), (1, 0, 0.6), (0.8, 9, 0.7)])
+def test_top_k_and_top_p_are_their_formulas_and_tokens_are_drawn_by_them(temperature, k, p):
+    torch.manual_seed(1)
+    scores = torch.randn(3, 30) * 2
+    found = Sampling(temperature, k, p).probabilities(scores)
+    for row, own in zip(scores, found, strict=True):
+        wanted = nucleus(list(enumerate(row.tolist())), temperature, k, p)
+        assert {n: float(x) for n, x in enumerate(own) if x > 0} == pytest.approx(wanted, rel=1e-6)
+    numbers = torch.arange(5000, dtype=torch.float64) / 5000  # evenly spread: tokens come as often as they are likely
+    drawn = Sampling(temperature, k, p).choose(scores[:1].expand(5000, -1), numbers)
+    assert torch.bincount(drawn, minlength=30) / 5000 == pytest.approx(found[0].numpy(), abs=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}])
+def test_what_cannot_be_drawn_by_is_refused(wrong):
+    with pytest.raises(InputError, match="give"):
+        Sampling(**wrong)
+
+
+TEXT = "Größe, naïve café, 数字 and 🙂🙃, \n  spaces\tand tabs"
+
+
+def test_text_that_appears_token_by_token_is_the_whole_text(tmp_path):
+    from tokenizers import ByteLevelBPETokenizer
+
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator([TEXT[:20], "spaces and tabs"], vocab_size=300)
+    made.save(str(tmp_path / "tokenizer.json"))
+    for codec in (BytesCodec(), TokenizerCodec(tmp_path / "tokenizer.json")):
+        tokens, decoder = codec.encode(TEXT), codec.decoder()
+        pieces = [decoder.add(token) for token in tokens]
+        assert "".join(pieces) + decoder.finish() == TEXT
+        assert len([piece for piece in pieces if piece]) > len(TEXT) / 2  # as it comes, not at the end
+        assert codec.decode(tokens[:-1] + codec.encode("é")[:1]).endswith("\ufffd")  # half a character is told
+
+
+def test_prompts_are_lines_or_json_lines(tmp_path):
+    lines, objects = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    lines.write_bytes(b"one\r\n\n two \n")
+    objects.write_text('{"prompt": "one\\ntwo", "other": 1}\n\n{"prompt": ""}\n')
+    assert (read_prompts(lines), read_prompts(objects)) == (["one", " two "], ["one\ntwo", ""])
+    for content, told in (('{"text": "a"}', "line 1"), ("[]", "line 1"), ("", "no prompt")):
+        objects.write_text(content)
+        with pytest.raises(InputError, match=told):
+            read_prompts(objects)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_prompts(Path(tmp_path))
+
+
+@pytest.mark.campaign
+def test_a_model_of_transformers_uses_the_cache_that_it_brings_along():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+
+    class Scores(torch.nn.Module):
+        def forward(self, x):
+            return model(x, use_cache=False).logits
+
+    assert of_transformers(model) is model
+    for sampling in (Sampling(0), SAMPLED):
+        found = tokens_of(Transformers(model), sampling, PROMPTS, 20)
+        assert found == tokens_of(RecomputedBlocks([("", Scores())]), sampling, PROMPTS, 20)

@@ -1,0 +1,346 @@
+"""Trained models out of run folders, without MPI, and of checkpoints that say nothing; their text and predictions."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import textwrap
+import warnings
+from importlib import import_module
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support import one_line
+
+from mpitrain.checkpoint import contents
+from mpitrain.checkpoint.manifest import encode, read_manifest
+from mpitrain.errors import CheckpointError, InputError
+from mpitrain.loading import TASK, load_model, load_task
+
+FACTORY = textwrap.dedent("""
+    import torch
+    from torch import nn
+
+    def build(data, width):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.Linear(width, 10)), (
+            nn.functional.cross_entropy
+        )
+
+    class Running(nn.Module):  # a model of tokens that does not say what its blocks are
+        def __init__(self, vocabulary):
+            super().__init__()
+            self.rows, self.head = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary)
+
+        def forward(self, x):
+            return self.head(self.rows(x).cumsum(1))
+
+        def loss(self, output, y):
+            return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten())
+
+    def running(data):
+        return Running(data.vocabulary)
+""")
+TABLE = "age,colour,city,kind\n" + "31.5,green,Bergen,yes\n,red,Pisa,no\n28,red,Lyon,yes\n" * 4
+KINDS = {
+    "own": "--data.path digits --model.factory own_models:build --model.options {width=5}",
+    "text": "--data.path text --model.layers 1 --model.width 16 --model.heads 2 --model.sequence 8",
+    "people": "--data.path table --model.name mlp --model.width 4 --checkpoint.best held_out_loss --optim.lr 0.1",
+    "adapted": "--data.path text --model.width 16 --model.layers 1 --model.heads 2 --model.sequence 8 --model.lora 2",
+    "on_text": "--data.path text --model.base text --model.lora 2 --optim.lr 0.1",
+    "seen": "--data.path pixels --model.name mlp --model.width 4",
+    "running": "--data.path text --model.factory own_models:running --model.sequence 8",
+}
+
+
+@pytest.fixture(scope="module")
+def place(forked, tmp_path_factory) -> Path:
+    """A folder with a run of each kind, and no MPI for whoever looks into it: its mpi4py cannot be imported."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "own_models.py").write_text(FACTORY)
+    (folder / "words.txt").write_text("All happy families are alike.\n" * 100)
+    assert forked.run("data", "prepare", "words.txt", "--out", "text", cwd=folder).returncode == 0
+    (folder / "people.csv").write_text(TABLE)
+    how = "people.csv --out table --label kind --drop city --missing mean --categories onehot --held-out 0.3"
+    assert forked.run("data", "prepare", *how.split(), cwd=folder).returncode == 0
+    for number in range(12):
+        image = folder / "pictures" / ("cats", "dogs")[number % 2] / f"{number}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (9, 8 + number % 3, 3), np.uint8)
+        Image.fromarray(pixels).save(image)
+    assert forked.run("data", "prepare", *["pictures", "--size", "8", "--out", "pixels"], cwd=folder).returncode == 0
+    for name, words in KINDS.items():
+        steps = "--train.steps 2 --train.batch 4 --train.evaluate_samples 4 --checkpoint.every 1"
+        done = forked.run("train", *f"--run.dir {name} {steps} {words}".split(), cwd=folder)
+        assert done.returncode == 0, done.stderr
+    (folder / "without").mkdir()
+    (folder / "without/mpi4py.py").write_text("raise ModuleNotFoundError('no mpi4py')\n")
+    return folder
+
+
+@pytest.fixture
+def command(place, monkeypatch, capfd):
+    """Calls a command by its words, in the folder of the runs: its exit code, and what it says on both outputs."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+
+    def call(words: str) -> CompletedProcess[str]:
+        name, *rest = shlex.split(words)
+        code = import_module(f"mpitrain.{name}").main(rest)
+        return CompletedProcess(words, code, *capfd.readouterr())
+
+    return call
+
+
+LOOK = """
+import sys
+sys.path.insert(0, ".")
+import h5py, torch
+import mpitrain as mt
+import mpitrain.generate, mpitrain.predict
+for name in {names}:
+    model = mt.load_model(name)
+    with h5py.File(f"{{name}}/checkpoints/step-00000002/model.h5") as stored:
+        for key, tensor in model.state_dict().items():
+            if name in ("adapted", "on_text") and ".lora_" not in key:
+                continue  # drawn with run.seed again, or of model.base, and not stored
+            assert torch.equal(tensor, torch.as_tensor(stored[key][()])), key
+    assert not any(module.training for module in model.modules())
+    assert next(model.parameters()).dtype == torch.float32 and next(model.parameters()).is_cpu
+assert mpitrain.generate.main(["text", "--prompt", "a", "--tokens", "1"]) == 0
+assert mpitrain.predict.main(["text", "text", "--out", "without.csv"]) == 0
+assert not [name for name in sys.modules if name.startswith("mpi4py")]
+print("all")
+"""
+
+
+def test_a_model_is_built_again_with_its_weights_and_without_mpi(forked, place):
+    done = forked.run("-c", LOOK.format(names=list(KINDS)), cwd=place, PYTHONPATH=str(place / "without"))
+    assert (done.stdout[-4:], done.returncode) == ("all\n", 0), done.stderr
+
+
+def test_adapters_on_a_run_are_merged_into_its_weights_and_refused_without_them(place, forked, command, tmp_path):
+    assert "2 adapters of on_text merged" in command(f"adapters merge on_text {tmp_path / 'whole.pt'}").stdout
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    base, tuned = load_model("text"), load_model("on_text")
+    assert torch.equal(whole["blocks.0.mlp.up.weight"], base.state_dict()["blocks.0.mlp.up.weight"])
+    base.load_state_dict(whole)
+    x = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(base(x), tuned(x))
+    assert not torch.allclose(base(x), load_model("text")(x), atol=1e-3)
+    assert command("generate on_text --prompt All --tokens 2").returncode == 0
+    assert forked.run("evaluate", "on_text", "--samples", "4", cwd=place).returncode == 0
+    again = ["train", "--run.dir", "on_text", "--train.batch", "4", "--data.path", "text", "--model.lora", "2"]
+    for base, told in {
+        "text/checkpoints/step-00000001": "for other base weights than those of model.base",
+        "nowhere": "model.base: nowhere does not exist; give",
+        "on_text": "holds adapters alone; have",
+    }.items():
+        one_line(forked.run(*again, "--model.base", base, cwd=place), told)
+    (place / "text").rename(place / "away")
+    try:
+        one_line(command("adapters merge on_text again.pt"), "model.base: text does not exist; give")
+    finally:
+        (place / "away").rename(place / "text")
+
+
+def older(run: Path, out: Path, **changes) -> Path:
+    """A copy of a run, the values of whose checkpoints are changed; None takes one out."""
+    shutil.copytree(run, out, symlinks=True)
+    for folder in (out / "checkpoints").glob("step-*"):
+        manifest = read_manifest(folder)
+        for name, value in changes.items():
+            manifest.values[name] = value
+            if value is None:
+                del manifest.values[name]
+        (folder / "manifest.json").write_bytes(encode(manifest))
+    return out
+
+
+def test_a_checkpoint_that_says_nothing_of_its_model_is_read_beside_its_run(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    run = older(place / "text", tmp_path / "old", **{TASK: None})
+    for name, tensor in load_model("text").state_dict().items():
+        assert torch.equal(tensor, load_model(run).state_dict()[name])
+    (run / "config.toml").unlink()
+    with pytest.raises(InputError, match=r"says nothing of its model.*load_weights"):
+        load_model(run)
+    strange = older(place / "text", tmp_path / "strange", **{TASK: {"model": {}}})
+    with pytest.raises(CheckpointError, match="none of ours"):
+        load_model(strange)
+
+
+def test_of_a_run_the_newest_whole_checkpoint_is_taken_and_a_step_is_taken_as_it_is(place, tmp_path):
+    run = shutil.copytree(place / "text", tmp_path / "run", symlinks=True)
+    first, last = run / "checkpoints/step-00000001", run / "checkpoints/step-00000002"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = load_model(first).state_dict()
+        assert not torch.equal(load_model(run).state_dict()["norm.bias"], wanted["norm.bias"])
+    manifest = contents.whole(last)
+    extent = manifest.extents_of["model/norm.bias"][0]
+    with open(last / extent.file, "r+b") as file:
+        file.seek(extent.offset)
+        file.write(b"\xff")
+    with pytest.warns(UserWarning, match=r"older checkpoint.*step-00000001.*damaged"):
+        assert torch.equal(load_model(run).state_dict()["norm.bias"], wanted["norm.bias"])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_model(last)
+
+
+def test_text_goes_to_standard_output_and_the_same_seed_gives_the_same(command, place):
+    first = command("generate text --prompt 'All ' --tokens 20")
+    assert first.returncode == 0 and first.stdout.startswith("All ") and first.stderr == ""
+    (place / "prompts.txt").write_text("happy\nAll \n")
+    lines = command("generate text --prompts prompts.txt --tokens 20 --out o.jsonl")
+    assert (lines.returncode, lines.stdout, lines.stderr) == (0, "", "")
+    made = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    assert [one["prompt"] for one in made] == ["happy", "All "] and all(one["tokens"] == 20 for one in made)
+    assert first.stdout == "All " + made[1]["text"] + "\n"
+    other = command("generate running --prompt a --tokens 5 --temperature 0")
+    assert other.returncode == 0 and other.stdout.startswith("a")
+    told = [line for line in other.stderr.splitlines() if line]
+    assert len(told) == 1 and "Running" in told[0] and "computed again" in told[0]
+
+
+def test_predictions_are_the_models_own_in_every_kind_of_file(command):
+    model, (task, description) = load_model("own"), load_task("own")
+    x = np.random.default_rng(1).random((9, 1, 8, 8), np.float32)
+    np.save("x.npy", x)
+    for ending in ("csv", "jsonl", "npz"):
+        done = command(f"predict own x.npy --out p.{ending} --batch 4")
+        assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        wanted = torch.softmax(model(torch.from_numpy(x)).double(), 1).numpy()
+    names = [description.classes[n] for n in wanted.argmax(1)]
+    table = [line.split(",") for line in Path("p.csv").read_text().splitlines()]
+    assert table[0] == ["sample", "class", *description.classes]
+    assert [row[:2] for row in table[1:]] == [[str(n), name] for n, name in enumerate(names)]
+    assert np.array([row[2:] for row in table[1:]], float) == pytest.approx(wanted, rel=1e-6)
+    lines = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]
+    assert [line["class"] for line in lines] == names
+    assert [list(line["probabilities"].values()) for line in lines] == [list(map(float, row[2:])) for row in table[1:]]
+    done = command("predict text text --out t.npz")
+    assert done.returncode == 0, done.stderr
+    from mpitrain.data import open_dataset
+
+    task, _ = load_task("text")
+    x, y = map(torch.from_numpy, open_dataset("text", sequence=8).read(np.arange(3)))
+    with torch.no_grad(), np.load("t.npz") as found:
+        wanted = [-8 * float(task.loss(task.module(x[n : n + 1]), y[n : n + 1])) for n in range(3)]
+        assert found["log_probability"][:3] == pytest.approx(wanted, rel=1e-5) and set(found["tokens"]) == {8}
+
+
+def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
+    """Texts become the training's categories and gaps its fill, whatever else stands in the table, in any order."""
+    (place / "new.csv").write_text("colour,note,age\nred,a,40\ngreen,b,\n")
+    model, description = load_model("people"), load_task("people")[1]
+    fill = description.columns[0].fill
+    assert description.columns[1].categories == ("green", "red") and 28 < fill < 31.5
+    with torch.no_grad():
+        wanted = torch.softmax(model(torch.tensor([[40.0, 0, 1], [fill, 1, 0]])).double(), 1).numpy()
+    done = command("predict people new.csv --out new.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load("new.npz") as found:
+        assert found["probabilities"] == pytest.approx(wanted, rel=1e-6)
+        assert list(found["classes"]) == ["no", "yes"]
+    (place / "odd.csv").write_text("colour,age\nblue,40\n")
+    one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is none of", "'green'")
+    (place / "lacking.csv").write_text("colour,size\nred,40\n")
+    one_line(command("predict people lacking.csv --out q.csv"), "has no column age")
+
+
+def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_is_asked(command, place, tmp_path):
+    def rows(out, *, named):
+        lines = (tmp_path / out).read_text().splitlines()[1:]
+        return sorted([float(cell) for cell in line.split(",")[2:]] for line in lines), [
+            line.split(",")[0] for line in lines if named
+        ]
+
+    assert command(f"predict seen pictures --out {tmp_path / 'files.csv'}").returncode == 0
+    assert command(f"predict seen pixels --out {tmp_path / 'set.csv'}").returncode == 0
+    found, names = rows("files.csv", named=True)
+    np.testing.assert_allclose(found, rows("set.csv", named=False)[0], rtol=1e-5)
+    (place / "pictures/dogs/0.png").write_bytes((place / "pictures/dogs/1.png").read_bytes()[:60])
+    one_line(command(f"predict seen pictures --out {tmp_path / 'again.csv'}"), "dogs/0.png cannot be decoded")
+    done = command(f"predict seen pictures --skip-bad --out {tmp_path / 'again.csv'}")
+    assert done.returncode == 0 and "left out 1 images that cannot be read, such as pictures/dogs/0.png" in done.stderr
+    assert rows("again.csv", named=True) == (found, names) and names[0] == "cats/0.png"
+
+
+def test_the_best_checkpoint_is_taken_where_it_is_asked_for(command, place, tmp_path):
+    run = shutil.copytree(place / "people", tmp_path / "run", symlinks=True)
+    (run / "checkpoints/best").write_text("step-00000001\n")
+    wanted = load_model(run / "checkpoints/step-00000001").state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_model(run, best=True).state_dict().items())
+    assert not torch.equal(load_model(run).state_dict()["head.weight"], wanted["head.weight"])
+    for name, words in (("best", f"{run} table --best"), ("first", f"{run}/checkpoints/step-00000001 table")):
+        assert command(f"predict {words} --out {tmp_path}/{name}.jsonl").returncode == 0
+    assert (tmp_path / "best.jsonl").read_text() == (tmp_path / "first.jsonl").read_text()
+    one_line(command("generate text --prompt a --best"), "no checkpoint that is marked as the best")
+
+
+def test_texts_cost_what_the_loss_says_and_a_prompt_costs_nothing(command, place):
+    (place / "lines.txt").write_text("All happy\nare\n")
+    (place / "pairs.jsonl").write_text('{"question": "All", "completion": " happ"}\n')
+    task, _ = load_task("text")
+
+    def cost(text, first):
+        tokens = torch.tensor([list(text.encode())])
+        with torch.no_grad():
+            scores = torch.log_softmax(task.module(tokens[:, :-1])[0].double(), 1)
+        return sum(float(scores[at - 1, tokens[0, at]]) for at in range(first, tokens.shape[1]))
+
+    done = command("predict text lines.txt --out lines.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load("lines.npz") as found:
+        assert found["log_probability"] == pytest.approx([cost("All happy", 1), cost("are", 1)], rel=1e-5)
+        assert list(found["tokens"]) == [8, 2]
+    done = command("predict text pairs.jsonl --prompt question --out pairs.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load("pairs.npz") as found:
+        assert (found["log_probability"][0], found["tokens"][0]) == (pytest.approx(cost("All happ", 3), rel=1e-5), 5)
+
+
+def test_a_checkpoint_with_more_tensors_than_the_model_has_is_refused(place, tmp_path):
+    task = read_manifest(place / "text/checkpoints/step-00000002").values[TASK]
+    fewer = task | {"model": task["model"] | {"bias": False}}
+    with pytest.raises(CheckpointError, match=r"holds blocks\.0\.attention\.out\.bias, which GPT lacks"):
+        load_model(older(place / "text", tmp_path / "fewer", **{TASK: fewer}))
+
+
+REFUSED = [
+    ("generate nowhere --prompt a", "nowhere does not exist"),
+    ("generate empty --prompt a", "has no checkpoint yet"),
+    ("generate own --prompt a", "not on text"),
+    ("generate text", "give --prompt"),
+    ("generate text --prompt a --tokens 0", "--tokens 0"),
+    ("generate text --prompt a --top-p 2", "--top-p 2"),
+    ("generate text --prompt a --out x.npy", "x.npy exists already"),
+    ("predict own text --out q.csv", "holds tokens"),
+    ("predict own wide.npy --out q.csv", "[3, 8, 8]", "[1, 8, 8]"),
+    ("predict own x.txt --out q.csv", "no samples that predict reads"),
+    ("predict own few.csv --out q.csv", "line 2", "'a' is not a number"),
+    ("predict own few.npy --out q.xml", "use .csv, .jsonl or .npz"),
+    ("predict text few.csv --out q.csv", "tokens"),
+    ("predict text long.txt --out q.csv", "text 1 has 10 tokens", "a sample of this model 9"),
+    ("predict text long.jsonl --out q.csv", "no field 'text'"),
+]
+
+
+def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, place):
+    (place / "empty").mkdir()
+    (place / "empty/config.toml").write_text("")
+    for shape, name in (((2, 3, 8, 8), "wide"), ((2, 1, 8, 8), "few"), ((2,), "x")):
+        np.save(place / name, np.zeros(shape, np.float32))
+    (place / "x.txt").write_text("words")
+    (place / "long.txt").write_text("All happy.\n")
+    (place / "long.jsonl").write_text('{"words": "a"}\n')
+    (place / "few.csv").write_text("b,c\na,1\n")
+    for refused, *words in REFUSED:
+        one_line(command(refused), *words)
+    assert not list(place.glob("*q.*"))

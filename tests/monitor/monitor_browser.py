@@ -1,0 +1,147 @@
+"""A real browser without a window, driven through the DevTools protocol."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def require_browser() -> str:
+    """The path of a browser. Skips the test where there is none, except in CI, where tests/cluster/install.sh ran."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        say = "no chromium on the path; tests/cluster/install.sh installs it on Debian"
+        wanted = os.environ.get("CI") == "true" and "browser" not in os.environ.get("MPITRAIN_CANNOT", "").split()
+        (pytest.fail if wanted else pytest.skip)(say)
+    return str(found)
+
+
+class Browser:
+    """One page of a browser. complaints: what it said on its console, errors, and failed or foreign loads."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self._number = socket, 0
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol and wait for its answer."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv())
+            self._note(message)
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return dict(message["result"])
+
+    def _note(self, message: dict[str, Any]) -> None:
+        method, given = message.get("method"), message.get("params", {})
+        if method in ("Runtime.consoleAPICalled", "Log.entryAdded", "Runtime.exceptionThrown", "Network.loadingFailed"):
+            self.complaints.append(
+                " ".join([str(a.get("value")) for a in given["args"]] if "args" in given else [json.dumps(given)])[:400]
+            )
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(given["request"]["url"][:200])
+
+    def value(self, expression: str) -> Any:
+        """What a JavaScript expression is."""
+        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = 30.0) -> None:
+        """Wait until an expression is true."""
+        until = time.monotonic() + seconds
+        while not self.value(expression):
+            assert time.monotonic() < until, f"{expression} did not become true; {self.complaints}"
+            time.sleep(0.05)
+
+    def open(self, path: Path, scheme: str = "light") -> None:
+        """Open a file, and wait until its charts are drawn."""
+        self.prefer(scheme)
+        self.ask("Page.navigate", url=path.resolve().as_uri())
+        self.drawn()
+
+    def prefer(self, scheme: str) -> None:
+        """Be a browser of a person who likes light or dark pages."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.ask("Emulation.setEmulatedMedia", features=features)
+
+    def drawn(self) -> None:
+        """Wait until all charts are drawn."""
+        self.wait_for("document.body && document.body.dataset.drawn === 'yes'")
+
+    def picture(self, path: Path) -> None:
+        """Write what the whole page looks like, as PNG."""
+        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextmanager
+def browser(program: str, folder: Path, width: int = 1280) -> Iterator[Browser]:
+    """Start a browser with an empty page; it ends with this."""
+    import websocket
+
+    command = [
+        program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        "--remote-debugging-port=0", "--remote-allow-origins=*", f"--user-data-dir={folder}",
+        f"--window-size={width},1000",
+        "about:blank",
+    ]  # fmt: skip
+    with open(folder.with_suffix(".log"), "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        port, until = folder / "DevToolsActivePort", time.monotonic() + 40
+        while not (port.exists() and port.read_text().count("\n")):
+            assert process.poll() is None and time.monotonic() < until, "the browser did not start"
+            time.sleep(0.05)
+        number = port.read_text().split()[0]
+        socket = websocket.create_connection(_page_address(number), timeout=40, suppress_origin=True)
+        try:
+            yield Browser(socket)
+        finally:
+            socket.close()
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _page_address(port: str) -> str:
+    """Where the browser's page listens."""
+    from urllib.request import ProxyHandler, build_opener
+
+    with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/json/list", timeout=20) as told:
+        pages = [page for page in json.load(told) if page["type"] == "page"]
+    return str(pages[0]["webSocketDebuggerUrl"])
+
+
+def counted_marks(page: Browser) -> dict[str, int]:
+    """How many shapes with a size each chart of an open page has."""
+    return dict(
+        page.value(
+            "Object.fromEntries([...document.querySelectorAll('.chart')].map(c => [c.id, [...c.querySelectorAll("
+            "'svg .mark-rect path, svg .mark-line path, svg .mark-area path, svg .mark-symbol path')].filter("
+            "m => { const b = m.getBBox(); return b.width + b.height > 1; }).length]))"
+        )
+    )

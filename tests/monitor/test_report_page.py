@@ -1,0 +1,359 @@
+"""The report as a page and as pictures: every chart with its data and units, nothing loaded, old and damaged runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from monitor_browser import browser, counted_marks, require_browser
+from report_runs import Story, make_run
+from support import ROOT, one_line
+
+from mpitrain import report
+from mpitrain.monitor.report.charts_ranks import memory_over_time, parts_over_time
+from mpitrain.monitor.report.charts_training import learning_rate, losses
+from mpitrain.monitor.report.compare import Named, changed_settings, short_names
+from mpitrain.monitor.report.findings import expected_traffic, findings, memory_use, sent_along, stragglers
+from mpitrain.monitor.report.reading import read_run
+from mpitrain.monitor.report.records import RunRecord
+from mpitrain.monitor.report.series import chosen, histogram, kept
+from mpitrain.monitor.report.style import spec_of
+
+ONE = {
+    "course", "loss", "learning_rate", "gradient_norm", "throughput", "step_time", "step_histogram", "parts",
+    "parts_over_time", "memory", "memory_formula", "bytes", "bytes_formula", "held_out_token_accuracy",
+    "held_out_perplexity",
+}  # fmt: skip
+SEVERAL = (ONE - {"parts_over_time"}) | {"held_out_loss"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two runs of eight ranks: DDP, killed and started again, and ZeRO-3."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {"ddp": make_run(folder / "ddp"), "zero3": make_run(folder / "zero3", Story(zero=3, killed_at=0))}
+
+
+@pytest.fixture(scope="module")
+def pages(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The page of one run, and that of both."""
+    folder = tmp_path_factory.mktemp("pages")
+    assert report.main([str(runs["ddp"]), "--out", str(folder / "one.html")]) == 0
+    assert report.main([*map(str, runs.values()), "--out", str(folder / "both.html")]) == 0
+    return {"one": folder / "one.html", "both": folder / "both.html"}
+
+
+def specs_in(page: Path) -> dict[str, dict[str, Any]]:
+    (text,) = re.findall(r'<script type="application/json" id="specs">(.*?)</script>', page.read_text())
+    return dict(json.loads(text))
+
+
+def parts_of(node: Any) -> list[dict[str, Any]]:
+    """Every object in a chart."""
+    if isinstance(node, list):
+        return [part for inner in node for part in parts_of(inner)]
+    if not isinstance(node, dict):
+        return []
+    inner = [part for key, value in node.items() if key not in ("datasets", "data") for part in parts_of(value)]
+    return [node, *inner]
+
+
+@pytest.mark.parametrize(("page", "names"), [("one", ONE), ("both", SEVERAL)])
+def test_every_chart_has_data_a_title_and_units(pages, page, names):
+    specs = specs_in(pages[page])
+    assert set(specs) == names
+    for name, spec in specs.items():
+        assert spec["title"], name
+        rows = [row for values in spec["datasets"].values() for row in values]
+        assert rows, name
+        for part in parts_of(spec):
+            for channel in ("x", "y"):
+                axis = part.get("encoding", {}).get(channel)
+                if isinstance(axis, dict) and axis.get("type") == "quantitative" and "title" in axis:
+                    unit = re.search(r"\(.+\)", axis["title"] or "") or axis["title"] == "step"
+                    assert unit, f"{name}: {channel} has no unit: {axis['title']!r}"
+
+
+def test_a_page_loads_nothing_and_holds_the_library_once(pages):
+    for page in pages.values():
+        text = page.read_text()
+        assert len(text) < 2_500_000
+        assert text.count("window.vegaEmbed = vegaEmbed") + text.count("window.vegaEmbed=") == 1
+        head = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+        assert not re.search(r"https?://|//cdn|@import|url\(", head)
+        assert not re.search(
+            r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[\"'](?!data:)", text[: text.index("<main>")]
+        )
+        assert not re.search(r"https?://", json.dumps(specs_in(page)))
+
+
+def test_findings_name_the_kill_the_straggler_and_the_formula(runs):
+    told = "\n".join(findings(read_run(runs["ddp"])))
+    assert "Start 1 was killed, at step 290 or later; the next start went on from step 200." in told
+    assert re.search(r"Rank 5 on node1 is a straggler: .* most in backward", told), told
+    assert "the formula says 201.6 MB (+2.4%)" in told and "along data; the formula says 88.2 MB (+0.0%)" in told
+    assert [s.rank for s in stragglers(read_run(runs["ddp"]))] == [5]
+
+
+def test_lost_ranks_stops_and_failures_are_told_and_drawn(tmp_path):
+    folder = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
+    path = folder / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    end, lost = events.pop(), {"event": "lost", "ranks": [3], "recovered_s": 3.2}
+    events.append(lost | {"time": end["time"] - 1, "step": 12})
+    events.append({"time": end["time"] - 0.5, "event": "stop", "step": 20, "reason": "SIGTERM"})
+    events.append({"time": end["time"] - 0.4, "event": "of a later version", "step": 20})
+    events.append(end | {"outcome": "failed", "message": "rank 1: the disk is full"})
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    told = findings(read_run(folder))
+    assert "Start 1 failed after step 20 (rank 1: the disk is full)." in told
+    assert "Ranks were lost at step 12: 3; the run went on after 3.2 s." in told
+    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    specs = specs_in(tmp_path / "page.html")
+    for name, events_in in (("course", {"ranks lost", "stop"}), ("loss", {"ranks lost", "stop", "failure"})):
+        rows = [row for values in specs[name]["datasets"].values() for row in values]
+        assert {row["event"] for row in rows if "event" in row} == events_in, name
+
+
+def test_metrics_of_held_out_samples_are_drawn_by_name_as_the_newest_job_measured_them(tmp_path):
+    folder = make_run(tmp_path / "run", Story(ranks=2, steps=120, killed_at=0))
+    path = folder / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    wild = {"../top 5": 0.75, "lost": None, "wrong": "much", "token_accuracy": 10**400, "nan": math.nan}
+    again = {"time": events[-1]["time"], "event": "evaluate", "step": 100, "loss": 1.0, "metrics": {"perplexity": 3.5}}
+    later = again | {"step": 150, "metrics": {"perplexity": 9.9}}  # of a step that was not taken again
+    events[-1:-1] = [again, later, again | {"step": 50, "metrics": wild}, again | {"metrics": [0.5]}]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    specs = specs_in(tmp_path / "page.html")  # whose names are those of the pictures' files
+    assert {name for name in specs if name.startswith("held_out")} == {
+        "held_out_token_accuracy", "held_out_perplexity", "held_out____top_5",
+    }  # fmt: skip
+    points = {
+        name: {row["step"]: row["value"] for rows in specs[name]["datasets"].values() for row in rows}
+        for name in ("held_out_perplexity", "held_out____top_5", "held_out_token_accuracy")
+    }
+    assert set(points["held_out_perplexity"]) == {50, 100} and points["held_out_perplexity"][100] == 3.5
+    assert points["held_out____top_5"] == {50: 0.75}
+    assert points["held_out_token_accuracy"][50] == pytest.approx(0.6 - 0.5 * math.exp(-50 / 110))
+
+
+def test_memory_of_ddp_and_zero_3_differs_as_the_formula_says(runs):
+    held, expected = [], []
+    for folder in runs.values():
+        use = memory_use(read_run(folder))[0]
+        held.append(sum(use.held[name] for name in use.expected))
+        expected.append(sum(use.expected.values()))
+    assert held[0] - held[1] == pytest.approx(expected[0] - expected[1], rel=0.05)
+
+
+def test_several_runs_are_compared_in_text(runs, capsys):
+    assert report.main([*map(str, runs.values())]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"parallel.zero +0 +3\n", out) and re.search(r"states \(MB\) +103\.\d+ +12\.\d+ \(0.12x\)", out)
+    assert re.search(r"bytes sent a step and rank \(MB\) +88.200 +132.300 \(1.50x\)", out)
+
+
+def test_a_run_of_metrics_alone_has_a_page_that_says_what_is_missing(tmp_path, capsys):
+    lines = [
+        {
+            "step": s,
+            "loss": 1 / s,
+            "step_s": 0.1,
+            "samples": 8,
+            "tokens": 0,
+            "world_size": 2,
+            "grad_norm": None,
+            "lr": 0.1,
+        }
+        for s in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
+    page = tmp_path / "page.html"
+    assert report.main([str(tmp_path), "--out", str(page)]) == 0
+    assert "MB; opens in a browser" in capsys.readouterr().out
+    assert set(specs_in(page)) == {"loss", "learning_rate", "throughput", "step_time", "step_histogram"}
+    text = page.read_text()
+    for why in ("wrote no events", "wrote no measurements", "No norm was taken", "Nothing was held out"):
+        assert why in text
+
+
+def test_a_run_of_one_step_shows_points_where_no_line_can_go(tmp_path):
+    folder = make_run(tmp_path / "run", Story(ranks=2, steps=5, killed_at=0, straggler=-1))
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    run = [Named("run", read_run(folder))]
+    for drawing in [*losses(run), learning_rate(run)]:
+        shown = [part["mark"] for part in parts_of(spec_of(drawing.chart)) if isinstance(part.get("mark"), dict)]
+        assert any(mark["type"] == "point" and mark.get("opacity") != 0 for mark in shown), drawing.name
+    assert parts_over_time(run[0]).chart is None  # an area needs two of them
+    assert "the largest rank" in memory_over_time(run[0]).title
+
+
+def test_a_run_without_a_step_says_why(tmp_path, capsys):
+    told = {"time": 1.0, "event": "end", "step": 0, "outcome": "failed", "message": "no module 'nothing'"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(told) + "\n")
+    for more in ([], ["--out", str(tmp_path / "page.html")]):
+        code = report.main([str(tmp_path), *more])
+        one_line((code, capsys.readouterr().err), "no finished step", "no module 'nothing'")
+
+
+def test_step_times_of_several_runs_are_counted_in_the_same_bins():
+    fast, slow = np.linspace(0.9, 1.1, 90), np.append(np.linspace(1.9, 2.1, 89), 500.0)
+    (_, edges, _), (shares, same, more) = (histogram(of, among=[fast, slow]) for of in (fast, slow))
+    assert np.array_equal(edges, same) and edges[0] == 0.9 and edges[-1] <= 5 * 2.1
+    assert more == 1 and shares.sum() == pytest.approx(89 / 90)
+
+
+def test_what_tied_ranks_send_is_part_of_their_axis(tmp_path):
+    folder = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
+    for path in (folder / "ranks").iterdir():
+        path.write_text(path.read_text().replace('"data", "two_level"', '"data tied [0, 1]", "two_level"'))
+    run = read_run(folder)
+    assert sum(sent_along(run, "data")) == pytest.approx(expected_traffic(run)["data"])
+    assert any("along data" in told and "(+0.0%)" in told for told in findings(run))
+
+
+def test_a_page_is_safe_against_what_runs_say_and_never_writes_over_other_files(tmp_path, capsys):
+    folder = make_run(tmp_path / "<b>&'@@VEGA@@", Story(ranks=2, steps=20, killed_at=0))
+    out = tmp_path / "page.html"
+    assert report.main([str(folder), "--out", str(out)]) == 0
+    assert report.main([str(folder), "--out", str(out)]) == 0  # over an earlier report
+    assert "<b>" not in re.sub(r"<script.*?</script>", "", out.read_text(), flags=re.S).split("<main>")[0]
+    capsys.readouterr()
+    config = folder / "config.toml"
+    before = config.read_text()
+    code = report.main([str(folder), "--out", str(config)])
+    one_line((code, capsys.readouterr().err), "no report", "--out")
+    assert config.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "ranks/rank-00001.jsonl"])
+@pytest.mark.parametrize(
+    "damage", [b"\xff\0\n", b"[]\n", b'{"step": "x"}\n', b"[" * 100_000 + b"\n", b'{"step": -1, "time": []}\n']
+)
+def test_damaged_files_are_refused_in_one_line(tmp_path, capsys, name, damage):
+    folder = make_run(tmp_path / "run", Story(ranks=2, steps=20, killed_at=0))
+    lines = (folder / name).read_bytes().splitlines(keepends=True)
+    (folder / name).write_bytes(lines[0] + damage + b"".join(lines[1:]))
+    code = report.main([str(folder), "--out", str(tmp_path / "page.html")])
+    one_line((code, capsys.readouterr().err), name.rpartition("/")[2])
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_line_torn_by_a_kill_does_not_hide_what_the_next_start_wrote(tmp_path):
+    folder = make_run(tmp_path / "run", Story(ranks=2, steps=40, killed_at=30, save_every=10))
+    path = folder / "ranks/rank-00001.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    second = max(i for i, line in enumerate(lines) if "start" in json.loads(line))
+    path.write_text("".join(lines[:second]) + '{"step": 31, "st\n' + "".join(lines[second:]) + '{"step": 45, "s')
+    rank = read_run(folder).ranks[1]
+    assert (rank.rank, rank.header.step, rank.step[-1]) == (1, 30, 40.0)
+
+
+def test_a_line_keeps_its_least_and_most_and_few_points():
+    values = np.sin(np.arange(1_000_000) / 1000.0)
+    values[123_456], values[777_777], values[5:9] = 9.0, -9.0, math.nan
+    at = kept(values)
+    assert len(at) <= 1502 and {0, 123_456, 777_777, 999_999} <= set(at.tolist())
+    assert chosen([3.0, 1.0, 2.0]) == [0, 1, 2]
+    assert chosen([float(x) for x in range(1000)]) == [0, 499, 999]
+
+
+def test_names_of_runs_are_short_and_distinct():
+    paths = [Path("/a/x/run"), Path("/a/y/run"), Path("/b/y/other"), Path("/" + "long" * 20)]
+    names = short_names(paths)
+    assert names[:3] == ["x/run", "y/run", "other"] and len(names[3]) <= 28
+    assert len(set(short_names([paths[0], paths[0]]))) == 2
+    changed = changed_settings({"train": {"steps": 7, "clip": 1.0}, "gone": {"key": 1}})
+    assert set(changed) == {"train.steps", "gone.key"} and changed["gone.key"] == (1, None)
+
+
+def test_the_command_loads_neither_torch_nor_mpi_and_says_what_charts_need(runs, tmp_path):
+    code = f"""
+import sys
+sys.modules["vl_convert"] = None  # to import it fails
+from mpitrain import report
+assert report.main([{str(runs["ddp"])!r}]) == 0
+assert report.main([{str(runs["ddp"])!r}, {str(runs["zero3"])!r}]) == 0
+loaded = {{"torch", "mpi4py", "altair"}} & set(sys.modules)
+assert not loaded, loaded
+sys.exit(report.main([{str(runs["ddp"])!r}, "--out", {str(tmp_path / "x.html")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    one_line((done.returncode, done.stderr), "mpitrain[monitor]")
+
+
+def pixels(path: Path) -> bytes:
+    """The uncompressed data of a PNG file."""
+    data, at, packed = path.read_bytes(), 8, b""
+    assert data.startswith(b"\x89PNG\r\n")
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        packed += data[at + 8 : at + 8 + length] if kind == b"IDAT" else b""
+        at += length + 12
+    return zlib.decompress(packed)
+
+
+def test_each_chart_becomes_a_picture_that_is_not_blank(runs, tmp_path, capsys):
+    assert report.main([str(runs["zero3"]), "--png", str(tmp_path / "deep/pictures")]) == 0
+    assert f"pictures: {len(ONE)} in" in capsys.readouterr().out
+    for name in ONE:
+        drawn = pixels(tmp_path / f"deep/pictures/{name}.png")
+        assert len(drawn) > 100_000 and len(set(drawn)) > 20, name
+
+
+def test_many_ranks_and_steps_make_a_page_that_still_opens(tmp_path):
+    folder = make_run(tmp_path / "run", Story(ranks=64, steps=3000, killed_at=0, straggler=40))
+    page = tmp_path / "page.html"
+    assert report.main([str(folder), "--out", str(page)]) == 0
+    assert page.stat().st_size < 2_500_000
+    rows = [row for values in specs_in(page)["parts"]["datasets"].values() for row in values]
+    assert len({row["bar"] for row in rows}) == 3 and "rank 40" in {row["bar"] for row in rows}
+    assert "Of 64 ranks" in page.read_text()
+
+
+@pytest.mark.campaign
+@pytest.mark.serial
+@pytest.mark.timeout(180)
+def test_a_browser_draws_every_chart_light_and_dark_without_a_complaint(pages, tmp_path):
+    with browser(require_browser(), tmp_path / "profile") as page:
+        for path, names in ((pages["one"], ONE), (pages["both"], SEVERAL)):
+            for scheme, paper in (("light", "rgb(244, 246, 248)"), ("dark", "rgb(13, 17, 23)")):
+                page.open(path, scheme)
+                assert page.value("getComputedStyle(document.body).backgroundColor") == paper
+                marks = counted_marks(page)
+                assert set(marks) == names and min(marks.values()) >= 2, marks
+                assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
+            for choice in ("seconds", "samples"):
+                page.value(f"axis.value = '{choice}'; axis.dispatchEvent(new Event('change'))")
+                page.drawn()
+                text = page.value("document.getElementById('loss').textContent")
+                assert ("time in steps (" if choice == "seconds" else "samples seen") in text
+            page.value("theme.value = 'light'; theme.dispatchEvent(new Event('change'))")
+            page.drawn()
+            assert page.value("document.documentElement.dataset.theme") == "light"
+            page.value("theme.value = 'auto'; theme.dispatchEvent(new Event('change'))")
+            page.drawn()
+        assert not page.complaints
+        assert page.requests and all(url.startswith(("file://", "data:")) for url in page.requests)
+
+
+def test_readers_say_what_a_run_told(runs):
+    run = read_run(runs["ddp"])
+    assert isinstance(run, RunRecord)
+    assert [(s.outcome, s.first_step, s.last_step, s.ranks) for s in run.starts] == [
+        ("killed", 0, 290, 8),
+        ("done", 200, 400, 8),
+    ]
+    assert len(run.ranks) == 8 and run.ranks[3].header.step == 200 and run.facts["torch"] == "2.9.0"
+    assert len(run.columns.step) == 400 and run.config["parallel"]["zero"] == 0

@@ -1,0 +1,148 @@
+"""Timelines without ranks: the parts of a step, the files, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from monitor.trace_format import parse
+from rank_files import read_rank_files
+
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.monitor.parts import StepClock
+from mpitrain.monitor.rank_file import RankWriter
+from mpitrain.monitor.timeline.merging import corrected, merge, recordings, told
+from mpitrain.monitor.timeline.spans import write_rank
+
+
+class Hands:
+    """A clock that is set by hand."""
+
+    def __init__(self):
+        self.now = self.waited = 0.0
+
+    def go(self, seconds, waited=0.0):
+        self.now += seconds
+        self.waited += waited
+
+
+def test_parts_add_up_to_all_of_the_time_and_waits_count_as_communication_alone():
+    hands = Hands()
+    clock = StepClock(lambda: hands.waited, now=lambda: hands.now)
+    with clock.data:
+        hands.go(1)
+    with clock.backward:
+        hands.go(2, waited=0.5)
+        with clock.forward:  # recomputed by hand
+            hands.go(4)
+        hands.go(8)
+    hands.go(16, waited=1)
+    seconds = clock.read()
+    assert {part: s for part, s in seconds.items() if s} == {
+        "data": 1, "forward": 4, "backward": 9.5, "communication": 1.5, "other": 15,
+    }  # fmt: skip
+    assert sum(seconds.values()) == hands.now
+    with clock.optimizer:
+        hands.go(3)
+        assert clock.read()["optimizer"] == 3  # in the midst of it
+        hands.go(5)
+    assert clock.read()["optimizer"] == 5
+    assert sum(clock.totals().values()) == hands.now
+    hands.go(7, waited=2)
+    clock.leave_out()
+    hands.go(1)
+    assert {part: s for part, s in clock.read().items() if s} == {"other": 1}
+
+
+@pytest.mark.parametrize("value", ["5", "0:3", "7:5", "a:b", "5:", ":5", "1:2:3", "-1:4", "5:9 "])
+def test_steps_that_are_none_are_refused_in_one_line(value):
+    with pytest.raises(InputError, match="A:B with 1 <= A <= B") as caught:
+        Config.from_dict({"monitor": {"timeline": value}})
+    assert "\n" not in str(caught.value) and "monitor.timeline" in str(caught.value)
+
+
+def test_a_rank_file_is_read_as_the_run_went_with_torn_lines_and_restarts(tmp_path):
+    header = {"world_size": 2, "step": 0}
+    for rank in range(2):
+        writer = RankWriter(tmp_path, rank, 10.0, header)
+        for step in (1, 3, 6):
+            writer.write(step, step - {1: 0, 3: 1, 6: 3}[step], seconds={"data": 1.0})
+        writer.close()
+    path = tmp_path / "ranks/rank-00000.jsonl"
+    with open(path, "ab") as file:
+        file.write(b'{"step": 7, "ste')
+    again = RankWriter(tmp_path, 0, 20.0, {"world_size": 1, "step": 4})  # the line of steps 4 to 6 goes
+    again.write(5, 1)
+    again.close()
+    found = read_rank_files(tmp_path)
+    assert [line["step"] for line in found[0].lines] == [1, 3, 5] and len(found[0].starts) == 2
+    assert [line["step"] for line in found[1].lines] == [1, 3]  # it was there up to the step of the restart
+
+
+def recorded(rank, **more):
+    """What a rank has recorded whose clock is 100 s late for each number, and runs away by 1e-4."""
+
+    def own(at):
+        return at * (1 + 1e-4 * rank) + 100 * rank
+
+    shift = [[own(at), at - own(at), 1e-6] for at in (10.0, 30.0)]
+    parts = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer"), 0.2)
+    late = 0.4 * rank
+    return {
+        "token": "a", "rank": rank, "world_size": 2, "host": "n0", "node": 0, "device": "cpu", "unix": 1.0,
+        "offsets": shift,
+        "steps": [[5, own(11.0), own(12.0), parts]],
+        "spans": [
+            ["forward", "block", own(11.1), own(11.2), {}],
+            ["part", "forward", own(11.1), own(11.2), {"waited": 0.0}],
+            ["part", "backward", own(11.2), own(11.8), {"waited": 0.1}],
+            ["action", "Forward", own(11.1), own(11.2), {"stage": 0, "microbatch": 1}],
+        ],
+        "communication": [
+            ["all_reduce", "data", "ring", 8, 4, own(11.3 + late / 10), own(11.7), True, "data", 1],
+            ["all_reduce", "world", "mpi", 8, 4, own(11.5 + late), own(12.0), False, "world", 1],
+        ],
+        "waited": {"backward": 0.1},
+        "memory": [[own(11.0), {"parameters": 4, "host": 9}]],
+    } | more  # fmt: skip
+
+
+def test_clocks_are_corrected_by_the_line_through_both_offsets():
+    own = 7.0 * 1.0001 + 100
+    line = corrected([[10.0 * 1.0001 + 100, -100 - 10e-4, 0.0], [30.0 * 1.0001 + 100, -100 - 30e-4, 0.0]])
+    assert line(own) == pytest.approx(7.0, abs=1e-9)
+    assert corrected([[3.0, 5.0, 0.0]])(4.0) == 9.0
+
+
+def test_the_merge_finds_waits_shares_and_stragglers(tmp_path):
+    folder = tmp_path / "timeline/steps-5-5"
+    for rank in range(2):
+        write_rank(folder, recorded(rank))
+    write_rank(folder, recorded(2, token="of an earlier start"))
+    assert recordings(tmp_path) == [folder] and recordings(folder) == [folder]
+    merged = merge(folder)
+    events = parse(merged.trace)
+    waits = {(e["pid"], e["args"]["axis"]): e["args"]["wait_ms"] for e in events if e.get("cat") == "communication"}
+    assert waits == pytest.approx({(0, "data"): 40, (0, "world"): 400, (1, "data"): 0, (1, "world"): 0}, abs=1e-2)
+    assert {e["pid"] for e in events} == {0, 1}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"main", "communication", "pipeline"}
+    summary = merged.summary
+    under = [rank["communication_under_backward_s"] for rank in summary["ranks"]]
+    assert under[0] == pytest.approx(0.4 - 0.2, abs=1e-6)  # from 11.5 to 11.7 the main thread communicated, too
+    assert under[1] == pytest.approx(0.36 - 0.1, abs=1e-6)  # and here it waited for what was in the background
+    assert summary["stragglers"][0]["rank"] == 1
+    assert summary["stragglers"][0]["others_waited_s"] == pytest.approx(0.44, abs=1e-3)
+    (ring,) = [row for row in summary["operations"] if row["algorithm"] == "ring"]
+    assert (ring["calls"], ring["bytes_inside_nodes"], ring["bytes_between_nodes"]) == (2, 16, 8)
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert merged.picture is not None and merged.picture.read_bytes().startswith(b"\x89PNG")
+    assert any("lay under backward" in line for line in told(merged))
+
+
+def test_files_that_are_no_recording_are_refused_in_one_line(tmp_path):
+    with pytest.raises(InputError, match="has no recording"):
+        merge(tmp_path)
+    (tmp_path / "rank-00000.json").write_text('{"token": "a"}')
+    with pytest.raises(InputError, match="is no recording of a rank"):
+        merge(tmp_path)

@@ -1,0 +1,190 @@
+"""TensorBoard, W&B, MLflow and trackers of one's own: the real packages, without a network, read back from files."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import struct
+
+import pytest
+from support import one_line
+
+from mpitrain.config.run import MonitorSection
+from mpitrain.config.settings import Config
+from mpitrain.data.prepare import prepare
+from mpitrain.errors import InputError
+from mpitrain.monitor import read_metrics
+from mpitrain.monitor.trackers import Tracker, Tracking, asked_for
+
+SMALL = ("--model.layers", 1, "--model.width", 16, "--model.heads", 2, "--model.sequence", 16, "--train.batch", 4)
+# finds what is told, and refuses to leave this machine
+OWN = """
+import json, socket
+from mpitrain.monitor.trackers import Tracker
+
+def refuse(real):
+    def connect(self, address):
+        if self.family != socket.AF_UNIX and not str(address[0]).startswith("127."):
+            open("network", "a").write(f"{address}\\n")
+        return real(self, address)
+    return connect
+
+socket.socket.connect = refuse(socket.socket.connect)
+socket.socket.connect_ex = refuse(socket.socket.connect_ex)
+
+class Own(Tracker):
+    def start(self, run_dir, config, resume_step):
+        self.file = open(run_dir / "own", "a")
+        self.say([config["monitor"]["project"], resume_step])
+    def log(self, step, figures):
+        self.say([step, figures["loss"], sorted(figures)])
+        if step == 3:
+            raise RuntimeError("no more")
+    def say(self, what):
+        self.file.write(json.dumps(what) + "\\n")
+        self.file.flush()
+    def close(self):
+        self.say("closed")
+"""
+# a network of its own, where that is allowed, which leads nowhere
+WITHOUT_NETWORK = """
+import ctypes
+ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
+"""
+
+
+def wandb_records(path):
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, found = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        length, kind = struct.unpack("<xxxxHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def wandb_losses(path):
+    items = [record.history for record in wandb_records(path) if record.HasField("history")]
+    names = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in items]
+    return [(row["_step"], row["loss"]) for row in names]
+
+
+@pytest.mark.timeout(180)
+def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_resume(tmp_path, forked, monkeypatch):
+    for package in ("wandb", "mlflow", "tensorboard"):
+        pytest.importorskip(package, reason="the extras `monitor` and `trackers` are not installed")
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "a.txt").write_text("All happy families are alike.\n" * 400)
+    prepare([str(tmp_path / "a.txt")], tmp_path / "text")
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_NETWORK)
+    run, asked = tmp_path / "r", ["--monitor.tracker", "own:Own", "--monitor.project", "families"]
+    asked += [word for tool in ("wandb", "mlflow", "tensorboard") for word in (f"--monitor.{tool}", "true")]
+    given = ("--run.dir", run, "--data.path", tmp_path / "text", *SMALL, *asked)
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "PYTHONPATH": str(tmp_path)}
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    for steps in (4, 6):
+        given_now = (*given, "--train.steps", steps, "--optim.warmup", 2)
+        ended = forked.run("train", *given_now, cwd=tmp_path, timeout=100, **home)
+        assert ended.returncode == 0, ended.stderr
+        said = (ended.stdout + ended.stderr).lower()
+        assert "wandb:" not in said and "mlflow " not in said and "warning" not in said, said
+        failed = "tracker own failed and is left out from step 3 on: runtimeerror: no more (own.py:"
+        assert said.count(failed) == (steps == 4)
+    assert not (tmp_path / "network").exists()
+
+    losses = [(line["step"], line["loss"]) for line in read_metrics(run)]
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(s, pytest.approx(v)) for s, v in losses]
+    assert "time" not in board.Tags()["scalars"] and "grad_norm" in board.Tags()["scalars"]
+
+    parts = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(parts) == 2 and parts[0].name == parts[1].name  # of one run
+    assert wandb_losses(parts[0]) + wandb_losses(parts[1]) == losses
+    [told] = [record.run for record in wandb_records(parts[0]) if record.HasField("run")]
+    assert (told.project, told.display_name) == ("families", "r")
+
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    client = MlflowClient(tracking_uri=(run / "mlflow").as_uri())
+    [found] = client.search_runs([client.get_experiment_by_name("families").experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "loss")] == losses
+    assert (found.info.run_name, found.info.status) == ("r", "FINISHED") and found.data.params["train.batch"] == "4"
+
+    own = [json.loads(line) for line in (run / "own").read_text().splitlines()]
+    assert own[0] == ["families", None] and [row[0] for row in own[1:4]] == [1, 2, 3] and own[4] == "closed"
+    assert own[5] == ["families", 4] and [row[:2] for row in own[6:8]] == [list(pair) for pair in losses[4:]]
+    assert own[8] == "closed" and "ids" not in own[1][2] and {"lr", "step_s", "memory_bytes"} <= set(own[1][2])
+
+
+@pytest.mark.parametrize(("key", "extra", "package"), [
+    ("tensorboard", "monitor", "torch.utils.tensorboard"),
+    ("wandb", "trackers", "wandb"),
+    ("mlflow", "trackers", "mlflow"),
+])  # fmt: skip
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, key, extra, package):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == package:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=rf'monitor\.{key} needs .*pip install "mpitrain\[{extra}\]"'):
+        asked_for(MonitorSection(**{key: True}))
+
+
+def test_online_without_a_login_is_refused_and_never_asks(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
+    for name, value in {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    tracking = Tracking(asked_for(MonitorSection(wandb=True)), print)
+    with pytest.raises(InputError, match="nobody is logged in; set WANDB_API_KEY"):
+        tracking.start(tmp_path, Config().model_dump(), None)
+
+
+def test_a_tracker_of_ones_own_that_is_none_is_refused_in_one_line(tmp_path, forked):
+    done = forked.run("train", "--run.dir", tmp_path / "r", *SMALL, "--monitor.tracker", "collections:Counter")
+    one_line(done, "monitor.tracker collections:Counter makes Counter", "derive it from that class")
+    assert not (tmp_path / "r/metrics.jsonl").exists()
+
+
+def test_one_that_fails_is_told_once_and_the_others_go_on():
+    class Fails(Tracker):
+        def log(self, step, figures):
+            raise OSError("the disk is full")
+
+    class Keeps(Tracker):
+        def __init__(self):
+            self.seen = []
+
+        def log(self, step, figures):
+            self.seen.append((step, dict(figures)))
+
+        def close(self):
+            raise ValueError("closed twice")
+
+    said, keeps = [], Keeps()
+    tracking = Tracking([Fails(), keeps], said.append)
+    for step in (1, 2):
+        tracking.log(step, {"time": 1.0, "loss": 0.5, "samples": 4, "skipped": True, "ids": [1], "grad_norm": None})
+    tracking.close()
+    assert keeps.seen == [(1, {"loss": 0.5, "samples": 4}), (2, {"loss": 0.5, "samples": 4})]
+    assert [text.split(":")[0] for text in said] == [
+        "tracker Fails failed and is left out from step 1 on", "tracker Keeps failed as it ended",
+    ]  # fmt: skip

@@ -1,0 +1,293 @@
+"""`python -m mpitrain.report --watch RUN`: what a person sees of a run that begins, is killed, goes on and ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support import ROOT, clean_environment, one_line, train_command
+from warm import shared
+
+from mpitrain.monitor.events import EventLog
+from mpitrain.monitor.metrics import MetricsWriter
+from mpitrain.monitor.watch.growing import GrowingFile
+from mpitrain.monitor.watch.view import sparkline
+from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
+from mpitrain.storage import locks
+
+SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8,
+         "--train.steps", 1000, "--train.evaluate_every", 50, "--checkpoint.every", 50)  # fmt: skip
+
+
+def watch(folder, *options):
+    return [sys.executable, "-m", "mpitrain.report", "--watch", str(folder), *options]
+
+
+class Screen:
+    """A command on a terminal of its own, whose frames are kept."""
+
+    def __init__(self, command, columns):
+        self._ours, theirs = pty.openpty()
+        self.resize(columns)
+        environment = clean_environment(PYTHONPATH=str(ROOT), TERM="xterm", PYTHONUTF8="1")
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+                                        start_new_session=True, preexec_fn=_take_terminal)  # fmt: skip
+        os.close(theirs)
+        self._written = b""
+
+    def resize(self, columns, rows=30):
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def until(self, *words, seconds=100):
+        """The first frame from now on that has all the words."""
+        deadline, seen = time.monotonic() + seconds, len(self.frames())
+        while time.monotonic() < deadline:
+            if select.select([self._ours], [], [], 0.2)[0] and not self._read():
+                break
+            for frame in self.frames()[max(0, seen - 1) :]:
+                if all(word in frame for word in words):
+                    return frame
+        raise AssertionError(f"no frame with {words}; the last: {self.frames()[-1]}")
+
+    def frames(self):
+        text = self._written.decode(errors="replace")
+        return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part).replace("\r", "") for part in text.split("\x1b[H")]
+
+    def press_ctrl_c(self):
+        os.write(self._ours, b"\x03")
+
+    def end(self, seconds=100):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if select.select([self._ours], [], [], 0.2)[0] and not self._read():
+                break
+        return self.process.wait(10)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+    def _read(self):
+        try:
+            got = os.read(self._ours, 65536)
+        except OSError:  # Linux ends a terminal whose last writer has gone with EIO
+            got = b""
+        self._written += got
+        return got
+
+
+def _take_terminal():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it, tests included
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _train(folder, sentence):
+    command = shared().launched(2, train_command("--run.dir", folder, "--data.path", sentence, *SMALL))
+    return subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def sentence(tmp_path):
+    from mpitrain.data.prepare import prepare
+
+    source = tmp_path / "a.txt"
+    source.write_text("All happy families are alike; each unhappy family is unhappy in its own way.\n" * 400)
+    prepare([str(source)], tmp_path / "text")
+    return tmp_path / "text"
+
+
+@pytest.mark.timeout(400)
+def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its_end(tmp_path, sentence):
+    run = tmp_path / "r"
+    piped = subprocess.Popen(watch(run), stdout=subprocess.PIPE, text=True, env=clean_environment(PYTHONPATH=str(ROOT)))
+    screen, jobs = Screen(watch(run), 100), []
+    try:
+        screen.until("waiting", "not there yet")
+        jobs.append(_train(run, sentence))
+        frame = screen.until("running", "step ", "held-out loss", "left", "held training up")
+        assert "2 ranks on " in frame and "tokens/s" in frame and re.search(r"[▁▂▃▄▅▆▇█]{3}", frame), frame
+        screen.resize(60)
+        victim = (run / "logs/rank-00001.log").read_text().splitlines()[0].rpartition("process ")[2]
+        os.kill(int(victim), signal.SIGKILL)
+        assert jobs[0].wait(60) != 0
+        frame = screen.until("killed", "no process holds its lock")
+        assert max(map(len, frame.splitlines())) <= 60, frame
+        jobs.append(_train(run, sentence))
+        frame = screen.until("running", "restarts", "1, the last from step ")
+        assert screen.end() == 0 and jobs[1].wait(30) == 0
+        assert "done" in screen.frames()[-1] and "step 1,000/1,000" in screen.frames()[-1]
+        lines = piped.communicate(timeout=30)[0].splitlines()
+    finally:
+        screen.close()
+        for process in (piped, *jobs):
+            process.kill()
+    assert piped.returncode == 0 and "\x1b" not in "".join(lines) and len(lines) < 30
+    words = [re.sub(r"^[\d:]+ (\w+).*", r"\1", line) for line in lines]
+    assert [w for i, w in enumerate(words) if words[i - 1] != w or not i] == [
+        "waiting", "started", "running", "killed", "running", "started", "running", "done",
+    ][: len(words)] or words[-1] == "done", lines  # fmt: skip
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A run folder as a job on this machine leaves it, without the job."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    events, metrics = EventLog(folder), MetricsWriter(folder)
+    events.write("start", 0, ranks=2, hosts=[socket.gethostname()], steps=100, device="CPU", resumed_step=None)
+    for step in range(1, 41):
+        metrics.write(step=step, time=time.time(), loss=5.0 / step, lr=0.1, grad_norm=None, samples=4, tokens=0,
+                      step_s=0.01, memory_bytes=10**8, skipped=step == 3)  # fmt: skip
+    return folder, events, metrics
+
+
+def _once(folder):
+    environment = clean_environment(PYTHONPATH=str(ROOT), COLUMNS="100")
+    ended = subprocess.run(watch(folder, "--once"), capture_output=True, text=True, env=environment, timeout=60)
+    assert not ended.stderr, ended.stderr
+    return ended.returncode, ended.stdout
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("stopped", 75), ("failed", 1)])
+def test_the_view_of_a_run_that_ended_has_its_exit_code(made, outcome, code):
+    folder, events, _ = made
+    lock = locks.take(folder / locks.LOCK)
+    assert _once(folder)[0] == 0
+    lock.close()
+    events.write("end", 40, outcome=outcome, message="SIGTERM" if code else "", seconds=1.0)
+    found, text = _once(folder)
+    assert found == code and text.split()[0] == outcome and ("SIGTERM" in text) == bool(code)
+    assert "1 step, for gradients that were not finite" in text and "not finite" in text
+
+
+def test_ctrl_c_ends_the_view_and_not_the_run(made):
+    lock = locks.take(made[0] / locks.LOCK)
+    screen = Screen(watch(made[0]), 80)
+    try:
+        screen.until("running")
+        screen.press_ctrl_c()
+        assert screen.end() == 0
+    finally:
+        screen.close()
+        lock.close()
+
+
+def test_a_silent_job_is_told_from_one_that_was_killed_by_its_lock(made, monkeypatch):
+    folder, _, metrics = made
+    lock, run = locks.take(folder / locks.LOCK), Watched(folder)
+    run.look()
+    assert run.status() is RunStatus.RUNNING and locks.seen_held(folder / locks.LOCK)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 61)
+    run.look()
+    assert run.status() is RunStatus.SILENT and "holds its lock" in run.lock_text()
+    lock.close()
+    run.look()
+    assert run.status() is RunStatus.KILLED and "no process" in run.lock_text()
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    assert run.status() is RunStatus.SILENT and "cannot be told" in run.lock_text()
+    metrics.write(step=41, loss=1.0)
+    run.look()
+    assert run.status() is RunStatus.RUNNING and run.step == 41
+
+
+def test_a_resume_that_takes_steps_back_takes_them_back_in_the_view(made):
+    folder, _, metrics = made
+    run = Watched(folder)
+    run.look()
+    assert run.step == 40 and len(run.steps.loss.points) == 40
+    metrics.close()
+    resumed = MetricsWriter(folder, resume_step=10)
+    run.look()
+    assert run.step == 10 and len(run.steps.loss.points) == 10
+    resumed.write(step=11, loss=1.0)
+    run.look()
+    assert run.step == 11 and run.steps.damaged == 0
+
+
+def test_only_what_is_new_is_read_and_a_torn_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "f"
+    file = GrowingFile(path)
+    assert list(file.new_lines()) == []
+    path.write_bytes(b"one\ntw")
+    assert list(file.new_lines()) == [b"one\n"]
+    with path.open("ab") as more:
+        more.write(b"o\nthree\n")
+    assert list(file.new_lines()) == [b"two\n", b"three\n"] and list(file.new_lines()) == []
+    path.write_bytes(b"1\n")
+    assert list(file.new_lines()) == [b"1\n"] and file.begun_anew == 1
+    assert list(GrowingFile(path, last_bytes=10).new_lines()) == [b"1\n"]
+    path.write_bytes(b"a long line\nlast\n")
+    assert list(GrowingFile(path, last_bytes=7).new_lines()) == [b"last\n"]
+
+
+def test_warnings_and_parts_of_ranks_are_shown(made):
+    folder, events, _ = made
+    (folder / "logs").mkdir()
+    (folder / "ranks").mkdir()
+    (folder / "logs/rank-00001.log").write_text(
+        "2026-01-31T23:59:58.123 rank 1 INFO all is well\n2026-01-31T23:59:59.123 rank 1 WARNING a slow disk\n"
+        "2026-02-01T00:00:00.123 rank 1 ERROR Traceback (most recent call last):\n  File x\nValueError: odd\n"
+    )
+    (folder / "ranks/rank-00000.jsonl").write_text('{"start": 1.0, "rank": 0}\n')  # killed before it told more
+    assert "% of" not in _once(folder)[1]
+    for rank, forward in ((0, 1.0), (1, 3.0)):
+        seconds = {"data": 0.0, "forward": forward, "communication": 4.0 - forward}
+        lines = [{"start": 1.0, "rank": rank}, {"step": 5, "steps": 5, "time": 2.0, "seconds": seconds}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"ranks/rank-{rank:05d}.jsonl").write_text(text)
+    events.write("end", 40, outcome="done", message="", seconds=1.0)
+    _, text = _once(folder)
+    assert "23:59:59 rank 1 WARNING a slow disk" in text and "00:00:00 rank 1 ERROR ValueError: odd" in text
+    assert "all is well" not in text
+    table = [line.split() for line in text.splitlines() if "rank 0 " in line or "rank 1  " in line or "% of" in line]
+    assert table[-3:] == [["%", "of", "time", "forward", "comm."], ["rank", "1", "75", "25"],
+                          ["rank", "0", "25", "75"]]  # fmt: skip
+
+
+def test_curves_are_thinned_and_drawn_from_least_to_most():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█" and sparkline([], 5) == ""
+    assert sparkline([3.0, 3.0], 5) == "▁▁" and sparkline([0, 0, 7, 7], 2, "_.-:=+*#") == "_#"
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(step, float(step))
+    curve.add(100_000, None)
+    steps = [step for step, _ in curve.points]
+    assert 500 < len(steps) <= 1024 and steps == sorted(steps) and curve.last == (99_999, 99_999.0)
+    assert len({b - a for a, b in pairwise(steps)}) == 1
+
+
+def test_a_path_that_is_no_folder_is_refused_in_one_line(tmp_path):
+    path: Path = tmp_path / "file"
+    path.write_text("")
+    environment = clean_environment(PYTHONPATH=str(ROOT))
+    one_line(subprocess.run(watch(path), capture_output=True, text=True, env=environment, timeout=60), "is a file")
+
+
+def test_neither_torch_nor_mpi_is_loaded(tmp_path):
+    script = f"""if True:
+        import sys
+        from mpitrain.report import main
+        assert main(["--watch", "--once", {str(tmp_path / "none")!r}]) == 0
+        print([name for name in ("torch", "mpi4py", "numpy") if name in sys.modules])
+    """
+    environment = clean_environment(PYTHONPATH=str(ROOT), COLUMNS="100")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]" and done.stdout.startswith("waiting"), done.stdout + done.stderr

@@ -1,0 +1,151 @@
+"""DeepSpeed's configuration: files of public repositories as they are, and what cannot be done told at once."""
+
+import io
+import json
+import warnings
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from deepspeed_files import FILES, READ, REFUSED
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.config.deepspeed import read_deepspeed, read_json
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
+
+
+@pytest.mark.parametrize("name", [*FILES, *READ])
+def test_a_file_of_a_public_repository_asks_for_what_we_do(name):
+    values, ours, wanted = (FILES | READ)[name]
+    read = read_deepspeed(values, ranks=2, auto=Config.from_dict(ours))
+    rates, momenta = wanted.get("rates", {}), wanted.get("momenta", {})
+    for key, value in wanted.items():
+        if key not in ("rates", "momenta"):
+            assert getattr(read, key) == value, key
+    assert {step: pytest.approx(read.schedule.rate(step), abs=1e-12) for step in rates} == rates
+    assert {step: pytest.approx(read.schedule.momentum(step), abs=1e-12) for step in momenta} == momenta
+    assert all(isinstance(key, str) for key in read.without_effect)
+    assert sum("auto" in str(value) for value in vars(read).values()) == ("auto" in str(read.without_effect))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_asks_for_more_is_told_all_of_it_with_what_to_take(name):
+    values, parts = REFUSED[name]
+    with pytest.raises(InputError) as caught:
+        read_deepspeed(values, ranks=1)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_comments_and_commas_at_an_end_are_read_as_deepspeed_reads_them(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"bf16": {"enabled": true,},  // here\n"x": ["a, ]//#", 1,], # there\n/* and\n*/ "y": 2\n}')
+    assert read_json(file) == {"bf16": {"enabled": True}, "x": ["a, ]//#", 1], "y": 2}
+    for text, told in (('{"a": 1, "a": 2}', "the key 'a' is there twice"), ('{"a": SIZE}', "line 1 column 7")):
+        file.write_text(text)
+        with pytest.raises(InputError, match=told):
+            read_json(file)
+
+
+def test_optimizers_that_torch_lacks_are_those_of_their_papers():
+    """Lion against its algorithm; AdamW without correction against torch's with rates that undo it."""
+    torch.manual_seed(0)
+    gradients, begin = torch.randn(5, 7), torch.randn(7)
+    p, momentum, mine = begin.clone(), torch.zeros(7), nn.Parameter(begin.clone())
+    lion = Lion([mine], lr=0.1, betas=(0.8, 0.9), weight_decay=0.2)
+    for g in gradients:
+        p = p - 0.1 * (torch.sign(0.8 * momentum + 0.2 * g) + 0.2 * p)
+        momentum = 0.9 * momentum + 0.1 * g
+        mine.grad = g.clone()
+        lion.step()
+        assert torch.allclose(mine, p, rtol=1e-6, atol=1e-7)
+    for decoupled, kind in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
+        theirs, mine = nn.Parameter(begin.clone()), nn.Parameter(begin.clone())
+        torchs = kind([theirs], lr=0.1, weight_decay=0.2)
+        ours = UncorrectedAdamW([mine], lr=0.1, weight_decay=0.2, decoupled=decoupled)
+        for number, g in enumerate(gradients):
+            theirs.grad, mine.grad = g.clone(), g.clone()
+            torchs.step()
+            for state in torchs.state.values():
+                assert number or state["step"] == 1
+                state["step"].fill_(10**9)  # by then nothing is corrected any more
+            if not number:  # torch corrected its first step
+                theirs.data.copy_(begin)
+                for state in torchs.state.values():
+                    state["exp_avg"].zero_(), state["exp_avg_sq"].zero_()
+                torchs.step()
+            ours.step()
+            assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_every_such_file_trains(world, tmp_path):
+    """Whatever it asks for: a step is made, and rank 0 says what stands for "auto" and what means nothing here."""
+    for name, (values, ours, _) in FILES.items():
+        values = json.loads(json.dumps(values).replace("/disk/", f"{tmp_path}/"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        optimizer = None if "optimizer" in values else torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if "scheduler" not in values or "optimizer" in values:
+            out = io.StringIO()
+            with redirect_stdout(out):
+                engine = mt.initialize(model, optimizer, values, loss=nn.functional.mse_loss, auto=ours)
+            assert ("without effect here:" in out.getvalue()) == (
+                world.rank == 0 and bool(engine.settings.without_effect)
+            ), name
+            trackers = bool(engine.settings.trackers[0]) and world.rank == 0
+            assert ("no trackers in a loop of your own: " in out.getvalue()) == trackers, name
+            assert out.getvalue().count("\n") <= 3
+            batches = iter([(torch.randn(3, 4), torch.randn(3, 2))] * engine.settings.accumulate)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert engine.train_batch(batches) > 0 and engine.steps == 1, name
+            if hasattr(engine.settings.schedule, "momentum"):
+                assert engine.optimizer.param_groups[0]["betas"] == (0.9, 0.99), name
+            if engine.settings.torch_schedule is not None:
+                assert engine.skipped or 0 < engine.lr < 0.1
+            engine.close()
+
+
+def test_all_that_cannot_be_done_is_told_in_one_line_with_what_is_meant():
+    values = {
+        "train_batch_size": 8,
+        "zero_optimisation": {"stage": 2},
+        "amp": {"enabled": True},
+        "optimizer": {"type": "OneBitAdam", "parms": {}},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_mx_lr": 1}},
+        "torch_autocast": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_parm": {"device": "cpu"}, "mics_shard_size": 4},
+        "elasticity": "auto",
+    }
+    with pytest.raises(InputError) as caught:
+        read_deepspeed(values, ranks=2, origin="ds_config.json")
+    told = str(caught.value)
+    assert "\n" not in told and told.startswith("ds_config.json: ")
+    for part in (
+        "zero_optimisation is unknown (did you mean 'zero_optimization'?)",
+        'amp has no counterpart here (it is Apex, which is not used here; enable "bf16" or "fp16"',
+        'torch_autocast has no counterpart here (enable "bf16" or "fp16"',
+        'optimizer.type OneBitAdam has no counterpart here (use "AdamW"',
+        "optimizer.parms is unknown (did you mean 'params'?)",
+        "scheduler.params of OneCycle: cycle_max_lr is missing (give it)",
+        "scheduler.params.cycle_mx_lr is unknown (did you mean 'cycle_max_lr'?)",
+        "zero_optimization.offload_parm is unknown (did you mean 'offload_param'?)",
+        "zero_optimization.mics_shard_size has no counterpart here (remove it, or share inside nodes with a conf",
+        'elasticity is "auto", for which we have no setting (give a value)',
+    ):
+        assert part in told, told
+
+
+def test_what_stands_for_auto_is_told_with_where_it_comes_from():
+    values, ours, _ = FILES["a vision and language model, ZeRO-3 offload"]
+    filled = read_deepspeed(values, ranks=2, auto=Config.from_dict(ours)).filled
+    assert "optimizer.params.lr 0.0003 (optim.lr)" in filled and "train_batch_size 48 (train.batch)" in filled
+    assert "gradient_clipping 0.5 (train.clip)" in filled
+    with pytest.raises(InputError, match=r"mt.initialize does nothing with checkpoint\.every"):
+        mt.initialize(nn.Linear(2, 2), config={"checkpoint": {"every": 5}})
+    with pytest.raises(InputError, match="auto is for a DeepSpeed configuration"):
+        mt.initialize(nn.Linear(2, 2), config={"train": {"batch": 2}}, auto={})

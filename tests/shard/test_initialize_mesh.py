@@ -1,0 +1,343 @@
+"""`mpitrain.initialize` on a mesh: a loop of one's own over stages and divided layers trains like one process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpitrain as mt
+from mpitrain.checkpoint.__main__ import main
+from mpitrain.errors import InputError
+from mpitrain.mesh import Mesh
+
+BATCH, MICRO, WIDTH = 24, 4, 16
+PLAN = {"*.up": "column", "*.down": "row"}
+ADAMW = {"name": "AdamW", "lr": 1e-2, "schedule": "cosine", "warmup": 3, "weight_decay": 0.1}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 36), nn.Linear(36, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks in an order that only its forward pass says, and a first and a last layer that share a parameter."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight = self.into.weight
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, x):
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+NAMES = ["into", *(f"blocks.{number}" for number in range(4)), "out"]
+
+
+def net(dropout=0.0):
+    torch.manual_seed(3)
+    return Net(dropout)
+
+
+def batch(step):
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, x.roll(1, 1).sin() * 3
+
+
+def microbatches(engine, first=0):
+    """This rank's microbatches from a step on."""
+    for step in itertools.count(first):
+        x, y = (t[engine.data_rank :: engine.data_size] for t in batch(step))
+        yield from zip(x.split(engine.settings.microbatch), y.split(engine.settings.microbatch), strict=True)
+
+
+def settings(*, train=None, optim=None, **parallel):
+    steps = {"steps": 12} if optim else {}
+    values = {"train": {"batch": BATCH, "microbatch": MICRO, "clip": 0.5, **steps, **(train or {})}}
+    return values | {"parallel": parallel} | ({"optim": optim} if optim else {})
+
+
+def made(optimizer=None, *, dropout=0.0, comm=None, optim=None, train=None, scheduler=None, **parallel):
+    model = net(dropout)
+    if callable(optimizer) and getattr(optimizer, "whole", False):
+        optimizer = optimizer(model)
+    return mt.initialize(
+        model,
+        optimizer,
+        settings(optim=optim, train=train, **parallel),
+        loss=nn.functional.mse_loss,
+        scheduler=scheduler,
+        comm=comm,
+        plan=PLAN,
+        blocks=NAMES,
+    )
+
+
+def trained(engine, steps, first=0):
+    coming = microbatches(engine, first)
+    return [(engine.train_batch(coming), engine.norm) for _ in range(steps)]
+
+
+def close(found, wanted):
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in wanted], rel=1e-4)
+
+
+def alone(optimizer_of, steps, scheduler_of=lambda optimizer: None):
+    """Losses and norms of plain torch in one process, the losses of two evaluations, and its parameters."""
+    model = net()
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    found = []
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        found.append((loss.item(), float(norm)))
+    with torch.no_grad():
+        evaluated = nn.functional.mse_loss(model(batch(99)[0]), batch(99)[1]).item()
+    return found, evaluated, model.state_dict()
+
+
+def grouped(model):
+    """An optimizer whose groups one can only make of the whole model, by name."""
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    return torch.optim.AdamW([{"params": norms, "lr": 3e-2, "weight_decay": 0.0}, {"params": others}], lr=1e-2)
+
+
+grouped.whole = True
+halved = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+MESHES = {
+    2: [{"pipeline": 2, "zero": 1}, {"tensor": 2}, {"zero": 2}],
+    3: [{"pipeline": 3, "schedule": "gpipe"}, {"tensor": 3}, {"zero": 1}],
+    4: [{"pipeline": 2, "zero": 2}, {"tensor": 2, "zero": 2}, {"pipeline": 2, "tensor": 2, "schedule": "zero-bubble"}],
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
+    parallel = MESHES[world.size][number]
+    wanted, evaluated, state = alone(grouped, 10, halved)
+    engine = made(grouped, scheduler=halved, **parallel)
+    assert engine.mesh.shape == (engine.data_size, parallel.get("pipeline", 1), parallel.get("tensor", 1))
+    assert engine.settings.accumulate == BATCH // (MICRO * engine.data_size)
+    ends = world.all_gather_object([engine.is_first_stage, engine.is_last_stage])
+    stages = engine.mesh.pipeline.size
+    assert [sum(each) for each in zip(*ends, strict=True)] == [world.size // stages] * 2
+    close(trained(engine, 10), wanted)
+    assert engine.lr == pytest.approx(3e-2 * 0.5**5)
+    x, y = (t[engine.data_rank :: engine.data_size] for t in batch(99))
+    assert engine.evaluate([(x[:3], y[:3]), (x[3:], y[3:])]) == pytest.approx(evaluated, rel=1e-5)
+    assert engine.eval_batch(microbatches(engine, 99)) == pytest.approx(evaluated, rel=1e-5)
+    found = engine.state_dict()
+    assert list(found) == list(state)
+    torch.testing.assert_close(found, state, rtol=1e-4, atol=1e-5)
+    engine.close()
+
+
+# -- checkpoints
+
+
+def drawn(world):
+    """Of each generator a number, which has to be the same where a run goes on."""
+    return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(1).item()]
+
+
+DROPPING = {
+    2: [{"pipeline": 2}, {"tensor": 2}, {"zero": 3}],
+    3: [{"pipeline": 3, "schedule": "zero-bubble"}],
+    4: [{"pipeline": 2, "zero": 1}, {"pipeline": 2, "tensor": 2}],
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_run_with_dropout_goes_on_to_the_bit(world, folder):
+    for number, parallel in enumerate(DROPPING[world.size]):
+        engine = made(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
+        torch.manual_seed(world.rank)  # as a loop may have done after a while
+        random.seed(world.rank)
+        np.random.seed(world.rank)
+        np.random.randn()
+        trained(engine, 3)
+        engine.save(folder / f"{number}", {"epoch": 2})
+        wanted = trained(engine, 3, first=3), drawn(world)
+        engine.close()
+        engine = made(optim=ADAMW, dropout=0.3, train={"recompute": number == 0}, **parallel)
+        trained(engine, 2)
+        assert engine.load(folder / f"{number}") == {"epoch": 2} and engine.steps == 3
+        assert (trained(engine, 3, first=3), drawn(world)) == wanted
+        engine.close()
+
+
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+@pytest.mark.ranks(2)
+def test_on_a_device_and_in_16_bits_a_divided_model_trains_and_goes_on_to_the_bit(world, folder, device):
+    def begin(**parallel):
+        values = settings(optim=ADAMW, train={"precision": "bf16"}, **parallel) | {"run": {"device": device.type}}
+        return mt.initialize(net(0.3), config=values, loss=nn.functional.mse_loss, plan=PLAN, blocks=NAMES)
+
+    for parallel in ({"pipeline": 2, "zero": 1}, {"tensor": 2}):
+        engine = begin(**parallel)
+        assert engine.device == device and {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+        first = trained(engine, 3)
+        saved = engine.save(folder / str(parallel.get("tensor")))
+        wanted = trained(engine, 2, first=3), torch.rand(1, device=device).item()
+        assert wanted[0][-1][0] < first[0][0] and all(
+            tensor.device == device for tensor in engine.state_dict().values()
+        )
+        engine.close()
+        engine = begin(**parallel)
+        engine.load(saved)
+        assert (trained(engine, 2, first=3), torch.rand(1, device=device).item()) == wanted
+        engine.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_divided_model_leaves_the_callers_generators_alone(world):
+    for parallel in ({"pipeline": 2}, {"tensor": 2}):
+        engine = made(optim=ADAMW, dropout=0.3, **parallel)
+        torch.manual_seed(5)
+        wanted = torch.rand(1)
+        torch.manual_seed(5)
+        losses = world.all_gather_object(trained(engine, 2))
+        assert losses[0] == losses[1]
+        assert torch.equal(torch.rand(1), wanted)  # with which a DataLoader shuffles alike on all ranks
+        engine.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_a_mesh_fits_any_other_and_is_exported(world, folder):
+    engine = made(optim=ADAMW, pipeline=2)
+    trained(engine, 4)
+    saved = engine.save(folder / "run")
+    state = engine.state_dict()
+    wanted = trained(engine, 4, first=4)
+    engine.close()
+    drawings = []
+    for parallel in ({"tensor": 2}, {"zero": 2}, {"pipeline": 2, "zero": 1}):
+        engine = made(optim=ADAMW, **parallel)
+        engine.load(folder / "run")
+        drawings.append(world.all_gather_object(drawn(world)))
+        close(trained(engine, 4, first=4), wanted)
+        engine.close()
+    engine = made(optim=ADAMW, tensor=2)
+    engine.load(folder / "run")
+    assert world.all_gather_object(drawn(world)) == drawings[0]  # seeded for the step and the place in the data
+    assert drawings[0][0] == drawings[0][1] == drawings[1][0] != drawings[1][1]
+    engine.close()
+    one = world.subgroup([0])
+    if one is not None:
+        engine = made(optim=ADAMW, comm=one)
+        engine.load(saved)
+        assert drawn(world) == drawings[0][0]
+        close(trained(engine, 4, first=4), wanted)
+        engine.close()
+        one.free()
+        out = folder / "model.safetensors"
+        assert main(["export", str(saved), str(out)]) == 0
+        from safetensors.torch import load_file
+
+        exported = load_file(out)
+        assert all(torch.equal(state[name], tensor) for name, tensor in exported.items())
+        assert set(state) - set(exported) <= {"into.weight", "out.weight"}
+    world.barrier()
+
+
+# -- what is one's own, and what is refused
+
+
+@pytest.mark.ranks(2)
+def test_a_function_makes_the_optimizer_of_each_ranks_part(world):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    engine = mt.initialize(
+        model,
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        {"train": {"batch": BATCH}, "parallel": {"pipeline": 2, "cut": [2, 3]}},
+        loss=nn.functional.mse_loss,
+        scheduler=halved,
+    )
+    assert engine.settings.accumulate == 4  # two a stage, unless something else is said
+    mine = {f"{number}.{name}" for number in ((0, 1), (2, 3, 4))[world.rank] for name in ("weight", "bias")}
+    assert {name for name, _ in engine.module.named_parameters()} == mine
+    assert set(engine.state_dict()) == {f"{number}.{name}" for number in range(5) for name in ("weight", "bias")}
+    losses = [engine.train_batch(itertools.repeat(tuple(t[:6] for t in batch(0)))) for _ in range(4)]
+    assert losses[-1] < losses[0] and engine.lr == 0.1 / 4
+    engine.close()
+
+
+def refused(world, message, call):
+    with pytest.raises(InputError, match=message) as told:
+        call()
+    assert "\n" not in str(told.value)
+    world.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_is_told_in_one_line(world):
+    def begin(model=None, optimizer=None, config=None, **given):
+        parallel = {"pipeline": 2} if config is None else config
+        values = {"train": {"batch": BATCH}, "parallel": parallel}
+        return lambda: mt.initialize(model or net(), optimizer, values, **{"loss": nn.functional.mse_loss, **given})
+
+    used = net()
+    stepped = torch.optim.AdamW(used.parameters())
+    used(torch.zeros(1, WIDTH)).sum().backward()
+    stepped.step()
+    strange = torch.optim.SGD(net().parameters(), lr=0.1)
+    uneven = lambda params: torch.optim.SGD([{"params": [p]} for p in params], lr=0.1)  # noqa: E731
+    head = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8))
+    head.criterion = nn.CrossEntropyLoss()
+    refused(world, "Net does not say where it may be cut; .* an nn.Sequential", begin())
+    refused(world, "Net has no module 'outo'", begin(blocks=[*NAMES[:-1], "outo"]))
+    refused(world, r"parameters \['out.*'\] of the model are in none|parameters .* in none", begin(blocks=NAMES[1:-1]))
+    refused(world, "Net does not say how it is to be divided; .* tensor_plan", begin(config={"tensor": 2}))
+    refused(world, "the optimizer has a state already", begin(used, stepped, blocks=NAMES))
+    refused(world, "parameters that are not the model's", begin(None, strange, blocks=NAMES))
+    refused(world, "made 7 groups of parameters on rank 0 and 19 on rank 1", begin(
+        None, uneven, {"pipeline": 2, "cut": [2, 4]}, blocks=NAMES))  # fmt: skip
+    refused(world, "returned a list; let it return an optimizer", begin(None, list, blocks=NAMES))
+    refused(world, "stages need a loss, and Net has none", begin(blocks=NAMES, loss=None))
+    refused(world, "parallel.cut time measures blocks", begin(blocks=NAMES, config={"pipeline": 2, "cut": "time"}))
+    refused(world, "the model has 6 blocks, but there are 8 stages", begin(
+        blocks=NAMES, config={"pipeline": 2, "schedule": "interleaved", "chunks": 4}))  # fmt: skip
+    refused(world, "scores of Sequential divided, which the given loss cannot know", begin(
+        head, config={"tensor": 2}, plan={"1": "vocabulary"}))  # fmt: skip
+    odd = {"train": {"batch": 7, "microbatch": 2}, "parallel": {"pipeline": 2}}
+    refused(world, "train.batch 7 is not 2 x 3 x 1 ranks", lambda: mt.initialize(net(), config=odd))
+    none = {"parallel": {"pipeline": 2}}
+    refused(world, "a pipeline takes the microbatches of a step together: set train.batch", lambda: mt.initialize(
+        net(), config=none))  # fmt: skip
+    engine = made(optim=ADAMW, pipeline=2)
+    coming = microbatches(engine)
+    refused(world, r"engine\(...\) is not for a model in stages.*use engine.train_batch", lambda: engine(*batch(0)))
+    refused(world, "come from an iterator, and this is a list", lambda: engine.train_batch([batch(0)]))
+    refused(world, "ended after 5 of the 6 microbatches", lambda: engine.train_batch(itertools.islice(coming, 5)))
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(()))
+    assert engine.train_batch(coming) > 0
+    engine.close()
+    Mesh.make(world).free()

@@ -1,0 +1,151 @@
+"""Presets, and weights of transformers in and out: logits are the same, and what does not fit is one line at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from train.hf_models import FAMILIES, VOCABULARY, save_tiny
+
+from mpitrain.checkpoint.__main__ import main
+from mpitrain.checkpoint.contents import load_tensor, only, whole
+from mpitrain.config.settings import Config
+from mpitrain.errors import InputError
+from mpitrain.models.gpt import GPT, Form
+
+pytest.importorskip("transformers")
+LIKE_LLAMA = ("mistral", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """Folders of models, by family; each has a tokenizer, of which nothing but the bytes matters here."""
+    options = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}
+    made = {family: tmp_path_factory.mktemp(family) for family in (*FAMILIES, *LIKE_LLAMA)}
+    for family, folder in made.items():
+        save_tiny(family, folder, **options.get(family, {}))
+        (folder / "tokenizer.json").write_text("{}")
+    return made
+
+
+def loaded(run: Path) -> GPT:
+    """Our model, made from a run's settings and its newest checkpoint alone."""
+    section = Config.from_args([str(run / "config.toml")]).model
+    assert section.preset == ""  # all that it said is there, and the folder need not be
+    form = Form(**{key: getattr(section, key) for key in Form.__dataclass_fields__})
+    sizes = section.vocabulary, section.layers, section.width, section.heads
+    model = GPT(*sizes, tied=section.tied, max_positions=section.max_positions, form=form).eval()
+    folder = only(run)
+    manifest = whole(folder)
+    weights = {name.removeprefix("model/"): load_tensor(folder, manifest, name) for name in manifest.tensors}
+    left = model.load_state_dict(weights, strict=False)
+    assert not left.unexpected_keys and left.missing_keys == (["head.weight"] if section.tied else [])
+    return model
+
+
+def refused(capsys, *arguments) -> str:
+    """The one line with which a command ends."""
+    assert main([str(each) for each in arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    return told
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, kind) for family in FAMILIES for kind in ("safetensors", "bin", "without its head")),
+        *((family, "safetensors") for family in LIKE_LLAMA),
+    ],
+)
+def test_logits_are_those_of_transformers_there_and_back(saved, tmp_path, family, kind):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    source, run, out = saved[family], tmp_path / "run", tmp_path / "out"
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    if kind != "safetensors":
+        source = tmp_path / "other"
+        source.mkdir()
+        (source / "config.json").write_bytes((saved[family] / "config.json").read_bytes())
+        state = model.state_dict()
+    if kind == "bin":
+        torch.save(state, source / "pytorch_model.bin")
+    elif kind == "without its head":  # as the first GPT-2 on the hub, whose buffers are masks
+        prefix = f"{model.base_model_prefix}."
+        bare = {n.removeprefix(prefix): t.clone() for n, t in state.items() if family == "llama" or "lm_head" not in n}
+        save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 3, 3)}, source / "model.safetensors")
+    tokens = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
+    assert main(["import", str(source), str(run), "--format", "hf", "--model.sequence", "20"]) == 0
+    torch.testing.assert_close(loaded(run)(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+    (run / "tokenizer.json").write_text('{"of": "the run"}')
+    assert main(["export", str(run), str(out), "--format", "hf", "--shard-size", "30KB"]) == 0
+    assert (out / "tokenizer.json").read_text() == '{"of": "the run"}'
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 3 and json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    for shard in shards:
+        tensors = load_file(shard)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 30_000
+    back = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert back.config.model_type == ("llama" if family == "mistral" else family)
+    assert torch.equal(back(tokens).logits, model(tokens).logits)
+
+
+WRONG = [
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of kind 'yarn'"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "rope_parameters of kind 'linear'"),
+    ("llama", {"hidden_act": "relu"}, 'hidden_act "relu"'),
+    ("llama", {"head_dim": 16}, "head_dim 16"),
+    ("llama", {"mlp_bias": False}, "attention_bias and mlp_bias differ"),
+    ("gpt2", {"activation_function": "relu"}, 'activation_function "relu"'),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
+    ("gpt2", {"n_layer": "many"}, "n_layer is 'many'"),
+    ("mistral", {"sliding_window": 4096}, "sliding_window 4096"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window true"),
+    ("qwen2", {"model_type": "qwen3"}, "model_type 'qwen3' is none of gpt2, llama, mistral, qwen2; use model.factory"),
+    ("gpt2", {"model_type": "bert"}, "model_type 'bert' is none of gpt2, llama"),
+    ("gpt2", {"quantization_config": {}}, "quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "words"), WRONG)
+def test_a_preset_that_gpt_cannot_be_is_refused_by_its_key(saved, tmp_path, family, change, words):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads((saved[family] / "config.json").read_text()) | change))
+    with pytest.raises(InputError) as caught:
+        Config.from_args(["--model.preset", str(tmp_path)])
+    assert words in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_preset_gives_way_to_what_is_said_beside_it(saved):
+    section = Config.from_args(["--model.preset", str(saved["llama"] / "config.json"), "--model.layers", "9"]).model
+    assert (section.layers, section.kv_heads, section.norm, section.rope_base) == (9, 2, "rmsnorm", 500.0)
+    again = Config.from_dict({"model": section.model_dump()}).model
+    assert again == section
+    with pytest.raises(InputError, match=r"has layers 4, and model\.layers is 9, as all its keys are given"):
+        Config.from_dict({"model": section.model_dump() | {"preset": str(saved["llama"])}})
+
+
+def test_weights_that_are_not_of_the_model_are_refused_when_they_are_imported(saved, tmp_path, capsys):
+    run = tmp_path / "run"
+    told = refused(capsys, "import", saved["llama"], run, "--format", "hf", "--model.layers", "3")
+    assert "'model.layers.3." in told and "is none of the model's" in told
+    told = refused(capsys, "import", saved["gpt2"], run, "--format", "hf", "--model.hidden", "80")
+    assert "transformer.h.0.mlp.c_fc.weight is [32, 72] and not [32, 80]" in told
+    told = refused(capsys, "import", tmp_path, run, "--format", "hf")
+    assert "config.json" in told
+    plain = tmp_path / "plain.pt"
+    torch.save(GPT(256, 1, 16, 2).state_dict(), plain)
+    told = refused(capsys, "import", plain, run, "--model.width", "32", "--model.layers", "1")
+    assert "embedding.weight is [256, 16] and not [256, 32]" in told and not (run / "config.toml").exists()
+    narrow = ["--model.width", "16", "--model.layers", "1", "--model.heads", "2"]
+    assert main(["import", str(plain), str(run), *narrow]) == 0
+    assert Config.from_args([str(run / "config.toml")]).model.width == 16
+    told = refused(capsys, "export", run, tmp_path / "out", "--format", "hf")
+    assert "layernorm, positions rotary, mlp gelu is neither" in told and not (tmp_path / "out").exists()
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known/config.toml").write_text("model.width = 32\n")
+    told = refused(capsys, "import", plain, tmp_path / "known")
+    assert "blocks.1." in told or "is [256, 16] and not [256, 32]" in told

@@ -1,0 +1,125 @@
+"""Runs that end when they get no better, and checkpoints that are kept because they are the best."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from train.jobs import run
+from train.test_trainer import fit, settings
+
+import mpitrain as mt
+from mpitrain.checkpoint.contents import listing
+from mpitrain.checkpoint.folders import best_folder, finished_steps
+from mpitrain.checkpoint.manifest import read_manifest
+from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
+from mpitrain.monitor import read_metrics
+from mpitrain.monitor.events import read_events
+from mpitrain.trainer.held_out.improving import Best
+
+
+class Told(mt.Trainer):
+    """Measures what it is told to, step by step; only rank 0 is told right."""
+
+    losses = (5.0, 4.0, 4.5, 3.0, 3.2, 2.95, 3.5, 4.0, 1.0, 1.0)
+
+    def evaluate(self):
+        super().evaluate()
+        return self.losses[self.step - 1] + self.world.rank
+
+    def say(self, text):
+        vars(self).setdefault("lines", []).append(text)
+        super().say(text)
+
+
+def sections(text, folder, train=(), checkpoint=()):
+    few = {"steps": 10, "evaluate_every": 1, "evaluate_samples": 3} | dict(train)
+    return settings(text, folder, train=few, checkpoint={"every": 0, "keep": 1} | dict(checkpoint))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_ends_when_it_gets_no_better_and_again_when_it_is_started_again(world, folder, text):
+    given = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1})
+    trainer = Told(given, world=world)
+    assert fit(trainer) == EXIT_DONE and trainer.step == 7 and trainer.done
+    (told,) = [line for line in trainer.lines if line.startswith("ending")]
+    assert told == (
+        "ending after step 7: held-out loss no better in 3 evaluations, the best was held-out loss 3.0000 at step 4"
+    )
+    again = Told(given, world=world)
+    assert fit(again) == EXIT_DONE and again.step == 7
+    assert any("set train.patience to more, or to 0, to go on" in line for line in again.lines)
+    assert fit(Told(sections(text, folder / "r", {"patience": 5, "min_delta": 0.1}), world=world)) == EXIT_DONE
+    world.barrier()
+    assert [m["step"] for m in read_metrics(folder / "r")] == [*range(1, 11)]  # step 9 was better than all
+    outcomes = [e["outcome"] for e in read_events(folder / "r") if e["event"] == "end"]
+    assert outcomes == ["done"] * 3
+
+
+class StopAt(mt.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_update(self, trainer, step):
+        if step.number == self.step:
+            trainer.request_stop("a test")
+
+
+@pytest.mark.ranks(2)
+def test_what_was_best_and_how_long_it_was_waited_survive_a_restart(world, folder, text):
+    given = sections(text, folder / "r", {"patience": 3, "min_delta": 0.1}, {"best": "held_out_loss"})
+    first = Told(given, [StopAt(5)], world=world)
+    assert fit(first) == EXIT_REQUEUE and first.step == 5
+    assert finished_steps(folder / "r" / "checkpoints") == [5, 4]
+    second = Told(given, world=world)
+    assert fit(second) == EXIT_DONE and second.step == 7
+    world.barrier()
+    root = folder / "r" / "checkpoints"
+    assert best_folder(folder / "r") == root / "step-00000006"  # without a margin
+    assert finished_steps(root) == [7, 6]
+    assert read_manifest(best_folder(folder / "r")).values["best_checkpoint"]["value"] == 2.95
+
+
+@pytest.mark.ranks(1)
+def test_the_best_checkpoint_stays_beyond_keep_and_is_shown(world, folder, text):
+    run_dir = folder / "r"
+    losses = (3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
+
+    class Falling(Told):
+        pass
+
+    Falling.losses = losses
+    assert fit(Falling(sections(text, run_dir, {"steps": 6}, {"every": 1, "best": "loss"}), world=world)) == EXIT_DONE
+    assert finished_steps(run_dir / "checkpoints") == [6, 2]
+    assert (run_dir / "checkpoints" / "best").read_text() == "step-00000002\n"
+    shown = list(listing(run_dir))
+    assert shown[2].endswith("whole, best") and shown[1].endswith("whole")
+    Falling.losses = (*losses, 1.9, 3.0)  # in another run that goes on from this one nothing is the best yet
+    other = sections(text, folder / "s", {"steps": 8}, {"best": "loss", "resume": str(run_dir)})
+    assert fit(Falling(other, world=world)) == EXIT_DONE
+    assert best_folder(folder / "s").name == "step-00000007"
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("train", "checkpoint", "words"),
+    [
+        ({"patience": 2, "evaluate_every": 0}, {}, "train.evaluate_every 0 there is one, at the end"),
+        ({"patience": 2, "monitor": "acuracy"}, {}, "choose loss, perplexity, token_accuracy"),
+        ({"metrics": ["train.own_metrics:unsaid"]}, {"best": "unsaid"}, "an attribute higher_is_better"),
+    ],
+)
+def test_a_figure_that_cannot_be_compared_is_refused_before_the_first_step(
+    world, folder, text, train, checkpoint, words
+):
+    with pytest.raises(InputError, match=words):
+        run(world, folder / "r", **{k: v for k, v in sections(text, folder, train, checkpoint).items() if k != "run"})
+    assert not (folder / "r" / "checkpoints").exists() or not finished_steps(folder / "r" / "checkpoints")
+
+
+def test_more_is_better_of_some_figures_and_less_of_others():
+    best = Best("accuracy")
+    for step, value in enumerate((float("nan"), 0.5, 0.6, 0.55, float("inf")), 1):
+        best = best.after(value, step, True)
+    assert (best.value, best.step, best.waited) == (0.6, 3, 2)
+    assert Best.of(best.kept(), "accuracy") == best and Best.of(best.kept(), "loss").step == 0
+    assert torch.isnan(torch.tensor(Best.of(Best("loss").kept(), "loss").value))

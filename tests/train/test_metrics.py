@@ -1,0 +1,216 @@
+"""Metrics of held-out samples: scikit-learn's figures, each sample once, on any number of ranks in any layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from train.jobs import run
+
+from mpitrain.config.settings import Config
+from mpitrain.data import open_dataset
+from mpitrain.data.prepare import prepare
+from mpitrain.errors import InputError
+from mpitrain.models.metrics import R2, Accuracy, Confusion, Perplexity, TopAccuracy, judged
+from mpitrain.monitor.events import read_events
+from mpitrain.tensor import Axis
+from mpitrain.tensor.judging import judge, whole
+from mpitrain.trainer.trainer import Trainer
+
+GPT = {"layers": 2, "width": 16, "heads": 2, "sequence": 16}
+OWN = ["train.own_metrics:margin", "train.own_metrics:mean_margin"]
+
+
+@pytest.fixture(scope="module")
+def place(world, tmp_path_factory):
+    return Path(world.broadcast_object(str(tmp_path_factory.mktemp("metrics"))))
+
+
+@pytest.fixture(scope="module")
+def arrays(world, place):
+    """Data sets of classes and of numbers."""
+    if world.rank == 0:
+        draw = np.random.default_rng(0)
+        x = draw.standard_normal((300, 6)).astype(np.float32)
+        targets = {"classes": (x[:, 0] > 0) + 2 * (x[:, 1] > 0.5).astype(int), "numbers": (x[:, :2] * 3 + 5)}
+        for name, y in targets.items():
+            (place / name).mkdir()
+            np.save(place / name / "x.npy", x)
+            np.save(place / name / "y.npy", y if name == "classes" else y.astype(np.float32))
+            prepare([str(place / name)], place / f"{name}-data")
+    world.barrier()
+    return {name: str(place / f"{name}-data") for name in ("classes", "numbers")}
+
+
+def trained(comm, folder, **sections):
+    """The trainer after its run."""
+    trainer = Trainer(Config.from_dict({"run": {"dir": str(folder)}} | sections), world=comm)
+    with trainer.working():
+        assert trainer.train() == 0
+    return trainer
+
+
+def held(lines):
+    return {name.removeprefix("held_out_"): value for name, value in lines[-1].items() if name.startswith("held_out_")}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("task", ["classes", "numbers"])
+def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder, arrays, task):
+    from sklearn.metrics import accuracy_score, r2_score
+
+    sections = {
+        "data": {"path": arrays[task]},
+        "model": {"name": "mlp", "layers": 1, "width": 8},
+        "train": {"steps": 6, "batch": 7, "microbatch": 2, "evaluate_samples": 11, "metrics": OWN},
+        "optim": {"lr": 0.05, "warmup": 0},
+        "parallel": {"zero": world.size if world.size < 3 else 3},
+    }
+    trainer = trained(world, folder / task, **sections)
+    data = open_dataset(arrays[task], "held_out")
+    x, y = map(torch.from_numpy, data.read(np.arange(11) * len(data) // 11))
+    with trainer.engine.whole_parameters(), torch.no_grad():
+        output = trainer.engine.module.eval()(x)
+    found = trainer.figures
+    if task == "classes":
+        assert found["accuracy"] == pytest.approx(accuracy_score(y, output.argmax(1)), abs=1e-12)
+        assert found["loss"] == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-6)
+        assert found["accuracy"] > 0.3
+    else:
+        assert found["r2"] == pytest.approx(r2_score(y, output), rel=1e-5)
+    margin = (output.amax(1) - output.mean(1)).mean().item()
+    assert found["margin"] == pytest.approx(margin, rel=1e-6) == found["mean_margin"]
+    if world.rank == 0:
+        (event,) = [e for e in read_events(folder / task) if e["event"] == "evaluate"]
+        assert {"loss": event["loss"], **event["metrics"]} == found
+
+
+LAYOUTS = {
+    2: [
+        {"tensor": 2, "sequence": True},
+        {"pipeline": 2, "slices": 2},
+    ],
+    3: [{"mode": "server", "servers": 1}],
+    4: [{"tensor": 2, "pipeline": 2}],
+}
+MORE = {
+    2: [{"mode": "local", "local_steps": 1}, {"mode": "server", "servers": 0}],
+    3: [{"tensor": 3}],
+    4: [{"zero": 3}],
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.campaign)], ids=["few", "more"])
+def test_every_layout_measures_what_one_rank_does(world, place, text, layouts):
+    sections = {
+        "data": {"path": text},
+        "model": GPT | ({"heads": 3, "width": 18} if world.size == 3 else {}),
+        "train": {"steps": 2, "batch": 5, "evaluate_samples": 11, "metrics": OWN},
+        "optim": {"warmup": 0},
+        "checkpoint": {"every": 0},
+    }
+    alone = world.subgroup([0])
+    wanted = held(run(alone, place / "alone", **sections)) if alone is not None else None
+    wanted = world.broadcast_object(wanted)
+    assert set(wanted) == {"loss", "perplexity", "token_accuracy", "margin", "mean_margin"}
+    assert wanted["perplexity"] == pytest.approx(math.exp(wanted["loss"]), rel=1e-6)
+    for number, parallel in enumerate(layouts[world.size]):
+        bulk = {"staleness": 0} if parallel.get("mode") == "server" else {}
+        lines = run(world, place / f"layout-{number}", **sections, parallel=parallel | bulk)
+        assert held(lines) == pytest.approx(wanted, rel=1e-5), parallel
+
+
+@pytest.mark.ranks(2)
+def test_a_model_measures_itself_also_where_a_pipeline_ends(world, folder, arrays):
+    sections = {
+        "data": {"path": arrays["classes"]},
+        "model": {"factory": "train.own_metrics:measured"},
+        "train": {"steps": 3, "batch": 3, "evaluate_samples": 9},
+    }
+    for pipeline in (1, 2):
+        found = held(run(world, folder / f"p{pipeline}", **sections, parallel={"pipeline": pipeline}))
+        assert set(found) == {"loss", "accuracy", "off", "largest"}
+        assert found["off"] == pytest.approx(1 - found["accuracy"], abs=1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_virtual_workers_give_the_same_bits_on_any_number_of_ranks(world, folder, arrays):
+    sections = {
+        "data": {"path": arrays["numbers"]},
+        "model": {"name": "mlp", "layers": 1, "width": 8},
+        "train": {"steps": 2, "batch": 8, "evaluate_samples": 21},
+    }
+    found = []
+    for name, comm in ((f"alone-{world.rank}", world.subgroup([world.rank])), ("all", world)):
+        own = {"dir": str(folder / name), "reproducible": True, "workers": 4}
+        trainer = Trainer(Config.from_dict(sections | {"run": own}), world=comm)
+        with trainer.working():
+            assert trainer.train() == 0
+        found.append(trainer.figures)
+    assert found[0] == found[1] and set(found[0]) == {"loss", "r2"}
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_divided_scores_are_judged_as_whole_ones(world):
+    axis, draw = Axis(world), torch.Generator().manual_seed(3)
+    scores, y = torch.randn(4, 5, 11, generator=draw), torch.randint(11, (4, 5), generator=draw)
+    y[1, 2] = -100
+    bounds = axis.bounds(11)
+    part = scores[..., bounds[world.rank] : bounds[world.rank + 1]]
+    wanted = judged(scores, y, top=True)
+    nats, guess, above = judge(part, y, axis, 11, top=True)
+    counted = wanted.counted
+    assert torch.allclose(nats[counted].float(), wanted.nats[counted], atol=1e-6)
+    assert torch.equal(guess, wanted.guess) and torch.equal(above[counted], wanted.above[counted])
+    assert torch.equal(whole(part, axis, 11), scores)
+    axis.free()
+
+
+def test_sums_of_any_cut_come_to_the_formulas():
+    from sklearn.metrics import accuracy_score, confusion_matrix, r2_score
+
+    draw = torch.Generator().manual_seed(0)
+    scores, y = torch.randn(40, 7, generator=draw) * 2, torch.randint(7, (40,), generator=draw)
+    y[5], counted = -100, torch.arange(40) != 5
+    best = scores.topk(5).indices
+
+    def value(metric):
+        return metric.value(sum(metric.sums(scores[lo : lo + 9], y[lo : lo + 9]) for lo in range(0, 40, 9)))
+
+    assert value(Accuracy(7)) == pytest.approx(accuracy_score(y[counted], scores.argmax(1)[counted]))
+    assert value(TopAccuracy(7)) == pytest.approx((best == y[:, None]).any(1)[counted].double().mean().item())
+    assert value(Perplexity(7)) == pytest.approx(functional.cross_entropy(scores, y).exp().item(), rel=1e-6)
+    sums = Confusion(7).sums(scores, y)
+    assert np.array_equal(Confusion(7).matrix(sums), confusion_matrix(y[counted], scores.argmax(1)[counted]))
+    numbers = torch.randn(40, 3, generator=draw) + 100
+    numbers[:, 2] = 4
+    guesses = numbers + torch.randn(40, 3, generator=draw) * 0.3
+    sums = sum(R2(3).sums(guesses[lo : lo + 9], numbers[lo : lo + 9]) for lo in range(0, 40, 9))
+    assert R2(3).value(sums) == pytest.approx(r2_score(numbers, guesses), rel=1e-6)
+    assert TopAccuracy(7).of(judged(torch.full((1, 7), math.nan), torch.zeros(1, dtype=torch.long), top=True))[0] == 0
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("train.own_metrics:margn", "did you mean 'margin'"),
+        ("train.own_metrics:accuracy", "there is a figure 'accuracy' already"),
+        ("train.own_metrics:broken", "raised ValueError: no such thing (own_metrics.py:"),
+        ("train.own_metrics:crooked", "return a tensor with a number for each, or their mean"),
+    ],
+)
+def test_a_metric_of_ones_own_that_is_none_is_told_in_one_line(world, folder, arrays, metric, words):
+    sections = {
+        "data": {"path": arrays["classes"]},
+        "model": {"name": "mlp", "layers": 1, "width": 8},
+        "train": {"steps": 1, "batch": 8, "metrics": [metric]},
+    }
+    with pytest.raises(InputError) as caught:
+        run(world, folder / "r", **sections)
+    assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,41 @@
+"""The activations that a pipeline's ranks tell of are those of the microbatches that its schedule keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpitrain as mt
+from mpitrain.config.settings import Config
+
+MICROBATCHES = 4
+
+
+def activations(world, folder, text, batch, **parallel):
+    """Bytes that each rank counted in training for a step of microbatches of two samples."""
+    config = Config.from_dict(
+        {
+            "run": {"dir": str(folder)},
+            "data": {"path": text},
+            "model": {"layers": 4, "width": 32, "heads": 4, "sequence": 16},
+            "train": {"steps": 2, "batch": batch, "microbatch": 2},
+            "checkpoint": {"every": 0},
+            "parallel": parallel,
+        }
+    )
+    trainer = mt.Trainer(config, world=world)
+    with trainer.working():
+        assert trainer.train() == 0
+        return world.all_gather_object(trainer.engine.memory().activations)
+
+
+@pytest.mark.ranks(2)
+def test_each_schedule_keeps_so_many_microbatches_of_activations(world, folder, text):
+    (one, _) = activations(world, folder / "whole", text, 4)  # a microbatch of the whole model on each rank
+    kept = {
+        schedule: activations(world, folder / schedule, text, 2 * MICROBATCHES, pipeline=2, schedule=schedule)
+        for schedule in ("gpipe", "1f1b", "zero-bubble")
+    }
+    first, last = (nbytes / MICROBATCHES for nbytes in kept["gpipe"])
+    assert first + last == pytest.approx(one, rel=0.01) and min(first, last) > one / 4
+    assert kept["1f1b"] == [2 * first, last]
+    assert kept["zero-bubble"][0] <= kept["gpipe"][0] and kept["zero-bubble"][1] >= last

@@ -1,0 +1,21 @@
+"""The Python of a rank whose work a process does that is forked from a warm one; `warm.py` writes that one's PLACE."""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
+    place.connect("PLACE")
+    told = [sys.argv[1:], os.getcwd(), dict(os.environ), 0, sorted(os.sched_getaffinity(0))]
+    socket.send_fds(place, [json.dumps(told).encode()], [0, 1, 2])
+    worker = int(place.recv(64))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+        signal.signal(number, lambda number, _: os.kill(worker, number))
+    code = int(place.recv(64) or 1)
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
