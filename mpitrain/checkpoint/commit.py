@@ -113,6 +113,11 @@ class FileLayout:
         self._places: list[PlannedPiece] = []
         self._structure: Structure | None = None
         self._shown: tuple[object, bytes] | None = None
+        # The first message makes the memory in which ranks meet. MPI leaves a file in /dev/shm where a rank dies in
+        # the midst of that; a save in the background would do it beside the training, in which ranks die.
+        for made in (comm, self.group):
+            if made is not None:
+                made.broadcast_object(None)
 
     def free(self) -> None:
         """Release what the ranks share. Collective."""
