@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.pipe.stage import State
+from mpitrain.models.earlier import POSITIONS, State
 
-SEQUENCE = 2  # the axis of a state along which it grows
 _ROOM = 64  # positions that there is room for at first
 
 
@@ -24,20 +23,22 @@ class StateCache:
 
     def past(self) -> list[State]:
         """What the block's `forward_slice` is given: the state of all positions so far, if there are any."""
-        return [tuple(t.narrow(SEQUENCE, 0, self.length) for t in self._memory)] if self.length else []
+        return [tuple(t.narrow(POSITIONS, 0, self.length) for t in self._memory)] if self.length else []
 
-    def append(self, state: State) -> None:
-        """Add the state of the positions that come next."""
-        end = self.length + state[0].shape[SEQUENCE]
-        if not self._memory or end > self._memory[0].shape[SEQUENCE]:
+    def add(self, state: State) -> State:
+        """Add the state of the positions that come next; gives that of all, as views."""
+        begin, own = self.length, state[0].shape[POSITIONS]
+        end = begin + own
+        if not self._memory or end > self._memory[0].shape[POSITIONS]:
             room = max(_ROOM, 2 * end)
-            grown = [t.new_empty((*t.shape[:SEQUENCE], room, *t.shape[SEQUENCE + 1 :])) for t in state]
+            grown = [t.new_empty((*t.shape[:POSITIONS], room, *t.shape[POSITIONS + 1 :])) for t in state]
             for new, old in zip(grown, self._memory, strict=False):
-                new.narrow(SEQUENCE, 0, self.length).copy_(old.narrow(SEQUENCE, 0, self.length))
+                new.narrow(POSITIONS, 0, begin).copy_(old.narrow(POSITIONS, 0, begin))
             self._memory = grown
         for kept, t in zip(self._memory, state, strict=True):
-            kept.narrow(SEQUENCE, self.length, end - self.length).copy_(t)
+            kept.narrow(POSITIONS, begin, own).copy_(t)
         self.length = end
+        return self.past()[0]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows of the batch."""

@@ -70,10 +70,11 @@ class CachedBlocks(Decoder):
     def __init__(self, blocks: Blocks, last: str, through: Through = alone) -> None:
         super().__init__(through)
         self._blocks, self._last = list(blocks), last
+        self._ways = {name: way for name, block in self._blocks if (way := remembering(block)) is not None}
         self.begin()
 
     def begin(self) -> None:
-        self._caches = {name: StateCache() for name, block in self._blocks if remembering(block)}
+        self._caches = {name: StateCache() for name in self._ways}
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
         return last_scores(self.through(tokens, self._run))
@@ -84,8 +85,7 @@ class CachedBlocks(Decoder):
             if cache is None:
                 x = block(x)
                 continue
-            x, state = remembering(block)(x, cache.past())
-            cache.append(state)
+            x = self._ways[name](x, cache)
             if name == self._last and isinstance(x, torch.Tensor):
                 x = x[:, -1:]
         return x
@@ -95,9 +95,18 @@ class CachedBlocks(Decoder):
             cache.select(rows)
 
 
-def remembering(block: nn.Module) -> Any:
-    """The method (x, states of earlier positions) -> (output, state) of a block that looks back; None of another."""
-    return getattr(block, "forward_cached", None) or getattr(block, "forward_slice", None)
+def remembering(block: nn.Module) -> Callable[[Any, StateCache], Any] | None:
+    """The output of a block that looks back, of (x, cache), to which it adds its state; None of another block."""
+    cached, look_back = getattr(block, "forward_cached", None), getattr(block, "forward_slice", None)
+    if cached is not None or look_back is None:
+        return cached
+
+    def forward_cached(x: Any, cache: StateCache) -> Any:
+        x, state = look_back(x, cache.past())
+        cache.add(state)
+        return x
+
+    return forward_cached
 
 
 class RecomputedBlocks(Decoder):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.nn import functional
 
-from mpitrain.models.gpt.documents import State, ends_of, seen_inside
+from mpitrain.models.earlier import Earlier, seen_before
+from mpitrain.models.gpt.documents import seen_inside
 from mpitrain.models.gpt.form import Form
 from mpitrain.models.gpt.positions import rotate
 
@@ -43,28 +42,26 @@ class Attention(nn.Module):
         q, k, v = self._projections(x)
         return self._mixed(q, k, v, None if ends is None else seen_inside(ends.long(), ends.shape[1]))
 
-    def forward_slice(
-        self, x: torch.Tensor, past: Sequence[State], ends: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, State]:
-        """As `forward`, for a slice of the sequence that attends to earlier slices too.
+    def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """As `forward`, for positions that attend to earlier ones too.
 
-        A state is the slice's k and v, [batch, heads of keys and values, slice, head_dim], and the ends of documents,
-        [batch, 1, slice], where they are kept apart.
+        A state is k and v, [batch, heads of keys and values, positions, head_dim], and the ends of documents,
+        [batch, 1, positions], where they are kept apart.
         """
-        before, length = sum(state[0].shape[2] for state in past), x.shape[1]
+        before, length = earlier.length, x.shape[1]
         q, k, v = self._projections(x, before)
         if ends is None:
-            seen = torch.ones(length, before + length, dtype=torch.bool, device=x.device).tril(before)
-            state: State = (k, v)
-        else:
-            seen = seen_inside(ends_of([state[2][:, 0] for state in past], ends), length)
-            state = (k, v, ends[:, None].to(k.dtype))
-        every_k, every_v = (torch.cat([*(state[i] for state in past), own], dim=2) for i, own in enumerate((k, v)))
-        return self._mixed(q, every_k, every_v, seen), state
+            k, v = earlier.add((k, v))
+            return self._mixed(q, k, v, seen_before(before, length, x.device))
+        k, v, every = earlier.add((k, v, ends[:, None].to(k.dtype)))
+        return self._mixed(q, k, v, seen_inside(every[:, 0].long(), length))
 
     def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """The output. seen: which keys each query sees; None: all up to its own."""
-        if self.num_key_value_groups > 1:
+        positions, shared = q.shape[2], k.shape[1]
+        if positions == 1:  # a text that grows: queries of a group are as many positions, and nothing is repeated
+            q = q.unflatten(1, (shared, -1)).flatten(2, 3)
+        elif self.num_key_value_groups > 1:
             k, v = (t.repeat_interleave(self.num_key_value_groups, dim=1) for t in (k, v))
         mixed = functional.scaled_dot_product_attention(
             q,
@@ -72,8 +69,10 @@ class Attention(nn.Module):
             v,
             attn_mask=seen,
             dropout_p=self.weights_dropout if self.training else 0.0,
-            is_causal=seen is None,
+            is_causal=seen is None and positions > 1,
         )
+        if positions == 1:
+            return self.dropout(self.out(mixed.flatten(1)[:, None]))
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
     def _projections(self, x: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from mpitrain.models.earlier import Earlier, EarlierSlices, State
 from mpitrain.models.gpt.attention import Attention
-from mpitrain.models.gpt.documents import State, Stream
+from mpitrain.models.gpt.documents import Stream
 from mpitrain.models.gpt.form import Form
 
 
@@ -48,10 +49,14 @@ class TransformerBlock(nn.Module):
 
     def forward_slice(self, x: Stream, past: Sequence[State]) -> tuple[Stream, State]:
         """A slice of the sequence, after earlier ones. past: their states; also returns this one's."""
+        earlier = EarlierSlices(past)
+        return self.forward_cached(x, earlier), earlier.state
+
+    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+        """As `forward`, for positions after earlier ones."""
         stream, ends = x if isinstance(x, tuple) else (x, None)
-        mixed, state = self.attention.forward_slice(self.attention_norm(stream), past, ends)
-        stream = stream + mixed
-        return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends), state
+        stream = stream + self.attention.forward_cached(self.attention_norm(stream), earlier, ends)
+        return self._with_ends(stream + self.mlp(self.mlp_norm(stream)), ends)
 
     def _with_ends(self, stream: torch.Tensor, ends: torch.Tensor | None) -> Stream:
         return stream if ends is None or self.last else (stream, ends)

@@ -11,13 +11,11 @@ embedding begins it, and the last block gives the stream alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-State: TypeAlias = "tuple[torch.Tensor, ...]"  # what later slices of a sequence need of an earlier one
 Stream: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # features, or with the ends of documents
 
 
@@ -49,11 +47,6 @@ class OnStream(nn.Module):
     def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> Stream:
         stream, ends = x
         return self.inner(stream), ends
-
-
-def ends_of(past: Sequence[torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
-    """Of all tokens so far whether they end a document, [batch, tokens], int64; past: of earlier slices."""
-    return torch.cat([each.long() for each in (*past, ends)], 1)
 
 
 def numbers_of_documents(ends: torch.Tensor) -> torch.Tensor:

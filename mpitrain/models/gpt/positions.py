@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.models.gpt.documents import State, Stream, ends_of, places_in_documents
+from mpitrain.models.earlier import Earlier, EarlierSlices, State
+from mpitrain.models.gpt.documents import Stream, places_in_documents
 from mpitrain.models.gpt.form import ROTARY_BASE
 from mpitrain.models.losses import widened
 
@@ -27,23 +28,29 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(positions, width))
 
     def forward(self, x: Stream) -> Stream:
-        return self.forward_slice(x, [])[0]
+        return self.forward_cached(x, EarlierSlices([]))
 
     def forward_slice(self, x: Stream, past: Sequence[State]) -> tuple[Stream, State]:
-        """A slice of the sequence, after earlier ones. A state has a slice's length, and the ends of its documents."""
-        before = sum(state[0].shape[2] for state in past)
+        """A slice of the sequence, after earlier ones. past: their states; also returns this one's."""
+        earlier = EarlierSlices(past)
+        return self.forward_cached(x, earlier), earlier.state
+
+    def forward_cached(self, x: Stream, earlier: Earlier) -> Stream:
+        """As `forward`, for positions after earlier ones. A state has their number, and the ends of documents."""
+        before = earlier.length
         if isinstance(x, tuple):
             stream, ends = x
-            every = ends_of([state[0][:, 0] for state in past], ends)
-            rows = functional.embedding(places_in_documents(every)[:, before:], self.weight)
-            return (stream + rows, ends), (ends[:, None].to(stream.dtype),)
+            (every,) = earlier.add((ends[:, None].to(stream.dtype),))
+            rows = functional.embedding(places_in_documents(every[:, 0].long())[:, before:], self.weight)
+            return stream + rows, ends
         length = x.shape[1]
         if before + length > len(self.weight):
             raise refusal(
                 f"a sequence of {before + length} tokens, and the model has learned positions for {len(self.weight)}; "
                 "set model.sequence to that, or model.max_positions to more"
             )
-        return x + self.weight[before : before + length], (x.new_empty(len(x), 1, length, 0),)
+        earlier.add((x.new_empty(len(x), 1, length, 0),))
+        return x + self.weight[before : before + length]
 
 
 def rotate(x: torch.Tensor, first: int = 0, base: float = ROTARY_BASE) -> torch.Tensor:

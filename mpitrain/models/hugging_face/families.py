@@ -5,23 +5,24 @@
 
 Between stages goes the hidden state alone: positions, and what rotary embeddings make of them, follow from its shape,
 and no mask is needed, because all tokens count and attention is causal by itself. For text that grows, blocks have
-`forward_cached`, which is what `forward_slice` is to blocks of ours, but for training: a state is keys and values.
+`forward_cached`, as ours have: a state is keys and values.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from mpitrain.models.earlier import Earlier, EarlierSlices, State, seen_before
 from mpitrain.models.hugging_face.facade import Facade
 
 Blocks = list[tuple[str, nn.Module]]
-State = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -41,41 +42,41 @@ class Cache:
     """What an attention layer of transformers asks for earlier keys and values, and tells its own.
 
     Args:
-        past: The state of all earlier positions, if there are any.
-
-    Attributes:
-        state: Keys and values of the positions that were computed, [batch, heads, positions, head_dim].
+        earlier: The positions before, whose state is keys and values, [batch, heads, positions, head_dim].
     """
 
-    def __init__(self, past: Sequence[State]) -> None:
-        self._past = past
-        self.state: State = ()
+    def __init__(self, earlier: Earlier) -> None:
+        self._earlier = earlier
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> State:
         """Take the keys and values of new positions; returns those of all."""
-        self.state = (keys, values)
-        every = [*self._past, self.state]
-        return torch.cat([state[0] for state in every], 2), torch.cat([state[1] for state in every], 2)
+        return self._earlier.add((keys, values))
 
     def of(self, layer: nn.Module, x: torch.Tensor) -> dict[str, Any]:
         """The arguments of a layer that is given the new positions x [batch, positions, width]."""
-        accepted = inspect.signature(type(layer).forward).parameters
-        named = next(name for name in ("past_key_values", "past_key_value", "layer_past") if name in accepted)
-        before, length = _length(self._past), x.shape[1]
-        seen = torch.ones(1, 1, length, before + length, dtype=torch.bool, device=x.device).tril(before)
-        return {named: self, "use_cache": True, "attention_mask": seen if before and length > 1 else None}
+        seen = seen_before(self._earlier.length, x.shape[1], x.device)
+        mask = None if seen is None else seen[None, None]
+        return {_name_of_cache(type(layer).forward): self, "use_cache": True, "attention_mask": mask}
+
+
+@cache
+def _name_of_cache(forward: Callable[..., Any]) -> str:
+    """What the version of transformers calls the cache in the arguments of a layer."""
+    accepted = inspect.signature(forward).parameters
+    return next(name for name in ("past_key_values", "past_key_value", "layer_past") if name in accepted)
 
 
 class PositionsAdded(Facade):
     """An embedding of positions, in order, added to a hidden state [batch, sequence, width]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward_cached(x, [])[0]
+        return self.forward_cached(x, EarlierSlices([]))
 
-    def forward_cached(self, x: torch.Tensor, past: Sequence[State]) -> tuple[torch.Tensor, State]:
-        """As `forward`, for positions after those of `past`; of a state the length alone matters."""
-        positions: torch.Tensor = self.inner(_positions(x, _length(past)))
-        return x + positions, (x.new_empty(len(x), 1, x.shape[1], 0),)
+    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+        """As `forward`, for positions after earlier ones; of a state the length alone matters."""
+        positions: torch.Tensor = self.inner(_positions(x, earlier.length))
+        earlier.add((x.new_empty(len(x), 1, x.shape[1], 0),))
+        return x + positions
 
 
 class HiddenState(Facade):
@@ -84,10 +85,9 @@ class HiddenState(Facade):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _hidden(self.inner(x))
 
-    def forward_cached(self, x: torch.Tensor, past: Sequence[State]) -> tuple[torch.Tensor, State]:
-        """As `forward`, for positions after those of `past`."""
-        cache = Cache(past)
-        return _hidden(self.inner(x, **cache.of(self.inner, x))), cache.state
+    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+        """As `forward`, for positions after earlier ones."""
+        return _hidden(self.inner(x, **Cache(earlier).of(self.inner, x)))
 
 
 class RotaryLayer(Facade):
@@ -107,12 +107,11 @@ class RotaryLayer(Facade):
         turned = self.__dict__["_rotary"](x, position_ids=positions)
         return _hidden(self.inner(x, attention_mask=None, position_ids=positions, position_embeddings=turned))
 
-    def forward_cached(self, x: torch.Tensor, past: Sequence[State]) -> tuple[torch.Tensor, State]:
-        """As `forward`, for positions after those of `past`."""
-        cache, positions = Cache(past), _positions(x, _length(past))
+    def forward_cached(self, x: torch.Tensor, earlier: Earlier) -> torch.Tensor:
+        """As `forward`, for positions after earlier ones."""
+        positions, how = _positions(x, earlier.length), Cache(earlier).of(self.inner, x)
         turned = self.__dict__["_rotary"](x, position_ids=positions)
-        how = cache.of(self.inner, x)
-        return _hidden(self.inner(x, position_ids=positions, position_embeddings=turned, **how)), cache.state
+        return _hidden(self.inner(x, position_ids=positions, position_embeddings=turned, **how))
 
 
 def _gpt2_blocks(model: Any) -> Blocks:
@@ -136,10 +135,6 @@ def _rotary_blocks(model: Any) -> Blocks:
 
 def _positions(x: torch.Tensor, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
-
-
-def _length(past: Sequence[State]) -> int:
-    return sum(state[0].shape[2] for state in past)
 
 
 def _hidden(output: Any) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""What a block asks of earlier positions, while a sequence comes slice by slice or a text grows.
+
+    before = earlier.length                  positions so far
+    every = earlier.add(own)                 the state of all of them and the new ones, [batch, heads, positions, ...]
+
+Slices keep the graph for backward. A cache of generated text (`inference.cache`) writes into memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+State: TypeAlias = "tuple[torch.Tensor, ...]"  # what later positions need of earlier ones
+POSITIONS = 2  # the axis of a state along which it grows
+
+
+class Earlier(Protocol):
+    """The positions before those that a block is given. length: how many they are."""
+
+    @property
+    def length(self) -> int: ...
+
+    def add(self, state: State) -> State:
+        """Take the state of the positions that come next; returns that of all. Called once a pass."""
+
+
+class EarlierSlices:
+    """The states of earlier slices of a sequence.
+
+    Args:
+        past: They, in order.
+
+    Attributes:
+        state: That of the new slice, when it was told.
+    """
+
+    def __init__(self, past: Sequence[State]) -> None:
+        self._past = past
+        self.state: State = ()
+
+    @property
+    def length(self) -> int:
+        return sum(state[0].shape[POSITIONS] for state in self._past)
+
+    def add(self, state: State) -> State:
+        self.state = state
+        if not self._past:
+            return state
+        return tuple(torch.cat(each, POSITIONS) for each in zip(*self._past, state, strict=True))
+
+
+def seen_before(before: int, length: int, device: torch.device) -> torch.Tensor | None:
+    """Which tokens `length` ones see after `before` others: all up to themselves, [length, tokens].
+
+    None where that is what attention does without a mask: of a whole sequence, and of one token.
+    """
+    if before == 0 or length == 1:
+        return None
+    return torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
