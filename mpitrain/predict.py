@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("input", type=Path, metavar="INPUT", help=given)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new .csv, .jsonl or .npz file")
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="samples at a time and rank [64]")
-    bad = "leave out images that cannot be read, and count them"
+    bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
     parser.add_argument("--skip-bad", action="store_true", help=bad)
     parser.add_argument("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
     prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
@@ -78,27 +78,39 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     module = task.module.to(device)
 
     def rows_of(lo: int, hi: int) -> np.ndarray:
-        if lo == hi:
-            return np.empty((0, told.width))
-        x, y = samples.read(lo, hi)
+        """Of each sample but those left out its number, and what is told of it."""
+        numbers, x, y = samples.read_good(lo, hi) if lo < hi else (np.empty(0), np.empty(0), None)
+        if len(numbers) == 0:
+            return np.empty((0, 1 + told.width))
         with torch.no_grad():
             output = module(torch.from_numpy(np.ascontiguousarray(x)).to(device))
-            return told.rows(output, None if y is None else torch.from_numpy(y).to(device)).cpu().numpy()
+            rows = told.rows(output, None if y is None else torch.from_numpy(y).to(device)).cpu().numpy()
+        return np.concatenate([numbers[:, None].astype(np.float64), rows], 1)
 
     with ExitStack() as stack:
         write = stack.enter_context(new_file(arguments.out, told, samples.names)) if job.first else None
-        together = arguments.batch * job.columns
+        together, count = arguments.batch * job.columns, 0
         for first in range(0, len(samples), together):
             end = min(first + together, len(samples))
             lo = min(first + arguments.batch * job.column, end)
             hi = min(lo + arguments.batch, end)
             mine = job.agreed(partial(rows_of, lo, hi))
             found = job.rows(mine)
+            count += len(found)
             if write is not None:
-                write(first, found)
-    for sentence in (*samples.notes, f"{len(samples)} samples in {arguments.out}"):
-        job.say(sentence)
+                write(found[:, 0].astype(np.int64).tolist(), found[:, 1:])
+        if count == 0 and arguments.skip_bad:
+            raise refusal(f"{arguments.input} has nothing but {samples.called}; give others")
+    _tell(job, samples, f"{count} samples in {arguments.out}")
     return EXIT_DONE
+
+
+def _tell(job: Job, samples: Samples, done: str) -> None:
+    """Say what was left out, by any rank, and what was done. Collective."""
+    bad = sorted({(number, told) for number, told in job.gathered(samples.left_out)})
+    if bad:
+        job.say(f"left out {len(bad)} {samples.called}, such as {bad[0][1]}")
+    job.say(done)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
-from mpitrain.data.sources.columns import rows_of_table
-from mpitrain.data.sources.images import BadImage, Skipped, fitted, load_decoders
+from mpitrain.data.sources.columns import rows_of_table, width
+from mpitrain.data.sources.images import BadImage, fitted, load_decoders
 from mpitrain.data.sources.table_files import is_table, look
 from mpitrain.errors import InputError
 
@@ -33,13 +33,17 @@ _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 class Samples(ABC):
     """Samples in their order.
 
-    shape, dtype: of one's x. names: what output calls them; None: their numbers. notes: sentences about them.
+    shape, dtype: of one's x. names: what output calls them; None: their numbers. called: what people call them.
+    left_out: those that this rank had to leave out, so far: the number of each, and what is told of it.
     """
 
-    names: Sequence[str] | None = None
-    notes: tuple[str, ...] = ()
+    names: Sequence[Any] | None = None
+    called = "samples"
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    def __init__(self) -> None:
+        self.left_out: list[tuple[int, str]] = []
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -48,6 +52,10 @@ class Samples(ABC):
     def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
         """x of samples lo to hi - 1, and what follows each token of those that are tokens."""
 
+    def read_good(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
+        """The numbers of samples lo to hi - 1 but those left out, and what `read` gives of them."""
+        return np.arange(lo, hi), *self.read(lo, hi)
+
 
 def open_samples(path: Path, description: Description, *, skip_bad: bool = False) -> Samples:
     """The samples in a data set, a file or a folder.
@@ -55,7 +63,7 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
     Args:
         path: Where they are.
         description: The data that the model was trained on.
-        skip_bad: Whether images that cannot be read are left out.
+        skip_bad: Whether images that cannot be read, and rows of a table that do not fit, are left out.
 
     Raises:
         InputError: They cannot be read, or have another form than those.
@@ -72,7 +80,7 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
     elif path.suffix.lower() in (".npy", ".npz"):
         found = _Array(path)
     elif path.is_file() and is_table(path):
-        found = _Rows(path, description)
+        found = _Rows(path, description, skip_bad=skip_bad)
     elif images := _images_in(path):
         found = _Images(path, images, description.x_shape, skip_bad=skip_bad)
     else:
@@ -87,6 +95,7 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
 
 class _Prepared(Samples):
     def __init__(self, path: Path, description: Description) -> None:
+        super().__init__()
         manifest = read_manifest(path)
         if manifest.kind != description.kind:
             raise InputError(f"{path} holds {manifest.kind}, and the model was trained on {description.kind}")
@@ -115,6 +124,7 @@ class _Prepared(Samples):
 
 class _Array(Samples):
     def __init__(self, path: Path) -> None:
+        super().__init__()
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
             if isinstance(loaded, np.ndarray):
@@ -148,9 +158,13 @@ class _Rows(Samples):
         path: The table.
         description: The data that the model was trained on. Where it knows of no columns, there are those of x, and
             perhaps a label: the column of that name, or else the last one.
+        skip_bad: Whether rows with a cell that does not fit are left out.
     """
 
-    def __init__(self, path: Path, description: Description) -> None:
+    called = "rows that do not fit"
+
+    def __init__(self, path: Path, description: Description, *, skip_bad: bool) -> None:
+        super().__init__()
         specs = description.columns
         if specs is None:
             table = look(path, least=1)
@@ -158,7 +172,12 @@ class _Rows(Samples):
             if table.columns == math.prod(description.x_shape) + 1:
                 names.pop(next((i for i, name in enumerate(names) if name.lower() == "label"), -1))
             specs = tuple(ColumnSpec(name=name) for name in names)
-        self._x = np.concatenate(list(rows_of_table(path, specs)))
+        unfit = (lambda row, told: self.left_out.append((row, told))) if skip_bad else None
+        blocks = list(rows_of_table(path, specs, unfit))
+        self._x = np.concatenate([np.empty((0, width(specs)), np.float32), *blocks])
+        if skip_bad:
+            without = {row for row, _ in self.left_out}
+            self.names = [row for row in range(len(self._x) + len(without)) if row not in without]
         self.shape, self.dtype = self._x.shape[1:], self._x.dtype
 
     def __len__(self) -> int:
@@ -169,36 +188,39 @@ class _Rows(Samples):
 
 
 class _Images(Samples):
-    """Images as `prepare --size` makes them. skip_bad: those that cannot be read are left out; each is read twice."""
+    """Images as `prepare --size` makes them. skip_bad: whether those that cannot be read are left out."""
+
+    called = "images that cannot be read"
 
     def __init__(self, path: Path, images: Sequence[Path], wanted: tuple[int, ...], *, skip_bad: bool) -> None:
+        super().__init__()
         load_decoders()
         if len(wanted) != 3 or wanted[0] != 3:
             raise InputError(f"{path} holds images, and the model was trained on samples of {list(wanted)}; give such")
         self.shape, self.dtype = wanted, np.dtype(np.float32)
-        skipped = Skipped()
-        self._images = [image for image in images if not skip_bad or self._is_readable(image, skipped)]
-        self.notes = skipped.sentences()
-        if not self._images:
-            raise InputError(f"{path} has no image that can be read; give some")
-        self.names = [str(image.relative_to(path)) if path.is_dir() else image.name for image in self._images]
+        self._images, self._skip_bad = images, skip_bad
+        self.names = [str(image.relative_to(path)) if path.is_dir() else image.name for image in images]
 
     def __len__(self) -> int:
         return len(self._images)
 
     def read(self, lo: int, hi: int) -> tuple[Array, Array | None]:
-        return np.stack([self._pixels(image) * np.float32(1 / 255) for image in self._images[lo:hi]]), None
+        return self.read_good(lo, hi)[1], None
 
-    def _pixels(self, path: Path) -> npt.NDArray[np.uint8]:
-        return fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
-
-    def _is_readable(self, path: Path, skipped: Skipped) -> bool:
-        try:
-            self._pixels(path)
-        except BadImage as error:
-            skipped.add(error, str(path))
-            return False
-        return True
+    def read_good(self, lo: int, hi: int) -> tuple[Array, Array, Array | None]:
+        numbers, pixels = [], []
+        for number, path in enumerate(self._images[lo:hi], lo):
+            try:
+                found = fitted(path, f"image {path}", (self.shape[1], self.shape[2]), crop=True)
+            except BadImage:
+                if not self._skip_bad:
+                    raise
+                self.left_out.append((number, str(path)))
+                continue
+            numbers.append(number)
+            pixels.append(found * np.float32(1 / 255))
+        x = np.stack(pixels) if pixels else np.empty((0, *self.shape), self.dtype)
+        return np.array(numbers, np.int64), x, None
 
 
 def _images_in(path: Path) -> list[Path]:

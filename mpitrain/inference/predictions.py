@@ -141,7 +141,7 @@ def _require(output: torch.Tensor, shape: list[int], what: str) -> None:
 
 # -- files
 
-Write = Callable[[int, Array], None]  # the number of the first sample, and the rows of it and the next ones
+Write = Callable[[Sequence[int], Array], None]  # the numbers of samples, and their rows
 
 
 @contextmanager
@@ -154,28 +154,36 @@ def new_file(path: Path, told: Foretold, names: Sequence[str] | None) -> Iterato
         names: Of the samples; None: their numbers.
     """
 
-    def name(number: int) -> Any:
-        return number if names is None else names[number]
+    def named(numbers: Sequence[int]) -> list[Any]:
+        return list(numbers) if names is None else [names[number] for number in numbers]
 
     with ExitStack() as stack:
         aside = stack.enter_context(whole_file(path))
         if path.suffix == ".npz":
             kept: list[Array] = []
-            yield lambda _, rows: kept.append(rows)
+            written: list[Any] = []
+
+            def keep(numbers: Sequence[int], rows: Array) -> None:
+                kept.append(rows)
+                written.extend(named(numbers))
+
+            yield keep
             rows = np.concatenate(kept) if kept else np.empty((0, told.width))
             arrays: dict[str, Any] = told.arrays(rows)
             if names is not None:
-                arrays["sample"] = np.array(names)
+                arrays["sample"] = np.array(written)
             np.savez(aside, **arrays)
             return
         file = stack.enter_context(open(aside, "x", encoding="utf-8", newline=""))
         if path.suffix == ".csv":
             table = csv.writer(file)
             table.writerow(["sample", *told.columns])
-            yield lambda first, rows: table.writerows([name(first + n), *told.cells(r)] for n, r in enumerate(rows))
+            yield lambda numbers, rows: table.writerows(
+                [name, *told.cells(row)] for name, row in zip(named(numbers), rows, strict=True)
+            )
             return
-        yield lambda first, rows: file.writelines(
-            json.dumps({"sample": name(first + n)} | told.line(row)) + "\n" for n, row in enumerate(rows)
+        yield lambda numbers, rows: file.writelines(
+            json.dumps({"sample": name} | told.line(row)) + "\n" for name, row in zip(named(numbers), rows, strict=True)
         )
 
 

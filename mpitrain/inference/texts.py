@@ -45,6 +45,7 @@ class Texts(Samples):
     def __init__(
         self, path: Path, description: Description, codec: Callable[[], TextCodec], fields: TextFields
     ) -> None:
+        super().__init__()
         self.shape, self.dtype = description.x_shape, description.x_dtype
         begin = [] if description.document_end is None else [description.document_end]
         made, longest = codec(), self.shape[0] + 1

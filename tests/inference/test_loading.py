@@ -19,7 +19,9 @@ from support import one_line
 
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.manifest import encode, read_manifest
+from mpitrain.data.sources.images import fitted
 from mpitrain.errors import CheckpointError, InputError
+from mpitrain.inference import inputs
 from mpitrain.loading import TASK, load_model, load_task
 
 FACTORY = textwrap.dedent("""
@@ -248,13 +250,23 @@ def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
     with np.load("new.npz") as found:
         assert found["probabilities"] == pytest.approx(wanted, rel=1e-6)
         assert list(found["classes"]) == ["no", "yes"]
-    (place / "odd.csv").write_text("colour,age\nblue,40\n")
+    (place / "odd.csv").write_text("colour,age\nblue,40\nred,40\ngreen,old\ngreen,\n")
     one_line(command("predict people odd.csv --out q.csv"), "line 2, column colour", "'blue' is none of", "'green'")
+    done = command("predict people odd.csv --skip-bad --batch 1 --out odd.jsonl")
+    told = "left out 2 rows that do not fit, such as odd.csv, line 2, column colour: 'blue' is none of"
+    assert done.returncode == 0 and told in done.stderr and "2 samples in odd.jsonl" in done.stderr
+    found = [json.loads(line) for line in (place / "odd.jsonl").read_text().splitlines()]
+    assert [line["sample"] for line in found] == [1, 3]
+    assert [list(line["probabilities"].values()) for line in found] == [pytest.approx(row, rel=1e-6) for row in wanted]
+    (place / "odder.csv").write_text("colour,age\nblue,40\n")
+    one_line(command("predict people odder.csv --skip-bad --out q.csv"), "nothing but rows that do not fit")
     (place / "lacking.csv").write_text("colour,size\nred,40\n")
     one_line(command("predict people lacking.csv --out q.csv"), "has no column age")
 
 
-def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_is_asked(command, place, tmp_path):
+def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_is_asked(
+    command, place, tmp_path, monkeypatch
+):
     def rows(out, *, named):
         lines = (tmp_path / out).read_text().splitlines()[1:]
         return sorted([float(cell) for cell in line.split(",")[2:]] for line in lines), [
@@ -267,7 +279,10 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
     np.testing.assert_allclose(found, rows("set.csv", named=False)[0], rtol=1e-5)
     (place / "pictures/dogs/0.png").write_bytes((place / "pictures/dogs/1.png").read_bytes()[:60])
     one_line(command(f"predict seen pictures --out {tmp_path / 'again.csv'}"), "dogs/0.png cannot be decoded")
-    done = command(f"predict seen pictures --skip-bad --out {tmp_path / 'again.csv'}")
+    read: list[Path] = []
+    monkeypatch.setattr(inputs, "fitted", lambda path, *of, **how: read.append(path) or fitted(path, *of, **how))
+    done = command(f"predict seen pictures --skip-bad --batch 5 --out {tmp_path / 'again.csv'}")
+    assert len(read) == len(set(read)) == 13
     assert done.returncode == 0 and "left out 1 images that cannot be read, such as pictures/dogs/0.png" in done.stderr
     assert rows("again.csv", named=True) == (found, names) and names[0] == "cats/0.png"
 

@@ -9,7 +9,7 @@ The manifest keeps it (`ColumnSpec`), so that other tables with the same columns
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,22 +56,45 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
     return x
 
 
-def rows_of_table(path: Path, specs: Sequence[ColumnSpec]) -> Iterator[Floats]:
+def rows_of_table(
+    path: Path, specs: Sequence[ColumnSpec], unfit: Callable[[int, str], object] | None = None
+) -> Iterator[Floats]:
     """x of a table's rows, in blocks, by what a data set keeps of its columns; other columns are passed over.
 
     Args:
         path: A file such as `prepare` takes.
         specs: `columns` of a data set's manifest.
+        unfit: Told of each row with a cell that does not fit, in order: its number from 0, and what is wrong where; it
+            is then left out.
 
     Raises:
-        InputError: A column is missing, or a cell does not fit.
+        InputError: A column is missing, or, without `unfit`, a cell does not fit.
     """
-    table = look(path, least=1)
+    table, first = look(path, least=1), 0
     for lines, columns in table.blocks(places(table, specs, "the model was trained with")):
-        try:
-            yield encoded(specs, columns)
-        except UnfitCell as error:
-            raise error.of(table, lines, specs) from None
+        for found in _fitting(specs, columns, range(len(lines))):
+            if not isinstance(found, UnfitCell):
+                yield found
+            elif unfit is None:
+                raise found.of(table, lines, specs)
+            else:
+                unfit(first + found.row, found.told(table, lines, specs))
+        first += len(lines)
+
+
+def _fitting(
+    specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]], rows: range
+) -> Iterator[Floats | UnfitCell]:
+    """x of some rows, in pieces around those that do not fit, of which there is what is wrong."""
+    try:
+        yield encoded(specs, [cells[rows.start : rows.stop] for cells in columns])
+    except UnfitCell as error:
+        middle = (rows.start + rows.stop) // 2
+        if middle == rows.start:
+            yield UnfitCell(error.column, rows.start, error.what)
+            return
+        yield from _fitting(specs, columns, range(rows.start, middle))
+        yield from _fitting(specs, columns, range(middle, rows.stop))
 
 
 def places(table: TableFile, specs: Sequence[ColumnSpec], why: str) -> list[int]:
@@ -105,10 +128,13 @@ class UnfitCell(ValueError):
         super().__init__(what)
         self.column, self.row, self.what = column, row, what
 
+    def told(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> str:
+        """What is wrong, and where. lines: those of the block's rows."""
+        return f"{table.place(lines[self.row])}, column {specs[self.column].name}: {self.what}"
+
     def of(self, table: TableFile, lines: Sequence[int], specs: Sequence[ColumnSpec]) -> InputError:
         """The error that names the place."""
-        name = specs[self.column].name
-        return InputError(f"{table.place(lines[self.row])}, column {name}: {self.what}; mend it")
+        return InputError(f"{self.told(table, lines, specs)}; mend it")
 
 
 def _numbers(spec: ColumnSpec, cells: Sequence[Cell], column: int) -> npt.NDArray[np.float64]:
