@@ -31,6 +31,7 @@ examples:
   python -m mpitrain.bench collectives --tune             find and keep the fastest algorithms for this machine
   python -m mpitrain.bench collectives --device auto      on the memory of an accelerator, by each way of carrying it
   python -m mpitrain.bench data                           loaders side by side, and the share of a step they take
+  python -m mpitrain.bench generate                       a minute: tokens a second beside transformers
   python -m mpitrain.bench machine --folder /scratch/me   a minute: machine.toml, from which mpitrain.plan predicts
   python -m mpitrain.bench step --device auto --ranks 1   tokens a second and the share of an accelerator's peak
   python -m mpitrain.bench waiting                        minutes: one slow rank, with servers and without

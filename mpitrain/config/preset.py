@@ -1,4 +1,4 @@
-"""[model] from a Hugging Face config.json of the GPT-2, Llama, Mistral and Qwen2 families, and back.
+"""[model] from a Hugging Face config.json of the GPT-2, Llama, Mistral, Qwen2 and Qwen3 families, and back.
 
 A key of theirs that changes what is computed, and that gpt has no setting for, is refused by its name; those of
 dropout, of generation and of files are not read.
@@ -97,6 +97,13 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
             "head_dim": model["width"] // model["heads"],
         },
         "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+        "qwen3": {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "head_dim": model["width"] // model["heads"],
+        },
     }
     return common | {
         **own[family],
@@ -115,20 +122,27 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
 
 
 def form_of(model: Mapping[str, Any]) -> str:
-    """The family whose blocks a model has: gpt2, llama (which Mistral's are, too) or qwen2.
+    """The family whose blocks a model has: gpt2, llama (which Mistral's are, too), qwen2 or qwen3.
 
     Raises:
         InputError: It is neither.
     """
     wanted: dict[str, Values] = {
         "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu"},
-        "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
+        "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "qk_norm": False},
     }
     if model.get("name", "gpt") != "gpt" or model.get("factory"):
         raise InputError("only model.name gpt has a form of Hugging Face's; export other models to .safetensors or .pt")
     if model["kv_heads"] in (0, model["heads"]) and all(model[key] == value for key, value in wanted["gpt2"].items()):
         return "gpt2"
     if all(model[key] == value for key, value in wanted["llama"].items()):
+        if model["qk_norm"]:
+            if model["bias"] or model["qkv_bias"]:
+                raise InputError(
+                    "a gpt with model.qk_norm is Hugging Face's qwen3, whose layers have no bias, and this has one; "
+                    "export it to .safetensors or .pt"
+                )
+            return "qwen3"
         return "qwen2" if model["qkv_bias"] and not model["bias"] else "llama"
     own = ", ".join(f"{key} {model[key]}" for key in ("norm", "positions", "mlp"))
     raise InputError(
@@ -225,10 +239,20 @@ def _qwen2(source: _Source) -> Values:
     return _like_llama(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qkv_bias": True}
 
 
+def _qwen3(source: _Source) -> Values:
+    source.only("use_sliding_window", False)
+    source.only("attention_bias", False)
+    if source.values.get("head_dim") is None:
+        source.values["head_dim"] = 128  # theirs, whatever the width
+    if set(source.values.get("layer_types") or ()) - {"full_attention"}:
+        source.only("layer_types", None)
+    return _like_llama(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qk_norm": True}
+
+
 def _like_llama(
     source: _Source, *, hidden: int = 11008, kv_heads: int | None = None, positions: int = 2048, vocabulary: int = 32000
 ) -> Values:
-    """What Llama, Mistral and Qwen2 have in common; the numbers are what each has where nothing is said."""
+    """What Llama, Mistral, Qwen2 and Qwen3 have in common; the numbers are what each has where nothing is said."""
     source.only("hidden_act", "silu", "swish")
     width, heads = source.number("hidden_size", 4096), source.number("num_attention_heads", 32)
     if source.values.get("head_dim") is not None:
@@ -272,7 +296,7 @@ def _rope_base(source: _Source) -> float:
     return base
 
 
-_FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2}
+_FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3}
 
 
 def _read(file: Path) -> Values:

@@ -66,6 +66,9 @@ class ModelSection(Section):
         "queries, keys and values have a bias even if model.bias is false, as in Qwen2 (gpt)",
         also=["add_qkv_bias"],
     )
+    qk_norm: bool = setting(
+        False, "queries and keys of each head are normed by RMSNorm, as in Qwen3 (gpt)", also=["use_qk_norm"]
+    )
     tied: bool = setting(True, "the head has the embedding's weight (gpt)", also=["tie_word_embeddings"])
     vocabulary: int = setting(
         0,
@@ -75,8 +78,8 @@ class ModelSection(Section):
     )
     preset: str = setting(
         "",
-        "a folder with the config.json of a Hugging Face GPT-2, Llama, Mistral or Qwen2, or that file, from which all "
-        "keys of [model] come that are not given",
+        "a folder with the config.json of a Hugging Face GPT-2, Llama, Mistral, Qwen2 or Qwen3, or that file, from "
+        "which all keys of [model] come that are not given",
     )
     sequence: int = setting(
         128, "tokens per sample", ge=1, also=["sequence_length", "seq_len", "seq_length", "block_size", "context"]

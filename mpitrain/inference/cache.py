@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -15,10 +15,14 @@ class StateCache:
     """The states of one block, kept as one state.
 
     Its tensors have more room than they use, and double it when it is full: a position is written once.
+
+    Args:
+        notes: The same for all blocks of a model: what they share, the last of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notes: dict[tuple[Hashable, ...], torch.Tensor]) -> None:
         self._memory: list[torch.Tensor] = []
+        self._notes = notes
         self.length = 0
 
     def past(self) -> list[State]:
@@ -39,6 +43,14 @@ class StateCache:
             kept.narrow(POSITIONS, begin, own).copy_(t)
         self.length = end
         return self.past()[0]
+
+    def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
+        """What `make(*of)` gives, made once while blocks ask for the same."""
+        key = (make, *of)
+        if key not in self._notes:
+            self._notes.clear()
+            self._notes[key] = make(*of)
+        return self._notes[key]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows of the batch."""

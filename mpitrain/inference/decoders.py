@@ -74,7 +74,8 @@ class CachedBlocks(Decoder):
         self.begin()
 
     def begin(self) -> None:
-        self._caches = {name: StateCache() for name in self._ways}
+        notes: dict[Any, torch.Tensor] = {}
+        self._caches = {name: StateCache(notes) for name in self._ways}
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
         return last_scores(self.through(tokens, self._run))

@@ -20,6 +20,7 @@ _OF_A_GPT = [
     "mlp",
     "bias",
     "qkv_bias",
+    "qk_norm",
     "tied",
 ]
 

@@ -8,7 +8,7 @@ Slices keep the graph for backward. A cache of generated text (`inference.cache`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -25,6 +25,9 @@ class Earlier(Protocol):
 
     def add(self, state: State) -> State:
         """Take the state of the positions that come next; returns that of all. Called once a pass."""
+
+    def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
+        """What `make(*of)` gives, where blocks can share it made once a pass."""
 
 
 class EarlierSlices:
@@ -50,6 +53,9 @@ class EarlierSlices:
         if not self._past:
             return state
         return tuple(torch.cat(each, POSITIONS) for each in zip(*self._past, state, strict=True))
+
+    def shared(self, make: Callable[..., torch.Tensor], *of: Hashable) -> torch.Tensor:
+        return make(*of)
 
 
 def seen_before(before: int, length: int, device: torch.device) -> torch.Tensor | None:

@@ -149,9 +149,10 @@ class RowParallelLinear(nn.Module):
 
 
 def sum_gradient(parameter: torch.Tensor, axis: Axis) -> None:
-    """Sum a replicated parameter's gradient over the ranks, each of which used it on its part of the sequence.
+    """Sum a replicated parameter's gradient over the ranks.
 
-    A hook sums each gradient before autograd adds it to `.grad`, so that several backward passes may add up.
+    Each of them used it on its part of the sequence, or on its heads. A hook sums each gradient before autograd adds it
+    to `.grad`, so that several backward passes may add up.
     """
     if axis.size > 1 and parameter.requires_grad:
         tag = axis.new_tag()

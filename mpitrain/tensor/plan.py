@@ -9,7 +9,8 @@
         "head": "vocabulary",                 scores stay divided; the criterion is the parallel cross-entropy
     })
 
-`*` in a pattern stands for anything. Every rank has built the same whole model and keeps its part of each layer; the
+A norm of the queries' or keys' features is "heads": every rank has it whole, and its gradients are summed. `*` in a
+pattern stands for anything. Every rank has built the same whole model and keeps its part of each layer; the
 names stay. Each value is a parallel style: one of the strings, or the object of `styles` where there is
 more to say. A model must
 take the number of heads from the width of what its layers return, or from an attribute (`num_heads` and the like) of

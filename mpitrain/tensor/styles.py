@@ -172,10 +172,24 @@ class Undivided(ParallelStyle):
         return module
 
 
+@dataclass(frozen=True)
+class OfHeads(ParallelStyle):
+    """A module between a column and a row layer that works on each head alike, as a norm of queries does.
+
+    Each rank has it whole and uses it on its own heads: the gradients of its own parameters are summed.
+    """
+
+    def apply(self, planned: PlannedModule) -> nn.Module:
+        for parameter in planned.module.parameters(recurse=False):
+            sum_gradient(parameter, planned.axis)
+        return planned.module
+
+
 STYLES: Mapping[str, ParallelStyle] = {
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
+    "heads": OfHeads(),
     "scatter": Undivided(scatter, begins_sequence=True, replicated=True),
     "gather": Undivided(gather, sums=True),
     "split": Undivided(sums=True),

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from mpitrain.errors import refusal
-from mpitrain.tensor.styles import ParallelStyle, Undivided
+from mpitrain.tensor.styles import OfHeads, ParallelStyle, Undivided
 
 
 def without_whole(
@@ -35,7 +35,7 @@ def without_whole(
     if sequence:
         raise refusal("parallel.whole does not go with parallel.sequence; leave one of them out")
     names = _all_names(model)
-    divided = [name for name, style in styles.items() if not isinstance(style, Undivided)]
+    divided = [name for name, style in styles.items() if not isinstance(style, Undivided | OfHeads)]
     kept: set[str] = set()
     for pattern in whole:
         found = [each for each in divided if any(fnmatchcase(name, pattern) for name in names[each])]
@@ -49,6 +49,8 @@ def without_whole(
             if 0 < len(kept.intersection(group)) < len(group):
                 named, left = (next(name for name in group if (name in kept) is there) for there in (True, False))
                 raise refusal(f"parallel.whole names {named} and not {left}, which {why}; name both, or neither")
+    around = {name.rpartition(".")[0] for name in kept}  # attention that is whole has all heads on every rank
+    kept |= {each for each, of in styles.items() if isinstance(of, OfHeads) and each.rpartition(".")[0] in around}
     return {name: style for name, style in styles.items() if name not in kept}
 
 

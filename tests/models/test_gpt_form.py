@@ -12,7 +12,15 @@ from mpitrain.models.gpt import GPT, Form
 from mpitrain.pipe.partition import listed_blocks
 from mpitrain.pipe.slices import check_slices
 
-MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "kv_heads": 2, "bias": False, "qkv_bias": True, "rope_base": 500.0}
+MODERN = {
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "kv_heads": 2,
+    "bias": False,
+    "qkv_bias": True,
+    "qk_norm": True,
+    "rope_base": 500.0,
+}
 LEARNED = {"positions": "learned"}
 FORMS = [{}, MODERN, LEARNED, MODERN | LEARNED | {"bias": True, "kv_heads": 1, "hidden": 24}]
 END = 5

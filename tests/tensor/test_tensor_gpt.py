@@ -64,7 +64,7 @@ def test_ten_steps_are_those_of_one_process(world, sequence):
 
 FORMS = {
     "llama": {
-        "form": Form(norm="rmsnorm", mlp="swiglu", bias=False, qkv_bias=True, hidden=50),
+        "form": Form(norm="rmsnorm", mlp="swiglu", bias=False, qkv_bias=True, qk_norm=True, hidden=50),
         "tied": False,
         "apart": 3,
     },

@@ -29,6 +29,7 @@ def save_tiny(family: str, folder: Path, **options) -> torch.nn.Module:
         rest = {"intermediate_size": 48, "initializer_range": 0.1, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-6}
         rope = {"rope_type": "default", "rope_theta": 500.0}
         name = family.capitalize()
+        shape |= {"head_dim": 8} if family == "qwen3" else {}
         config = getattr(transformers, f"{name}Config")(**(shape | rest | {"rope_parameters": rope} | options))
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT, Form
 
 pytest.importorskip("transformers")
-LIKE_LLAMA = ("mistral", "qwen2")
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,10 @@ WRONG = [
     ("gpt2", {"n_layer": "many"}, "n_layer is 'many'"),
     ("mistral", {"sliding_window": 4096}, "sliding_window 4096"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window true"),
-    ("qwen2", {"model_type": "qwen3"}, "model_type 'qwen3' is none of gpt2, llama, mistral, qwen2; use model.factory"),
+    ("qwen3", {"head_dim": None}, "head_dim 128"),
+    ("qwen3", {"attention_bias": True}, "attention_bias true"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 4}, 'layer_types ["sliding_attention"'),
+    ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is none of gpt2, llama, mistral, qwen2, qwen3; use"),
     ("gpt2", {"model_type": "bert"}, "model_type 'bert' is none of gpt2, llama"),
     ("gpt2", {"quantization_config": {}}, "quantization_config"),
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.hf_models import FAMILIES, SEQUENCE, save_tiny, trained_in_torch
+from train.hf_models import SEQUENCE, save_tiny, trained_in_torch
 from train.jobs import run
 
 from mpitrain.checkpoint.__main__ import main
@@ -16,14 +16,22 @@ from mpitrain.errors import InputError
 
 pytest.importorskip("transformers")
 LAYOUTS = {
-    "few": {"gpt2": [{"zero": 0}, {"pipeline": 2, "slices": 2}], "llama": [{"zero": 3}, {"tensor": 2}]},
-    "more": {"gpt2": [{"zero": 3}, {"tensor": 2, "sequence": True}], "llama": [{"zero": 0}, {"pipeline": 2}]},
+    "few": {
+        "gpt2": [{"zero": 0}, {"pipeline": 2, "slices": 2}],
+        "llama": [{"zero": 3}, {"tensor": 2}],
+        "qwen3": [{"zero": 3}, {"tensor": 2}],
+    },
+    "more": {
+        "gpt2": [{"zero": 3}, {"tensor": 2, "sequence": True}],
+        "llama": [{"zero": 0}, {"pipeline": 2}],
+        "qwen3": [{"zero": 0}, {"pipeline": 2}],
+    },
 }
 
 
 def imported(source: Path, folder: Path, text: str, *settings: str) -> Config:
     """The settings of a run that was made of a model's folder."""
-    given = ["--data.path", text, "--model.sequence", str(SEQUENCE), "--train.steps", "5", "--train.batch", "6"]
+    given = ["--data.path", text, "--model.sequence", str(SEQUENCE), "--train.steps", "10", "--train.batch", "6"]
     given += ["--optim.schedule", "constant", "--optim.warmup", "0", "--train.clip", "0", "--optim.lr", "3e-3"]
     given += ["--train.evaluate_samples", "2", "--checkpoint.every", "0"]
     assert main(["import", str(source), str(folder), "--format", "hf", *given, *settings]) == 0
@@ -33,7 +41,7 @@ def imported(source: Path, folder: Path, text: str, *settings: str) -> Config:
 @pytest.mark.ranks(1, 2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layouts", ["few", pytest.param("more", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS["few"])
 def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world, folder, text, family, layouts):
     from transformers import AutoModelForCausalLM
 
@@ -59,5 +67,5 @@ def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world,
             assert main(["export", str(made), str(out), "--format", "hf", "--shard-size", "40KB"]) == 0
             assert json.loads((out / "config.json").read_text())["model_type"] == family
             back = AutoModelForCausalLM.from_pretrained(out).eval()
-            torch.testing.assert_close(back(tokens).logits, scores, rtol=1e-3, atol=1e-3)  # five steps of Adam apart
+            torch.testing.assert_close(back(tokens).logits, scores, rtol=1e-3, atol=1e-3)  # ten steps of Adam apart
         world.barrier()

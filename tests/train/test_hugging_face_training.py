@@ -25,6 +25,7 @@ from mpitrain.trainer.trainer import Trainer
 
 STEPS, BATCH, SEQUENCE = 6, 8, 8
 FAMILIES = ("gpt2", "llama")
+ALL = (*FAMILIES, "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,10 @@ def place(world, tmp_path_factory):
 def folders(world, place):
     """A folder for each family."""
     if world.rank == 0:
-        for family in FAMILIES:
+        for family in ALL:
             hugging_face.save(place / family, family)
     world.barrier()
-    return {family: place / family for family in FAMILIES}
+    return {family: place / family for family in ALL}
 
 
 def settings(text, folder, steps=STEPS, model=(), **parallel):
@@ -113,7 +114,7 @@ def rates(text, folders):
 @pytest.fixture(scope="module")
 def wanted(batches, rates):
     """Of each family the losses and norms of transformers."""
-    return {family: plain(hugging_face.language_model(family), batches, rates) for family in FAMILIES}
+    return {family: plain(hugging_face.language_model(family), batches, rates) for family in ALL}
 
 
 @pytest.mark.ranks(2)
@@ -122,6 +123,7 @@ def wanted(batches, rates):
     [
         ("gpt2", {"zero": 3}),
         ("llama", {"zero": 0}),
+        ("qwen3", {"tensor": 2}),  # whose norms of queries and keys see each rank's heads alone
         *((family, parallel) for family in FAMILIES for parallel in ({"tensor": 2}, {"pipeline": 2})),
     ],
     ids=str,

@@ -12,6 +12,5 @@ from mpitrain.models.gpt.attention import Attention
 from mpitrain.models.gpt.block import TransformerBlock
 from mpitrain.models.gpt.form import Form
 from mpitrain.models.gpt.model import GPT
-from mpitrain.models.gpt.positions import rotate
 
-__all__ = ["GPT", "Attention", "Form", "TransformerBlock", "rotate"]
+__all__ = ["GPT", "Attention", "Form", "TransformerBlock"]

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mpitrain.models.earlier import Earlier, seen_before
+from mpitrain.models.earlier import Earlier, EarlierSlices, seen_before
 from mpitrain.models.gpt.documents import seen_inside
 from mpitrain.models.gpt.form import Form
-from mpitrain.models.gpt.positions import rotate
+from mpitrain.models.gpt.positions import rotate, turns_of
 
 
 class Attention(nn.Module):
@@ -19,7 +19,7 @@ class Attention(nn.Module):
         width: Features of a token, a multiple of heads; width / heads is even.
         heads: Of queries.
         dropout: Of attention weights and of the output.
-        form: Positions, bias, heads of keys and values.
+        form: Positions, bias, heads of keys and values, norms of queries and keys.
 
     Attributes:
         num_key_value_groups: Query heads for each head of keys and values. The number of heads itself is read from
@@ -33,13 +33,14 @@ class Attention(nn.Module):
         self.num_key_value_groups = heads // kv_heads
         self.rope_base = form.rope_base if form.positions == "rotary" else None
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=form.bias or form.qkv_bias)
+        self.q_norm, self.k_norm = (form.make_qk_norm(self.head_dim) for _ in range(2))
         self.out = nn.Linear(width, width, bias=form.bias)
         self.weights_dropout = dropout
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """x: [batch, sequence, width]. ends: of documents, [batch, sequence], where they are kept apart."""
-        q, k, v = self._projections(x)
+        q, k, v = self._projections(x, EarlierSlices([]))
         return self._mixed(q, k, v, None if ends is None else seen_inside(ends.long(), ends.shape[1]))
 
     def forward_cached(self, x: torch.Tensor, earlier: Earlier, ends: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,7 +50,7 @@ class Attention(nn.Module):
         [batch, 1, positions], where they are kept apart.
         """
         before, length = earlier.length, x.shape[1]
-        q, k, v = self._projections(x, before)
+        q, k, v = self._projections(x, earlier)
         if ends is None:
             k, v = earlier.add((k, v))
             return self._mixed(q, k, v, seen_before(before, length, x.device))
@@ -75,13 +76,17 @@ class Attention(nn.Module):
             return self.dropout(self.out(mixed.flatten(1)[:, None]))
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
-    def _projections(self, x: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v, each [batch, heads, sequence, head_dim], of positions from `first` on."""
+    def _projections(self, x: torch.Tensor, earlier: Earlier) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, each [batch, heads, sequence, head_dim], of positions after earlier ones."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads of q, k and v, head_dim]
-        groups = self.num_key_value_groups
+        groups, sequence = self.num_key_value_groups, heads.shape[1]  # of x it may have been a part
         shared = heads.shape[2] // (groups + 2)
         turned, v = heads[:, :, :-shared], heads[:, :, -shared:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = turned.split([groups * shared, shared], dim=2)
+            turned = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
         if self.rope_base is not None:
-            turned = rotate(turned, first, self.rope_base)
+            turns = earlier.shared(turns_of, earlier.length, sequence, self.head_dim, self.rope_base, x.device)
+            turned = rotate(turned, turns)
         q, k = turned.transpose(1, 2).split([groups * shared, shared], dim=1)
         return q, k, v.transpose(1, 2)

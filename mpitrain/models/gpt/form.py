@@ -24,6 +24,7 @@ class Form:
         kv_heads: Heads of keys and values, which as many query heads each share (Ainslie et al. 2023); 0: as heads.
         bias: Whether linear layers and LayerNorms have one.
         qkv_bias: Whether the layer of queries, keys and values has one, though the others have none (Qwen2's).
+        qk_norm: Whether the queries and the keys of each head are normed, by RMSNorm, before they are turned (Qwen3's).
     """
 
     norm: str = "layernorm"
@@ -35,12 +36,17 @@ class Form:
     kv_heads: int = 0
     bias: bool = True
     qkv_bias: bool = False
+    qk_norm: bool = False
 
     def make_norm(self, width: int) -> nn.Module:
         """A norm over the features of a token."""
         if self.norm == "rmsnorm":
             return nn.RMSNorm(width, eps=self.norm_eps)
         return nn.LayerNorm(width, eps=self.norm_eps, bias=self.bias)
+
+    def make_qk_norm(self, head_dim: int) -> nn.Module | None:
+        """A norm over the features of a head; None where there is none."""
+        return nn.RMSNorm(head_dim, eps=self.norm_eps) if self.qk_norm else None
 
     def hidden_features(self, width: int) -> int:
         """Features inside the MLP: four times the width, or for a SwiGLU, which has a third matrix, as many numbers."""

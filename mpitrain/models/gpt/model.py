@@ -68,7 +68,7 @@ class GPT(BlockModel):
         self.blocks = nn.ModuleList(
             TransformerBlock(width, heads, dropout, form, last=index == ends) for index in range(layers)
         )
-        self.norm = form.make_norm(width)
+        self.norm, self._qk_norm = form.make_norm(width), form.qk_norm
         # of a tied head its own weight is never used
         self.head = nn.Linear(width, vocabulary, bias=False, device="meta" if tied else None)
         self._initialise(layers)
@@ -99,6 +99,8 @@ class GPT(BlockModel):
         }
         if hasattr(self.blocks[0].mlp, "gate"):
             plan["blocks.*.mlp.gate"] = "column"
+        if self._qk_norm:
+            plan |= {"blocks.*.attention.q_norm": "heads", "blocks.*.attention.k_norm": "heads"}
         if self.positions is not None:
             plan["positions"] = "scatter"  # the table is added to whole sequences
         return plan

@@ -1,6 +1,7 @@
 """The parameters of a GPT in Hugging Face's GPT-2 and Llama: their names, and how they lie there.
 
-Mistral's and Qwen2's are named as Llama's; of Qwen2's linear layers q, k and v alone have a bias.
+Mistral's, Qwen2's and Qwen3's are named as Llama's; of Qwen2's linear layers q, k and v alone have a bias, and Qwen3's
+norms of queries and keys have a number for each feature of a head, in the order of the features.
 
     here                     GPT-2                                  Llama
     qkv [q + k + v, width]   c_attn [width, q + k + v]: transposed  q_proj, k_proj, v_proj [features, width]
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 _BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")  # written by older versions
-_PREFIX = {"gpt2": "transformer.", "llama": "model.", "qwen2": "model."}
+_PREFIX = {"gpt2": "transformer.", "llama": "model.", "qwen2": "model.", "qwen3": "model."}
 _HEAD = "lm_head.weight"
 Shape = tuple[int, ...]
 
@@ -68,7 +69,7 @@ def named_parts(family: str, model: Mapping[str, Any], vocabulary: int) -> list[
     """All tensors of a model there, in their order.
 
     Args:
-        family: gpt2, llama or qwen2.
+        family: gpt2, llama, qwen2 or qwen3.
         model: The keys of [model]; hidden and max_positions are said, where they matter.
         vocabulary: Tokens.
     """
@@ -148,6 +149,9 @@ def _llama(model: Mapping[str, Any], vocabulary: int) -> list[NamedPart]:
             for key, shape in (("weight", (outputs, inputs)), ("bias", (outputs,)))[: 2 if biased else 1]:
                 name = f"{there}{theirs}.{key}"
                 parts.append(NamedPart(name, f"{here}{ours}.{key}", shape, first, head_dim=rotary))
+        for norm in ("q_norm", "k_norm") if model["qk_norm"] else ():
+            own = f"{here}attention.{norm}.weight"
+            parts.append(NamedPart(f"{there}self_attn.{norm}.weight", own, (head_dim,), head_dim=head_dim))
         for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
             parts.append(NamedPart(f"{there}{theirs}.weight", f"{here}{ours}.weight", (width,)))
     return [*parts, NamedPart("model.norm.weight", "norm.weight", (width,))]

@@ -11,7 +11,6 @@ from torch.nn import functional
 from mpitrain.errors import refusal
 from mpitrain.models.earlier import Earlier, EarlierSlices, State
 from mpitrain.models.gpt.documents import Stream, places_in_documents
-from mpitrain.models.gpt.form import ROTARY_BASE
 from mpitrain.models.losses import widened
 
 
@@ -53,17 +52,20 @@ class LearnedPositions(nn.Module):
         return x + self.weight[before : before + length]
 
 
-def rotate(x: torch.Tensor, first: int = 0, base: float = ROTARY_BASE) -> torch.Tensor:
-    """Rotary positions, from `first` on: x [batch, sequence, ..., head_dim] -> the same, in x's dtype; head_dim even.
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: x [batch, sequence, heads, head_dim] -> the same, in x's dtype. turns: see `turns_of`."""
+    numbers = torch.view_as_complex(widened(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * turns).flatten(-2).to(x.dtype)
+
+
+def turns_of(first: int, sequence: int, head_dim: int, base: float, device: torch.device) -> torch.Tensor:
+    """By what the features of positions from `first` on are turned: complex64 [sequence, 1, head_dim / 2].
 
     Features 2i and 2i+1 are one complex number, turned by position * base^(-2i / head_dim). So the product of a
-    query and a key depends on their distance alone. The angles are made anew on each call: that is little beside
-    the block, and leaves no buffer to move or broadcast.
+    query and a key depends on their distance alone. The turns are made anew in each block: that is little beside it,
+    and leaves no buffer to move or broadcast.
     """
-    sequence, head_dim = x.shape[1], x.shape[-1]
-    frequency = base ** (torch.arange(0, head_dim, 2, device=x.device, dtype=torch.float32) / -head_dim)
-    position = torch.arange(first, first + sequence, device=x.device, dtype=torch.float32)
-    angle = torch.outer(position, frequency)
-    angle = angle.view(sequence, *[1] * (x.dim() - 3), head_dim // 2)
-    turn = torch.polar(torch.ones_like(angle), angle)
-    return torch.view_as_real(torch.view_as_complex(widened(x).unflatten(-1, (-1, 2))) * turn).flatten(-2).to(x.dtype)
+    frequency = base ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / -head_dim)
+    position = torch.arange(first, first + sequence, device=device, dtype=torch.float32)
+    angle = torch.outer(position, frequency).unsqueeze(1)
+    return torch.polar(torch.ones_like(angle), angle)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -166,10 +166,11 @@ _LLAMA = Family(
         "lm_head": "vocabulary",
     },
 )
+_QWEN3 = replace(_LLAMA, plan={**_LLAMA.plan, "model.layers.*.self_attn.[qk]_norm": "heads"})
 FAMILIES: Mapping[str, Family] = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    "qwen3": _QWEN3,
 }

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's GPT-2, Llama, Mistral and Qwen2 into a run, and those of a run back into such a folder.
+"""Weights of Hugging Face's GPT-2, Llama, Mistral, Qwen2 and Qwen3 into a run, and a run's back into such a folder.
 
 A folder is what `save_pretrained` writes: config.json; model.safetensors, or several such files and their index (or
 pytorch_model.bin, which is read as plain tensors alone); tokenizer.json.
