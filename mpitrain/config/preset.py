@@ -88,7 +88,25 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
             "activation_function": "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model["dropout"]),
         }
-    own = {
+    return common | {
+        **_keys_of(family, model),
+        "num_hidden_layers": model["layers"],
+        "hidden_size": model["width"],
+        "num_attention_heads": model["heads"],
+        "num_key_value_heads": model["kv_heads"] or model["heads"],
+        "intermediate_size": model["hidden"],
+        "max_position_embeddings": model["max_positions"] or model["sequence"],
+        "rms_norm_eps": model["norm_eps"],
+        "rope_theta": model["rope_base"],  # before transformers 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": model["rope_base"]},
+        "hidden_act": "silu",
+        "attention_dropout": model["dropout"],
+    }
+
+
+def _keys_of(family: str, model: Mapping[str, Any]) -> Values:
+    """What the config.json of a family says that the others of Llama's kind do not."""
+    own: dict[str, Values] = {
         "llama": {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
@@ -105,20 +123,7 @@ def config_json(model: Mapping[str, Any], vocabulary: int, dtype: str) -> Values
             "head_dim": model["width"] // model["heads"],
         },
     }
-    return common | {
-        **own[family],
-        "num_hidden_layers": model["layers"],
-        "hidden_size": model["width"],
-        "num_attention_heads": model["heads"],
-        "num_key_value_heads": model["kv_heads"] or model["heads"],
-        "intermediate_size": model["hidden"],
-        "max_position_embeddings": model["max_positions"] or model["sequence"],
-        "rms_norm_eps": model["norm_eps"],
-        "rope_theta": model["rope_base"],  # before transformers 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": model["rope_base"]},
-        "hidden_act": "silu",
-        "attention_dropout": model["dropout"],
-    }
+    return own[family]
 
 
 def form_of(model: Mapping[str, Any]) -> str:
