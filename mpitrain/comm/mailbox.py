@@ -226,7 +226,10 @@ class Mailbox(Member):
         """
         self._require()
         found: list[Letter] = []
+        begin = clock() if self.process.journal.on else 0.0
         self._until(partial(self._take_into, found), time.monotonic() + seconds)
+        if begin:
+            self.process.journal.wait(begin)
         return found[0] if found else None
 
     def wait(self, awaited: Sequence[int], name: str) -> Letter:

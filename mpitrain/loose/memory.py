@@ -96,25 +96,42 @@ class SharedFlats:
 
 
 class OwnShares:
-    """A server's shares of something laid out like the parameters, end to end in private memory.
+    """A server's shares of something laid out like the parameters.
+
+    They lie end to end in private memory; on a rank that only serves, which has the whole of it as workers have and
+    uses no other part, in place there.
 
     Args:
         groups: The parameters.
         share: The number of the shares.
         dtypes: Of the elements of each group.
+        whole: Memory of all elements of each group, in which its shares are to lie; None: in memory of their own.
 
     Attributes:
         share: The number of the shares.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], share: int, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        share: int,
+        dtypes: Sequence[torch.dtype],
+        whole: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
         self._groups, self.share = groups, share
-        lengths = [group.layout.numel // group.layout.parts for group in groups]
+        self._whole = [None] * len(groups) if whole is None else whole
+        lengths = [
+            group.layout.numel // group.layout.parts if of is None else 0
+            for group, of in zip(groups, self._whole, strict=True)
+        ]
         self._flats = [torch.zeros(n, dtype=dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
         self._buckets = numbered(groups)
 
     def between(self, group: int, lo: int, hi: int) -> torch.Tensor:
         """Elements [lo, hi) of a group's layout, which lie in one of the shares: a view."""
+        whole = self._whole[group]
+        if whole is not None:
+            return whole[lo:hi]
         at = self._groups[group].in_shares(lo, self.share) if hi > lo else 0
         return self._flats[group][at : at + hi - lo]
 
@@ -124,5 +141,5 @@ class OwnShares:
         return self.between(g, *self._groups[g].layout.share(b, self.share))
 
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of memory of its own."""
         return sum(flat.nbytes for flat in self._flats)

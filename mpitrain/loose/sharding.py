@@ -161,6 +161,7 @@ class ServedSharding(Sharding):
     Attributes:
         flats: The workers' memory.
         pulled, pushed: The parameters and the gradients.
+        published, sums: A server's shares of the parameters and of the gradients added up; None on other ranks.
         update: Of these; None likewise.
     """
 
@@ -175,6 +176,7 @@ class ServedSharding(Sharding):
     ) -> None:
         self.world, self.roles = world, roles
         self.published: OwnShares | None = None
+        self.sums: OwnShares | None = None
         super().__init__(module, optimizer, alone, replace(options, zero=1))  # states in shares
         self.update = self._make_update()
 
@@ -187,7 +189,8 @@ class ServedSharding(Sharding):
         groups = flat_groups(in_backward_order(named), self.options.bucket_mb, parts)
         self.flats = SharedFlats(groups, self.world)
         if self.share is not None:
-            self.published = OwnShares(groups, self.share, [g.dtype for g in groups])
+            kinds = [g.dtype for g in groups]
+            self.published = OwnShares(groups, self.share, kinds, self._in_place(self.flats.parameters, kinds))
         self.pulled = PulledParameters(self.module, groups, self.flats, self.published)
         return groups, self.pulled
 
@@ -200,15 +203,20 @@ class ServedSharding(Sharding):
         if self.share is None:
             return []
         kinds = [g.dtype if g.dtype.itemsize >= 4 else torch.float32 for g in self.groups]
-        self._sums = OwnShares(self.groups, self.share, kinds)
-        own, gradient = self.parameters.own, self._sums.between
+        self.sums = OwnShares(self.groups, self.share, kinds, self._in_place(self.flats.gradients, kinds))
+        own, gradient = self.parameters.own, self.sums.between
         return sharded_flat_parameters(self.optimizer, self.groups, self.share, own, gradient, counted)
 
+    def _in_place(self, arenas: Sequence[Arena], kinds: Sequence[torch.dtype]) -> list[torch.Tensor | None]:
+        """This rank's memory of whole groups where it only serves: it has no other use for it there."""
+        serves = self.world.rank not in self.roles.workers
+        return [a.tensor if serves and a.tensor.dtype == kind else None for a, kind in zip(arenas, kinds, strict=True)]
+
     def _make_update(self) -> ShareUpdate | None:
-        if self.published is None:
+        if self.published is None or self.sums is None:
             return None
         buckets = len(self.flats.buckets)
-        return ShareUpdate(self.optimizer, self.flat_parameters, self._sums, self.published, buckets)
+        return ShareUpdate(self.optimizer, self.flat_parameters, self.sums, self.published, buckets)
 
 
 def _buckets_of_units(

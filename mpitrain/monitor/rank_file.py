@@ -1,10 +1,11 @@
 """RUN/ranks/rank-00003.jsonl: what one rank did with its time and its memory. Every rank writes its own file.
 
-    {"start": t, "rank": 3, "world_size": 8, "host": "n0", "node": 0, "device": "cpu", "coordinates": [3, 0, 0],
-     "expected_memory": {...}, "expected_bytes": {...}, "step": 100}                                a start of the job
+    {"start": t, "rank": 3, "world_size": 8, "role": "worker", "host": "n0", "node": 0, "device": "cpu",
+     "coordinates": [3, 0, 0], "expected_memory": {...}, "expected_bytes": {...}, "step": 100}      a start of the job
     {"step": 105, "steps": 5, "time": t, "seconds": {"data": s, ...}, "sent": [[...], ...], "memory": {...}}
 
-A line stands for `steps` steps, the last of which is `step`. Times are unix seconds, all else is in seconds and bytes.
+A rank that takes no steps itself has the role server: readers do not compare it with others. A line of steps stands
+for `steps` steps, the last of which is `step`. Times are unix seconds, all else is in seconds and bytes.
 Where a start went back to an earlier step, what the file says of later ones is replaced by what follows.
 """
 
@@ -21,9 +22,16 @@ from mpitrain.errors import InputError
 from mpitrain.storage.disk import reason
 
 RANKS = "ranks"
-_FLUSH = 5.0  # seconds that a line is kept in memory at most
+SERVER = "server"  # the role of a rank that takes no steps itself
+_FLUSH = 5.0  # seconds that a line is kept in memory at most, and ...
+_YOUNG = 0.5  # ... of the time since the start: a job that is killed early leaves its first lines, too
 _LEAST = 0.5  # seconds between two lines
 _PART = 1e-3  # of the time since the start: the same for long runs, whose files would grow
+
+
+def rank_name(rank: int, role: object) -> str:
+    """What readers call a rank: "rank 3", or "rank 3 (server)"."""
+    return f"rank {rank} ({SERVER})" if role == SERVER else f"rank {rank}"
 
 
 def axis_of(label: str) -> str:
@@ -80,8 +88,8 @@ class RankWriter:
             told: What else it says.
         """
         self._append({"step": step, "steps": steps, "time": time.time()} | told)
-        self._written = time.monotonic()
-        if self._written - self._flushed >= _FLUSH:
+        first, self._written = self._written == self._began, time.monotonic()
+        if first or self._written - self._flushed >= min(_FLUSH, _YOUNG * (self._written - self._began)):
             self.flush()
 
     def _append(self, line: dict[str, Any]) -> None:

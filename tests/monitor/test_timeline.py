@@ -120,6 +120,11 @@ def test_the_merge_finds_waits_shares_and_stragglers(tmp_path):
     for rank in range(2):
         write_rank(folder, recorded(rank))
     write_rank(folder, recorded(2, token="of an earlier start"))
+    late_server = recorded(2, role="server", world_size=3)
+    write_rank(tmp_path / "served", recorded(0, role="worker", world_size=3))
+    write_rank(tmp_path / "served", late_server)
+    alone = merge(tmp_path / "served").summary
+    assert alone["servers"] == [2] and not alone["stragglers"]  # the others wait for it, as they asked for something
     assert recordings(tmp_path) == [folder] and recordings(folder) == [folder]
     merged = merge(folder)
     events = parse(merged.trace)

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rank_files import read_rank_files
 from support import ROOT, clean_environment, one_line, train_command
 from warm import shared
 
@@ -127,6 +128,8 @@ def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its
         victim = (run / "logs/rank-00001.log").read_text().splitlines()[0].rpartition("process ")[2]
         os.kill(int(victim), signal.SIGKILL)
         assert jobs[0].wait(60) != 0
+        records = read_rank_files(run)  # of seconds only, as the job was killed at its beginning
+        assert set(records) == {0, 1} and all(record.lines for record in records.values())
         frame = screen.until("killed", "no process holds its lock")
         assert max(map(len, frame.splitlines())) <= 60, frame
         jobs.append(_train(run, sentence))

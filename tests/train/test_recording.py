@@ -189,7 +189,15 @@ def test_where_ranks_meet_now_and_then_the_steps_between_meetings_are_recorded(w
     events = parse(folder / "timeline/steps-2-2/trace.json")
     assert "step 2" in names(events, "step") and "step 6" not in names(events, "step")
     assert names(events, "part") >= {"data", "forward", "backward"}
-    assert all(record.lines[-1]["step"] == 6 for record in read_rank_files(folder).values())
+    records = read_rank_files(folder)
+    assert all(record.lines[-1]["step"] == 6 for record in records.values())
+    servers = [world.size - 1] if parallel.get("servers") else []
+    summary = json.loads((folder / "timeline/steps-2-2/summary.json").read_text())
+    assert [rank for rank, record in records.items() if record.starts[0]["role"] == "server"] == servers
+    assert summary["servers"] == servers and not {late["rank"] for late in summary["stragglers"]} & set(servers)
+    for record in records.values():  # whether it works, serves or does both
+        memory, formula = record.lines[-1]["memory"], record.starts[0]["expected_memory"]
+        assert {name: memory[name] for name in formula} == pytest.approx(formula, rel=0.02)
 
 
 class Recorded:

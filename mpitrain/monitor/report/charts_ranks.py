@@ -16,7 +16,7 @@ from mpitrain.monitor.report.records import CATEGORIES, PARTS, Column, MeasuredR
 from mpitrain.monitor.report.series import chosen, held_at, means_between, thinned
 from mpitrain.monitor.report.style import Drawing, data, missing, records
 
-NO_RANKS = "Ranks wrote no measurements (RUN/ranks): jobs killed within seconds, or of older versions, have none."
+NO_RANKS = "Ranks wrote no measurements (RUN/ranks): jobs killed in their first step, or of older versions, have none."
 POINTS = 120  # of each rank over time
 MOST_FACETS = 8
 
@@ -34,7 +34,7 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
     if len(runs) == 1:
         ranks = measured[0].run.ranks
         shown = chosen([own_seconds(rank) for rank in ranks])
-        bars = [(f"rank {ranks[i].rank}", ranks[i]) for i in shown]
+        bars = [(ranks[i].name, ranks[i]) for i in shown]
         if len(shown) < len(ranks):
             note += (
                 f" Of {len(ranks):,} ranks: the one that computes least, the median one, and the one that does most."
@@ -65,7 +65,7 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
 
 def median_rank(run: RunRecord) -> MeasuredRank:
     """The rank that computes as long as half of them do."""
-    ranks = sorted(run.ranks, key=own_seconds)
+    ranks = sorted(run.workers or run.ranks, key=own_seconds)
     return ranks[(len(ranks) - 1) // 2]
 
 
@@ -79,7 +79,7 @@ def parts_over_time(named: Named) -> Drawing:
     run = named.run
     if not run.ranks:
         return missing("parts_over_time", title, NO_RANKS)
-    slowest, usual = max(run.ranks, key=own_seconds), median_rank(run)
+    slowest, usual = max(run.workers or run.ranks, key=own_seconds), median_rank(run)
     shown = {f"slowest: rank {slowest.rank}": slowest}
     if slowest is not usual:
         shown = {f"median: rank {usual.rank}": usual} | shown
@@ -122,7 +122,7 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
         return missing("memory_formula", title, NO_RANKS if not any(n.run.ranks for n in runs) else _NO_MEMORY)
     if len(runs) == 1:
         shown = chosen([use.total for use in uses[0][1]])
-        bars = [(f"rank {uses[0][1][i].rank}", uses[0][1][i]) for i in shown]
+        bars = [(uses[0][1][i].name, uses[0][1][i]) for i in shown]
         few = len(shown) < len(uses[0][1])
         note = " The ranks that hold least, the median and most." if few else ""
     else:
@@ -175,7 +175,7 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
     shown, left_out = _categories([use for _, use in uses])
     size, unit = style.byte_unit(max(sum(use.held[c] for c in shown) for _, use in uses))
     rows: list[dict[str, Any]] = [
-        {"bar": f"{name}: rank {use.rank}", "category": c, "order": i, "value": use.held[c] / size}
+        {"bar": f"{name}: {use.name}", "category": c, "order": i, "value": use.held[c] / size}
         for name, use in uses
         for i, c in enumerate(shown)
     ]
@@ -254,7 +254,7 @@ def _taken(rank: MeasuredRank) -> Column:
 
 
 def _panel(rank: MeasuredRank) -> str:
-    return f"rank {rank.rank}" + (f" ({rank.header.host})" if rank.header.host else "")
+    return rank.name + (f" ({rank.header.host})" if rank.header.host else "")
 
 
 def _memory_panels(rows: list[dict[str, Any]], unit: str) -> Any:

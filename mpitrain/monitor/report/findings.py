@@ -58,6 +58,7 @@ class MemoryUse:
 
     Attributes:
         rank: Its number.
+        name: What it is called.
         host: Its machine.
         held: Bytes by category, where their sum was the largest.
         expected: Bytes by category, by formula.
@@ -66,6 +67,7 @@ class MemoryUse:
     """
 
     rank: int
+    name: str
     host: str
     held: dict[str, float]
     expected: dict[str, float]
@@ -124,8 +126,8 @@ def stage(rank: MeasuredRank) -> int:
 def stragglers(run: RunRecord) -> list[Straggler]:
     """Ranks that compute longer than the median of those with the same part of the model, the slowest first."""
     found = []
-    for number in {stage(rank) for rank in run.ranks}:
-        ranks = [rank for rank in run.ranks if stage(rank) == number]
+    for number in {stage(rank) for rank in run.workers}:
+        ranks = [rank for rank in run.workers if stage(rank) == number]
         if len(ranks) < 2:
             continue
         parts = [parts_a_step(rank) for rank in ranks]
@@ -160,7 +162,7 @@ def memory_use(run: RunRecord) -> list[MemoryUse]:
         held = {name: float(table[row, at]) for row, name in enumerate(CATEGORIES)}
         host, device = (float(np.nanmax(np.append(rank.memory[name], 0.0))) for name in ("host", "device"))
         expected = {name: float(rank.header.expected_memory.get(name, math.nan)) for name in STATES}
-        found.append(MemoryUse(rank.rank, rank.header.host, held, expected, host, device))
+        found.append(MemoryUse(rank.rank, rank.name, rank.header.host, held, expected, host, device))
     return found
 
 
@@ -230,9 +232,13 @@ def _times(run: RunRecord) -> list[str]:
     more = len(stragglers(run)) - len(told)
     if more > 0:
         told.append(f"{more} more ranks are slower than the median by a tenth or more.")
-    if not told and len(run.ranks) > 1:
+    if not told and len(run.workers) > 1:
         told.append("No rank is a straggler: none computes a tenth longer than the median rank.")
-    parts = [parts_a_step(rank) for rank in run.ranks]
+    servers = [rank.rank for rank in run.ranks if rank.serves]
+    if servers:
+        which = "Rank {} only serves, and is" if len(servers) == 1 else "Ranks {} only serve, and are"
+        told.append(f"{which.format(', '.join(map(str, servers)))} not compared with those that train.")
+    parts = [parts_a_step(rank) for rank in run.workers]
     whole = sum(sum(p.values()) for p in parts)
     if whole > 0:
         share = sum(p["communication"] for p in parts) / whole

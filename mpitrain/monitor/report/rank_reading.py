@@ -24,6 +24,7 @@ class _AnyLine(BaseModel):
     rank: _Count | None = None
     start: _Number | None = None
     world_size: _Count = 1
+    role: str = ""
     host: str = ""
     coordinates: list[_Count] = []
     expected_memory: dict[str, _Number | None] = {}
@@ -54,7 +55,7 @@ def read_rank(path: Path, lines_of: Callable[[Path, type[_AnyLine]], Iterator[_A
         if line.start is not None and line.rank is not None:
             expected = _finite(line.expected_memory), _finite(line.expected_bytes)
             coordinates = tuple(line.coordinates)
-            header = RankHeader(line.start, line.world_size, line.host, coordinates, *expected, line.step)
+            header = RankHeader(line.start, line.world_size, line.host, coordinates, *expected, line.step, line.role)
             jobs.append((header, line.rank, []))
         elif jobs:
             rows = jobs[-1][2]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.monitor.parts import PARTS as PARTS
+from mpitrain.monitor.rank_file import SERVER, rank_name
 
 Column = NDArray[np.float64]
 OWN = ("data", "forward", "backward", "optimizer")  # what a rank does by itself, waiting for nobody
@@ -105,6 +106,7 @@ class RankHeader:
         expected_memory: Bytes by category, by formula.
         expected_bytes: Bytes that the rank sends a step, by axis, by formula.
         step: Steps done.
+        role: worker or server; empty in files of older versions.
     """
 
     start: float
@@ -114,6 +116,7 @@ class RankHeader:
     expected_memory: Mapping[str, float]
     expected_bytes: Mapping[str, float]
     step: int
+    role: str
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,16 @@ class MeasuredRank:
     sent: tuple[SentRecord, ...]
     signs: tuple[tuple[float, float, int], ...]
 
+    @property
+    def serves(self) -> bool:
+        """Whether it takes no steps itself, so that how long it takes is not to be compared with others."""
+        return self.header.role == SERVER
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return rank_name(self.rank, self.header.role)
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -175,3 +188,8 @@ class RunRecord:
     ranks: tuple[MeasuredRank, ...]
     config: Mapping[str, Any]
     facts: Mapping[str, Any]
+
+    @property
+    def workers(self) -> tuple[MeasuredRank, ...]:
+        """The measured ranks that take steps."""
+        return tuple(rank for rank in self.ranks if not rank.serves)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
+from mpitrain.monitor.rank_file import SERVER, rank_name
 from mpitrain.monitor.timeline.spans import TIMELINE, read_ranks
 from mpitrain.monitor.timeline.summary import summarize
 from mpitrain.monitor.timeline.trace_events import trace_of
@@ -78,6 +79,16 @@ class RankTimeline:
     def rank(self) -> int:
         """Its number."""
         return int(self.recorded["rank"])
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes no steps itself, so that how long it takes is not to be compared with others."""
+        return bool(self.recorded.get("role") == SERVER)
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return rank_name(self.rank, self.recorded.get("role"))
 
 
 @dataclass(frozen=True)
@@ -176,13 +187,16 @@ def _timeline(
 def told(merged: Merged) -> list[str]:
     """What a person is told of it, in lines."""
     share = merged.summary["communication_under_backward_share"]
-    seconds = merged.summary["communication_s"]
-    under = f"{share:.1%} of {seconds:.3g} s of communication (all ranks)" if share is not None else "no communication"
+    seconds, servers = merged.summary["communication_s"], merged.summary["servers"]
+    who = "all workers" if servers else "all ranks"
+    under = f"{share:.1%} of {seconds:.3g} s of communication ({who})" if share is not None else "no communication"
     lines = [f"timeline: {merged.trace} (open it at https://ui.perfetto.dev)"]
     lines.append(f"timeline: {merged.picture}" if merged.picture else f"timeline: {merged.note}")
     lines.append(f"timeline: {under} lay under backward")
     for late in merged.summary["stragglers"][:3]:
         lines.append(f"timeline: the others waited {late['others_waited_s']:.3g} s each for rank {late['rank']}")
+    if servers:
+        lines.append(f"timeline: not compared with others, as they only serve: ranks {', '.join(map(str, servers))}")
     if missing := merged.summary["missing_ranks"]:
         lines.append(f"timeline: nothing is there of ranks {', '.join(map(str, missing))}")
     return lines

@@ -66,7 +66,7 @@ def draw(ranks: Sequence[RankTimeline], summary: dict[str, Any], path: Path) -> 
         waits = [(one.begin, one.begin + one.wait) for one in timeline.operations if one.wait > 0.0]
         bars(row + 0.07, 0.28, waits, _WAIT)
     _name_steps(axes, {number: (begin - origin) * factor for number, begin, _, _ in shown[0].steps}, longest * factor)
-    axes.set_yticks(range(len(shown)), [f"rank {timeline.rank}" for timeline in shown])
+    axes.set_yticks(range(len(shown)), [timeline.name for timeline in shown])
     axes.set_ylim(len(shown) - 0.5, -0.55)
     axes.set_xlim(0.0, longest * factor or 1.0)
     axes.set_xlabel(

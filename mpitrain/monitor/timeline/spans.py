@@ -2,7 +2,8 @@
 
 RUN/timeline/steps-A-B/rank-00003.json, times in seconds of the rank's own clock:
 
-    {"token": of the recording, "rank": 3, "world_size": 8, "host": "n0", "node": 0, "device": "cpu", "unix": t,
+    {"token": of the recording, "rank": 3, "world_size": 8, "role": "worker", "host": "n0", "node": 0, "device": "cpu",
+     "unix": t,
      "offsets": [[at, seconds, within], ...]   what is to be added at a time to have rank 0's, how far off that may be
      "steps": [[number, begin, end, {part: seconds}], ...],
      "spans": [[kind, name, begin, end, {...}], ...],

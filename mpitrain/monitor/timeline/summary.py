@@ -22,18 +22,22 @@ def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
     there = {timeline.rank for timeline in ranks}
     hidden = [hidden_under_backward(timeline) for timeline in ranks]
     total = [sum(one.end - one.begin for one in timeline.operations) for timeline in ranks]
+    trained = [(under, time) for r, under, time in zip(ranks, hidden, total, strict=True) if not r.serves]
+    covered, communicated = (sum(column) for column in zip(*trained, strict=True)) if trained else (0.0, 0.0)
     return {
         "world_size": world_size,
         "missing_ranks": [rank for rank in range(world_size) if rank not in there],
         "clock_correction_within_s": max(offset[2] for timeline in ranks for offset in timeline.recorded["offsets"]),
-        "communication_s": sum(total),
-        "communication_under_backward_s": sum(hidden),
-        "communication_under_backward_share": sum(hidden) / sum(total) if sum(total) else None,
+        "servers": [timeline.rank for timeline in ranks if timeline.serves],
+        "communication_s": communicated,
+        "communication_under_backward_s": covered,
+        "communication_under_backward_share": covered / communicated if communicated else None,
         "stragglers": _stragglers(ranks),
         "operations": _operations(ranks),
         "ranks": [
             {
                 "rank": timeline.rank,
+                "role": timeline.recorded.get("role", "worker"),
                 "communication_s": time,
                 "communication_under_backward_s": under,
                 "communication_under_backward_share": under / time if time else None,
@@ -110,13 +114,21 @@ def _operations(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
 
 
 def _stragglers(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
-    """Ranks for which others waited, and for how long: that which the longest wait for one of its operations was."""
+    """Ranks for which others waited, and for how long: that which the longest wait for one of its operations was.
+
+    Of ranks that only serve neither counts: they wait for whoever asks, and who has asked waits for them.
+    """
+    ranks = [timeline for timeline in ranks if not timeline.serves]
+    workers = {timeline.rank for timeline in ranks}
     steps = [end - begin for timeline in ranks for _, begin, end, _ in timeline.steps]
     caused: dict[int, float] = {}
     for timeline in ranks:
         for one in timeline.operations:
-            if one.last != timeline.rank:
+            if one.last != timeline.rank and one.last in workers:
                 caused[one.last] = caused.get(one.last, 0.0) + one.wait
-    others, most = max(1, len(ranks) - 1), _LATE * sum(steps) / len(ranks)  # of the time that is recorded of a rank
+    others, most = (
+        max(1, len(ranks) - 1),
+        _LATE * sum(steps) / max(1, len(ranks)),
+    )  # of the time that is recorded of a rank
     late = [(seconds / others, rank) for rank, seconds in caused.items() if steps and seconds / others > most]
     return [{"rank": rank, "others_waited_s": seconds} for seconds, rank in sorted(late, reverse=True)]

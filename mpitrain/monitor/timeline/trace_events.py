@@ -39,7 +39,7 @@ class _RankEvents:
     def events(self) -> list[Event]:
         """All of them, the names of process and threads first."""
         recorded = self._timeline.recorded
-        self._named("process_name", _MAIN, name=f"rank {self._timeline.rank} ({recorded['host']})")
+        self._named("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
         self._named("process_sort_index", _MAIN, sort_index=self._timeline.rank)
         self._named(
             "thread_name", _MAIN, name="main" if recorded["device"] == "cpu" else f"main ({recorded['device']})"

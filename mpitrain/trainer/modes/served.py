@@ -96,6 +96,9 @@ class Served(Strategy):
     def next_meeting(self, trainer: Trainer) -> int:
         return next_meeting(trainer)
 
+    def role(self, rank: int) -> str:
+        return "worker" if rank in self.roles.workers else "server"
+
     def survivors(self, trainer: Trainer) -> Survivors:
         return ServedSurvivors(trainer, self)
 
@@ -192,6 +195,7 @@ class Session:
         known = self._trainer.step
         kinds = [g.dtype for g in sharding.groups]
         inbox = {w: OwnShares(sharding.groups, share, kinds) for w in roles.workers if not flats.sees(w)}
+        self.engine.inbox = inbox
         clock = Clock(remembered.applied(), roles.workers, self._rules.staleness) if first else None
         apart = {w: self._bytes_between_nodes(world, w) for w in roles.workers}
         return Server(share, roles, flats, update, self._boxes, remembered, clock, self._rules, known, apart, inbox)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 
 from mpitrain.checkpoint import Part
 from mpitrain.comm import Communicator
-from mpitrain.loose.memory import Roles
+from mpitrain.loose.memory import OwnShares, Roles
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.loose.update import squares
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state, broadcast_tensors
 from mpitrain.trainer.engine import Engine, StepResult
+from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing.optimizer import state_bytes
 from mpitrain.trainer.state import EngineState, Holding, merged
 
@@ -43,9 +45,10 @@ class ServedEngine(Engine):
     """
 
     sharding: ServedSharding
+    inbox: Mapping[int, OwnShares]  # of a server: where the gradients of workers arrive that share no memory with it
 
     def __init__(self, *args: Any, world: Communicator, roles: Roles, bulk: bool, **kwargs: Any) -> None:
-        self._world, self._roles, self._bulk = world, roles, bulk
+        self._world, self._roles, self._bulk, self.inbox = world, roles, bulk, {}
         broadcast_state(args[0], world)
         super().__init__(*args, **kwargs)
         self._axes = [world]
@@ -61,6 +64,20 @@ class ServedEngine(Engine):
         """Pull and push through a worker from now on."""
         pulled, pushed = self.sharding.pulled, self.sharding.pushed
         pulled.need, worker.came, pushed.push = worker.need, pulled.came, worker.push
+
+    def memory(self) -> MemoryAccount:
+        """As of any engine; a rank that works and serves has its shares of parameters and gradients besides."""
+        account, sharding, servers = super().memory(), self.sharding, len(self._roles.servers)
+        if sharding.published is None or sharding.sums is None:
+            return replace(account, expected=account.expected | {"states": 0})
+        published, sums = sharding.published.nbytes(), sharding.sums.nbytes()
+        expected = {
+            "parameters": account.expected["parameters"] + published,
+            "gradients": account.expected["gradients"] + sums,
+            "states": account.expected["states"] // servers,
+        }
+        buffers = account.buffers + sum(shares.nbytes() for shares in self.inbox.values())
+        return replace(account, gradients=account.gradients + sums, buffers=buffers, expected=expected)
 
     def share_buffers(self) -> None:
         """Give all ranks the first worker's buffers, which are saved: what is evaluated is what is saved. Collective.

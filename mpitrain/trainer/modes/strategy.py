@@ -85,6 +85,10 @@ class Strategy(ABC):
         """The step after which all ranks come together next, if nothing stops them earlier; they are together now."""
         return trainer.step + 1
 
+    def role(self, rank: int) -> str:
+        """What a rank of the world is there for: worker, or server where it takes no steps itself."""
+        return "worker"
+
     def survivors(self, trainer: Trainer) -> Survivors:
         """What goes on when ranks die, with elastic.mode shrink."""
         return Survivors(trainer)

@@ -52,6 +52,7 @@ class RankRecords(Callback):
         samples = trainer.samples * sizes.batch // sizes.size(trainer.step - 1)  # once all batches are that large
         return {
             "world_size": world.size,
+            "role": trainer.strategy.role(world.rank),
             "host": socket.gethostname(),
             "node": world.node,
             "device": str(trainer.device),

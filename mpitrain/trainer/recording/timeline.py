@@ -90,6 +90,7 @@ class Recording:
             "token": self.token,
             "rank": trainer.world.rank,
             "world_size": trainer.world.size,
+            "role": trainer.strategy.role(trainer.world.rank),
             "host": socket.gethostname(),
             "node": trainer.world.node,
             "device": str(trainer.device) if is_accelerator(trainer.device) else "cpu",
