@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from monitor.pseudo_terminal import on_terminal
 from rank_files import read_rank_files
 from support import ROOT, clean_environment, one_line, train_command
 from warm import shared
@@ -263,6 +264,17 @@ def test_warnings_and_parts_of_ranks_are_shown(made):
     table = [line.split() for line in text.splitlines() if "rank 0 " in line or "rank 1  " in line or "% of" in line]
     assert table[-3:] == [["%", "of", "time", "forward", "comm."], ["rank", "1", "75", "25"],
                           ["rank", "0", "25", "75"]]  # fmt: skip
+    names = {name: 0.1 for name in ("data", "backward", "optimizer", "evaluation", "checkpoint", "other")}
+    for rank, role in ((0, "worker"), (1, "server")):
+        line = {"step": 9, "steps": 4, "time": 3.0, "seconds": names}
+        text = f'{{"start": 2.0, "rank": {rank}, "role": "{role}"}}\n{json.dumps(line)}\n'
+        (folder / f"ranks/rank-{rank:05d}.jsonl").write_text(text)
+    for columns in (38, 50):  # too few for a column for each part: nothing is cut, the table is turned
+        last = on_terminal(watch(folder), columns).rpartition("\x1b[?1049l")[2]  # on the usual screen
+        lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last).split("\r\n")
+        assert max(map(len, lines)) <= columns and "median 10 ms, 99 %" in " ".join(map(str.strip, lines)), lines
+        words = [line.split() for line in lines]
+        assert ["%", "of", "time", "rank", "0", "server", "1"] in words and ["backward", "17", "17"] in words, lines
 
 
 def test_curves_are_thinned_and_drawn_from_least_to_most():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
 from statistics import median, quantiles
+from textwrap import shorten
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -26,6 +27,11 @@ COLOURS = {
     RunStatus.KILLED: "red",
 }
 _HOSTS = 3  # that are named
+_LABEL = 13  # characters of the names of figures
+_FIRST = 32  # of what stands behind a curve, at most
+_CURVE, _LEAST_CURVE = 60, 8  # of one, at most and at least
+_LEAST_BAR, _PLAIN_BAR = 8, 20  # of the bar of steps, at least and in ASCII
+_SAID = 300  # of a warning
 _RANKS = 6  # whose parts of a step are shown
 _SHOWN_PARTS = {"data": "data", "forward": "forward", "backward": "backward", "communication": "comm."}
 _SHOWN_PARTS |= {"optimizer": "optim.", "evaluation": "eval.", "checkpoint": "save", "other": "other"}
@@ -49,7 +55,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
 
 
 def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
-    """All that is known of a run, in about 20 lines.
+    """All that is known of a run, in about 20 lines; in more where they are short. No number is cut.
 
     Args:
         run: The run.
@@ -57,7 +63,7 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
         plain: Whether to leave out characters that are not ASCII.
     """
     status = run.status()
-    head = Text(overflow="ellipsis", no_wrap=True)
+    head = Text()
     head.append(status.value, style=f"bold {COLOURS.get(status, 'default')}").append("  ")
     head.append(str(run.folder), style="bold")
     parts: list[RenderableType] = [head]
@@ -66,10 +72,10 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
     if status is RunStatus.WAITING:
         return Group(*parts, *_warnings(run))
     if run.start:
-        parts.append(Text(_machine(run), overflow="ellipsis", no_wrap=True))
-    parts += [_progress(run, plain), _figures(run, width, plain)]
+        parts.append(Text(_machine(run)))
+    parts += [_progress(run, width, plain), _figures(run, width, plain)]
     if any(run.parts.values()):
-        parts.append(_parts(run))
+        parts.append(_parts(run, width))
     return Group(*parts, *_warnings(run))
 
 
@@ -116,28 +122,31 @@ def _machine(run: Watched) -> str:
     return f"{counted(int(start.get('ranks') or 0), 'rank')}{where}, started {_date(began)} ({took}){more_of_it}"
 
 
-def _progress(run: Watched, plain: bool) -> RenderableType:
+def _progress(run: Watched, width: int, plain: bool) -> RenderableType:
     total = run.of_steps
     if not total:
         return Text(f"step {run.step:,}")
     left = run.seconds_left if run.status() is RunStatus.RUNNING else None
+    share = min(1.0, run.step / total)
+    step, rest = f"step {run.step:,}/{total:,}", f"{share:.0%}" + (f"  {duration(left)} left" if left else "")
+    if width < len(step) + len(rest) + (_PLAIN_BAR if plain else _LEAST_BAR) + 2:
+        return Text(f"{step}  {rest}")
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
     table.add_column(no_wrap=True)
-    share = min(1.0, run.step / total)
     bar: RenderableType = ProgressBar(total=total, completed=run.step)
     if plain:
-        bar = Text("#" * round(20 * share) + "." * (20 - round(20 * share)))
-    table.add_row(f"step {run.step:,}/{total:,}", bar, f"{share:.0%}" + (f"  {duration(left)} left" if left else ""))
+        bar = Text(("#" * round(_PLAIN_BAR * share)).ljust(_PLAIN_BAR, "."))
+    table.add_row(step, bar, rest)
     return table
 
 
 def _figures(run: Watched, width: int, plain: bool) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True, min_width=13)
-    table.add_column(overflow="ellipsis", no_wrap=True)
-    told, room = run.steps.line, max(8, min(60, width - 60))
+    table.add_column(style="dim", no_wrap=True, min_width=_LABEL)
+    table.add_column()  # whose lines are broken between words
+    told, room = run.steps.line, width - _LABEL - 2
     rows = [
         ("loss", _curve(run.steps.loss, room, plain)),
         ("held-out loss", _curve(run.steps.held_out, room, plain)),
@@ -162,8 +171,11 @@ def _curve(curve: Curve, width: int, plain: bool) -> str:
         return ""
     step, value = curve.last
     values = [v for _, v in curve.points]
-    drawn = sparkline(values, width, PLAIN if plain else BLOCKS)
-    return f"{_number(value):>8}  {drawn}  from {_number(values[0])}, at step {step:,}"
+    last, first = f"{_number(value):>8}", f"from {_number(values[0])}, at step {step:,}"
+    beside = width - _FIRST - len(last) - 4  # the same for both curves
+    broken = beside < _LEAST_CURVE
+    drawn = sparkline(values, min(_CURVE, width - len(last) - 2 if broken else beside), PLAIN if plain else BLOCKS)
+    return f"{last}  {drawn}" + ("\n" if broken else "  ") + first
 
 
 def _throughput(run: Watched) -> str:
@@ -204,28 +216,46 @@ def _restarts(run: Watched) -> str:
     return "; ".join(words)
 
 
-def _parts(run: Watched) -> Table:
-    """The share of each part of a step; ranks that computed longest first, as the others waited for them."""
+def _parts(run: Watched, width: int) -> Table:
+    """The share of each part of a step; ranks that computed longest first, as the others waited for them.
+
+    A line for each rank; where that is too wide, a column for each rank there is room for. Servers come last.
+    """
     sums: dict[int, dict[str, float]] = {}
     for rank, recent in run.parts.items():
         sums[rank] = {name: sum(seconds.get(name, 0.0) for seconds in recent) for name in _SHOWN_PARTS}
     shown = [name for name in _SHOWN_PARTS if any(parts[name] > 0 for parts in sums.values())]
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for name in ("% of time", *(_SHOWN_PARTS[name] for name in shown)):
-        table.add_column(name, justify="right", no_wrap=True)
-    slowest = sorted(sums, key=lambda rank: sums[rank]["communication"] - sum(sums[rank].values()))
+    slowest = sorted(sums, key=lambda r: (r in run.servers, sums[r]["communication"] - sum(sums[r].values())))
+    rows = [["% of time", *(_SHOWN_PARTS[name] for name in shown)]]
     for rank in slowest[:_RANKS]:
         total = sum(sums[rank].values()) or 1.0
-        table.add_row(f"rank {rank}", *(f"{100 * sums[rank][name] / total:.0f}" for name in shown))
+        named = f"{'server' if rank in run.servers else 'rank'} {rank}"
+        rows.append([named, *(f"{100 * sums[rank][name] / total:.0f}" for name in shown)])
+    if _wide(rows) > width:
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        fitting = range(len(rows), 1, -1)
+        rows = next((cut for n in fitting if _wide(cut := [row[:n] for row in columns]) <= width), columns)
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for name in rows[0]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
+
+
+def _wide(rows: Sequence[Sequence[str]]) -> int:
+    """Characters that a table's lines take, with two between columns."""
+    return sum(max(map(len, column)) for column in zip(*rows, strict=True)) + 2 * (len(rows[0]) - 1)
 
 
 def _warnings(run: Watched) -> list[Text]:
     found = []
     for when, rank, level, said in run.warnings:
-        text = Text(overflow="ellipsis", no_wrap=True)
+        text = Text()
         text.append(f"{when[11:19]} rank {rank} ", style="dim")
-        text.append(level, style="yellow" if level == "WARNING" else "red").append(f" {said}")
+        text.append(level, style="yellow" if level == "WARNING" else "red").append(
+            f" {shorten(said, _SAID, placeholder=' ...')}"
+        )
         found.append(text)
     return found
 

@@ -17,6 +17,7 @@ from typing import Any
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
 from mpitrain.monitor.events import EVENTS, parsed_event
 from mpitrain.monitor.metrics import METRICS
+from mpitrain.monitor.rank_file import SERVER
 from mpitrain.monitor.watch.growing import GrowingFile
 from mpitrain.storage import locks
 
@@ -112,6 +113,7 @@ class Watched:
         news: Events that came since this was emptied.
         warnings: Time, rank, level and text of the last lines in the ranks' logs that are at least warnings.
         parts: Seconds by part of a step in each rank's last lines.
+        servers: Ranks that take no steps themselves.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,6 +127,7 @@ class Watched:
         self.news: list[dict[str, Any]] = []
         self.warnings: list[tuple[str, int, str, str]] = []
         self.parts: dict[int, deque[dict[str, float]]] = {}
+        self.servers: set[int] = set()
         self._metrics, self._events = GrowingFile(folder / METRICS), GrowingFile(folder / EVENTS)
         self._more: dict[Path, GrowingFile] = {}
         self._seen = 0  # how often the metrics were begun anew
@@ -269,6 +272,7 @@ class Watched:
     def _take_parts(self, rank: int, value: dict[str, Any]) -> None:
         if "start" in value:
             self.parts[rank] = deque(maxlen=_PARTS)
+            (self.servers.add if value.get("role") == SERVER else self.servers.discard)(rank)
         if isinstance(seconds := value.get("seconds"), dict):
             numbers = {name: float(s) for name, s in seconds.items() if isinstance(s, (int, float))}
             self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(numbers)
