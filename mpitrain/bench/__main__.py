@@ -35,6 +35,7 @@ examples:
   python -m mpitrain.bench machine --folder /scratch/me   a minute: machine.toml, from which mpitrain.plan predicts
   python -m mpitrain.bench step --device auto --ranks 1   tokens a second and the share of an accelerator's peak
   python -m mpitrain.bench waiting                        minutes: one slow rank, with servers and without
+  python -m mpitrain.bench recording                      a minute: what a step costs that monitor.timeline records
   python -m mpitrain.bench strategies --ranks 4           minutes: one model by DDP, ZeRO, pipeline, tensor and peers
   python -m mpitrain.bench step                           a quarter of an hour, with the memory of each contender
 """

@@ -264,7 +264,7 @@ def test_warnings_and_parts_of_ranks_are_shown(made):
     table = [line.split() for line in text.splitlines() if "rank 0 " in line or "rank 1  " in line or "% of" in line]
     assert table[-3:] == [["%", "of", "time", "forward", "comm."], ["rank", "1", "75", "25"],
                           ["rank", "0", "25", "75"]]  # fmt: skip
-    names = {name: 0.1 for name in ("data", "backward", "optimizer", "evaluation", "checkpoint", "other")}
+    names = dict.fromkeys(("data", "backward", "optimizer", "evaluation", "checkpoint", "other"), 0.1)
     for rank, role in ((0, "worker"), (1, "server")):
         line = {"step": 9, "steps": 4, "time": 3.0, "seconds": names}
         text = f'{{"start": 2.0, "rank": {rank}, "role": "{role}"}}\n{json.dumps(line)}\n'

@@ -31,20 +31,42 @@ function along(node, choice) {
   for (const key of ["layer", "spec", "hconcat", "vconcat", "concat"]) along(node[key], choice);
 }
 
+const NARROW = 520;  // pixels of a chart, below which titles and legends would be cut off, as on a phone
+
+// Breaks the title into lines between words.
+function fitNarrow(spec, width) {
+  if (typeof spec.title !== "string") return;
+  const lines = [""];
+  for (const word of spec.title.split(" ")) {
+    const longer = `${lines[lines.length - 1]} ${word}`.trim();
+    if (longer.length * 8.5 > width - 50) lines.push(word); else lines[lines.length - 1] = longer;
+  }
+  spec.title = lines;
+}
+
+function narrowTheme(theme) {
+  const legend = { ...theme.legend, columns: 2, layout: { bottom: { direction: "vertical", anchor: "start" } } };
+  const axis = { ...theme.axis, labelOverlap: "greedy", labelSeparation: 8 };
+  return { ...theme, axis, title: { ...theme.title, frame: "bounds" }, legend };
+}
+
 async function draw(name) {
   const place = document.getElementById(name);
   const colours = settings.colours[theme()];
   const spec = painted(specs[name], colours);
   if (spec.usermeta && spec.usermeta.axes && axisChoice.value !== "step") along(spec, axisChoice.value);
+  const narrow = place.clientWidth < NARROW;
+  if (narrow) fitNarrow(spec, place.clientWidth);
   if (spec.usermeta && spec.usermeta.columns) {  // panels have no width of the page by themselves
-    const columns = spec.usermeta.columns;
+    const columns = narrow ? 1 : spec.usermeta.columns;
+    if (spec.columns) spec.columns = columns;
     spec.spec.width = Math.max(200, Math.floor((place.clientWidth - 70 - 24 * (columns - 1)) / columns));
   }
   delete spec.usermeta;
   const earlier = views.get(name);
   if (earlier) earlier.finalize();
   const result = await vegaEmbed(place, spec, {
-    config: settings.themes[theme()], renderer: "svg", actions: { export: true, source: false, compiled: false, editor: false },
+    config: narrow ? narrowTheme(settings.themes[theme()]) : settings.themes[theme()], renderer: "svg", actions: { export: true, source: false, compiled: false, editor: false },
   });
   views.set(name, result);
 }

@@ -85,9 +85,10 @@ class ModuleHooks:
         call = _Call(name, self._forward[-1] if self._forward else None, self._now())
         self._forward.append(call)
         if torch.is_grad_enabled():
-            x = args[0] if args and isinstance(args[0], torch.Tensor) else next(_tensors(args), None)
-            if x is not None and x.requires_grad:
+            x: Any = args[0] if args and isinstance(args[0], torch.Tensor) else next(_tensors(args), None)
+            if x is not None and x.requires_grad and not self._tells(x, call):
                 x.register_hook(partial(self._input_ready, call))
+                x._watched = (self, call, False)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._forward:
@@ -95,9 +96,19 @@ class ModuleHooks:
         call = self._forward.pop()
         self._tell(call.name, "forward", call.begin, self._now())
         if torch.is_grad_enabled():
-            y = output if isinstance(output, torch.Tensor) else next(_tensors(output), None)
+            y: Any = output if isinstance(output, torch.Tensor) else next(_tensors(output), None)
             if y is not None and y.grad_fn is not None:
                 y.register_hook(partial(self._output_ready, call))
+                y._watched = (self, call, True)
+
+    def _tells(self, x: Any, call: _Call) -> bool:
+        """Whether a hook is there that ends this call's backward when the gradient of its input comes.
+
+        It is that of the call whose output the input is, or of a call around this one with the same input. A hook more
+        takes microseconds, which adds up over all modules.
+        """
+        by, other, output = getattr(x, "_watched", (None, call, False))
+        return by is self and (output or call.inside(other))
 
     def _around(self, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of a compiled module."""
