@@ -31,7 +31,7 @@ function along(node, choice) {
   for (const key of ["layer", "spec", "hconcat", "vconcat", "concat"]) along(node[key], choice);
 }
 
-const NARROW = 520;  // pixels of a chart, below which titles and legends would be cut off, as on a phone
+const NARROW = 420;  // pixels of a chart, below which titles and legends would be cut off, as on a phone
 
 // Breaks the title into lines between words.
 function fitNarrow(spec, width) {
