@@ -65,16 +65,24 @@ in_two_halves() { # in_two_halves PATHS...: these in the background, with what t
     return $code
 }
 
-PYTHONPATH=tests python -m pretend & # the pretend accelerator: built before ranks want it, beside what needs one core
+built() { # waits until the pretend accelerator is there
+    [ -z "$building" ] || wait "$building" || failed=1
+    building=
+}
+
+python -m compileall -q mpitrain tests examples # once, for the processes that start together
+PYTHONPATH=tests python -m pretend & # the pretend accelerator
 building=$!
 linting=
-if [ -z "$long" ] && [ -n "$all" ]; then # beside the tests of one rank, which leave a core
-    { ruff check . && ruff format --check . && mypy; } >"$MPITRAIN_TESTS/lint.log" 2>&1 &
+if [ -z "$long" ] && [ -n "$all" ]; then
+    {
+        [ "$mpi" != openmpi ] || tests/second_mpi.sh mpich # asked for again below, where it may fail
+        ruff check . && ruff format --check . && mypy
+    } >"$MPITRAIN_TESTS/lint.log" 2>&1 &
     linting=$!
 fi
-python -m compileall -q mpitrain tests examples # once, for the processes that start together
-wait $building || failed=1
 for size in $sizes; do
+    [ "$size" = 1 ] || built # one rank takes one core, and leaves the other to these two
     at_ranks "$size" "$mpi" "${MPIRUN[@]}"
     if [ -n "$linting" ]; then
         wait $linting || failed=1
@@ -82,6 +90,7 @@ for size in $sizes; do
         linting=
     fi
 done
+built
 if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
     # the other MPI, from an environment that borrows everything else from .venv: what calls MPI, at one size
     (

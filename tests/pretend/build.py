@@ -78,13 +78,12 @@ def _key() -> str:
 
 
 def _build(built: Path) -> None:
-    """Compile file by file, as many at once as there are cores, and link; what others see appears whole."""
+    """Compile, as much at once as there are cores, and link; what others see appears whole."""
     folder = CACHE / "building"  # only one process has the lock; what a killed one left is removed
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size)
-        sources.sort(key=lambda path: path.name not in ("autocast.cpp", "operators.cpp"))  # those take longest
+        sources = _units(folder)
         objects = [folder / f"{path.stem}.o" for path in sources]
         commands = [[*_flags(), "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -96,6 +95,14 @@ def _build(built: Path) -> None:
         os.replace(whole, built)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _units(folder: Path) -> list[Path]:
+    """What is compiled at once, the longest first: reading PyTorch's headers takes nearly all of the time."""
+    together = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "autocast.cpp"]
+    rest = folder / "rest.cpp"
+    rest.write_text("".join(f'#include "{path}"\n' for path in together))
+    return [SOURCES / "autocast.cpp", rest]
 
 
 def _compile(arguments: list[str]) -> None:
