@@ -58,7 +58,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_next_check(wor
         monkeypatch.setattr("mpitrain.checkpoint.commit.write_parts", full)
     store.save(2, parts, {}, background=True)
     with pytest.raises(MpitrainError, match="step-00000002 could not be saved: the disk is full") as caught:
-        for _ in range(500):
+        for _ in range(3000):  # 30 s
             store.check()
             time.sleep(0.01)
     assert caught.value.agreed

@@ -102,7 +102,10 @@ def test_batches_are_read_ahead_but_not_without_bound(tokens):
     slow = Slow(data, lambda _: 0.0)
     with Loader(slow, SampleOrder(len(data), 5), batch=4, share=ALL, workers=2, prefetch=3) as loader:
         next(loader)
-        time.sleep(0.3)
+        until = time.monotonic() + 30
+        while len(slow.reads) < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.2)
         assert len(slow.reads) == 4  # the one given out and three ahead
 
 
