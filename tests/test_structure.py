@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from support import ROOT
@@ -20,9 +21,9 @@ KINDS = {"cuda", "xpu", "hip", "mps", "npu", "hpu", "mtia", "privateuse1"}  # of
 KNOWS_KINDS = {"comm/memory/device.py"}  # everybody else says device, stream, event, pinned
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path, ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def test_arrows_between_rooms_point_one_way():
