@@ -14,29 +14,25 @@ from mpitrain.errors import refusal
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate that warms up from `first` to `peak`, then stays, or goes down to `last` at step `steps`.
+    """A learning rate that warms up from 0 to `peak`, then stays, or goes down to `last` at step `steps`.
 
     An inverse square root goes on towards `last`, however many steps there are.
 
     Attributes:
         kind: What follows the warm-up.
         peak: The rate after the warm-up.
-        first: The rate that the warm-up begins from.
         last: The rate at the last step, where it decays.
         warmup: How many steps the warm-up takes.
         steps: How many steps there are.
-        logarithmic: Whether the warm-up follows log(step) instead of a line.
         decay: Steps that wsd decays in; below 1: their share of all steps.
         power: Of the polynomial.
     """
 
     kind: Decay
     peak: float
-    first: float = 0.0
     last: float = 0.0
     warmup: int = 0
     steps: int = 0
-    logarithmic: bool = False
     decay: float = 0.2
     power: float = 2.0
 
@@ -51,16 +47,13 @@ class LearningRate:
                 "of torch.optim.lr_scheduler its arguments"
             )
         power = float(section.schedule_options.get("power", 2.0))
-        rates = section.lr, 0.0, section.lr_end
+        rates = section.lr, section.lr_end
         return LearningRate(kind, *rates, section.warmup, steps, decay=section.decay_steps, power=power)
 
     def rate(self, step: int) -> float:
         """The rate of step `step`, from 0."""
         if step < self.warmup:
-            if self.logarithmic:
-                done = math.log(step + 1) / math.log(self.warmup) if self.warmup > 1 else 1.0
-                return self.first + (self.peak - self.first) * done
-            return self.first + (self.peak - self.first) * (step + 1) / self.warmup
+            return self.peak * (step + 1) / self.warmup
         return self.last + (self.peak - self.last) * DECAYS[self.kind](self, step - self.warmup)
 
     def progress(self, since: int) -> float:

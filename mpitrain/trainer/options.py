@@ -25,7 +25,8 @@ class Settings:
 
     scale: of the loss; None for the precision's own. any_optimizer: take optimizers not known to be element-wise.
     optimizer: (class of torch.optim, options), to be made when none is given. torch_schedule: the same of
-    torch.optim.lr_scheduler. filled: what stands for "auto". timeout: of communication, seconds.
+    torch.optim.lr_scheduler. skips: whether steps that updated nothing do not count for the schedule.
+    filled: what stands for "auto". timeout: of communication, seconds.
     device: where to move a model that is on the CPU; auto leaves it. carry: `comm.device`. compile: the model's blocks.
     parallel: how the model is divided over a mesh.
     without_effect: keys that were given and mean nothing here. trackers: those that a trainer has, and a loop has not,
@@ -42,6 +43,7 @@ class Settings:
     any_optimizer: bool = False
     optimizer: tuple[str, dict[str, Any]] | None = None
     schedule: RateSchedule | None = None
+    skips: bool = False
     torch_schedule: tuple[str, dict[str, Any]] | None = None
     timeout: float | None = None
     device: str = "auto"
@@ -209,6 +211,7 @@ def from_deepspeed(read: DeepSpeedConfig) -> Settings:
         any_optimizer=read.any_optimizer,
         optimizer=read.optimizer,
         schedule=read.schedule,
+        skips=True,
         torch_schedule=read.torch_schedule,
         without_effect=read.without_effect,
         filled=read.filled,

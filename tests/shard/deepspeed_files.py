@@ -45,7 +45,7 @@ FILES = {
          **_BATCH, "gradient_clipping": AUTO, "steps_per_print": 1e5, "wall_clock_breakdown": False},
         _OURS,
         {"optimizer": ("AdamW", {"lr": 3e-4, "betas": [0.8, 0.9], "weight_decay": 0.02}), "precision": "bf16",
-         "rates": {0: 0.0, 8: 3e-4, 80: 3e-4}},
+         "rates": {0: 0.0, 1: 0.0, 3: 1.5e-4, 9: 3e-4, 80: 3e-4}},
     ),
     "a mixture of experts, ZeRO-3 without an optimizer": (
         {"fp16": {"enabled": AUTO, **_SCALING, "loss_scale_window": 100}, "bf16": {"enabled": AUTO}, **_BATCH,
@@ -64,7 +64,7 @@ FILES = {
                                                       "warmup_num_steps": 500}},
          "steps_per_print": 2000, "wall_clock_breakdown": False},
         {},
-        {"bucket_mb": 1.0, "offload_parameters": "host", "rates": {499: 3e-5}},
+        {"bucket_mb": 1.0, "offload_parameters": "host", "rates": {500: 3e-5}},
     ),
     "Megatron with ZeRO-Infinity, and a key that is misspelled": (
         {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "steps_per_print": 1,
@@ -114,7 +114,7 @@ FILES = {
          "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001,
                                                       "warmup_num_steps": 1000}}, "wall_clock_breakdown": False},
         {},
-        {"zero": 0, "microbatch": 200, "rates": {999: 0.001}},
+        {"zero": 0, "microbatch": 200, "rates": {1000: 0.001}},
     ),
     "adapters of a chat model: keys of fp16 in bf16, every size auto": (
         {"fp16": {"enabled": False, **_SCALING}, "bf16": {"enabled": True, **_SCALING},
@@ -126,7 +126,7 @@ FILES = {
          "zero_optimization": {"stage": 2, "reduce_bucket_size": AUTO}, "gradient_accumulation_steps": 1,
          "gradient_clipping": 1, "train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO},
         {"train": {"batch": 8, "steps": 30}, "optim": {"lr": 1e-3, "warmup": 10}},
-        {"microbatch": 4, "rates": {9: 1e-3, 20: 5e-4, 30: 0.0}},
+        {"microbatch": 4, "rates": {10: 1e-3, 21: 5e-4, 31: 0.0}},
     ),
     "a project's own keys beside DeepSpeed's": (
         {"train_batch_size": 160, "gradient_accumulation_steps": 5, "train_micro_batch_size_per_gpu": 16,
@@ -159,7 +159,7 @@ FILES = {
                                   "cycle_second_stair_count": 20, "decay_step_size": 100, "decay_lr_rate": 0.01}}},
         {},
         {"accumulate": 8, "rates": {0: 0.002, 4: 0.002, 5: 0.0025, 100: 0.012, 105: 0.007, 110: 0.002,
-                                    210: 0.002 / 1.01}, "momenta": {0: 0.9, 100: 0.8, 105: 0.85, 500: 0.9}},
+                                    210: 0.002 / 1.01}, "momenta": {0: 0.8, 1: 0.9, 100: 0.8, 105: 0.85, 500: 0.9}},
     ),
     "distillation: which learning rate it bears, and each monitor": (
         {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
@@ -227,7 +227,7 @@ READ = {
                                                             "warmup_num_steps": 10, "warmup_type": "linear"}},
          "csv_monitor": {"enabled": True, "output_path": "here", "job_name": "x"}},
         {},
-        {"trackers": ("csv_monitor",), "rates": {9: 1e-3, 55: 1e-3 * (1 + 1e-4) / 2, 100: 1e-7}},
+        {"trackers": ("csv_monitor",), "rates": {0: 0.0, 1: 1e-4, 10: 9.1e-4, 55: 1e-3 * (1 + 1e-4) / 2, 100: 1e-7}},
     ),
     "generation: a section that is off, gradients summed in fp32": (
         {"fp16": {"enabled": True}, "tensor_parallel": {"enabled": False}, "enable_cuda_graph": False,

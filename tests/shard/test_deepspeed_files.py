@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 import warnings
 from contextlib import redirect_stdout
+from itertools import product
 
 import pytest
 import torch
@@ -81,6 +83,54 @@ def test_optimizers_that_torch_lacks_are_those_of_their_papers():
             assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):
+    """Written down from its lr_schedules.py: update 0 has the first rate, update n that of batch n - 1."""
+    batch = update - 1
+    if batch < 0:
+        return 0.0 if name == "WarmupCosineLR" else low
+    if batch < warmup:
+        gamma = math.log(batch + 1) / math.log(warmup) if log else batch / warmup
+        return high * (ratio + (1 - ratio) * gamma) if name == "WarmupCosineLR" else low + (high - low) * gamma
+    if name == "WarmupLR":
+        return high
+    if name == "WarmupDecayLR":
+        return low + (high - low) * max(0.0, (steps - batch) / max(1, steps - warmup))
+    done = min(1.0, (batch - warmup + 1) / max(1, steps - warmup))
+    return high * (floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def test_a_warm_up_has_deepspeeds_rate_at_every_update():
+    """One cycle and the range test: tests/train/test_schedules.py."""
+    for name, warmup, kind in product(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), (1, 2, 7), ("log", "linear")):
+        params = {"warmup_num_steps": warmup, "warmup_type": kind}
+        ratios = {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05} if name == "WarmupCosineLR" else {}
+        params |= ratios or {"warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3}
+        params |= {} if name == "WarmupLR" else {"total_num_steps": 20}
+        values = {"optimizer": {"type": "Adam", "params": {"lr": 2e-3}}, "scheduler": {"type": name, "params": params}}
+        schedule = read_deepspeed(values, ranks=1).schedule
+        told = {"low": 1e-4, "high": 2e-3, "warmup": max(2, warmup), "steps": 20, "log": kind == "log"}
+        told |= {"ratio": 0.2, "floor": 0.05}
+        wanted = [by_deepspeeds_formula(name, update, **told) for update in range(30)]
+        assert [schedule.rate(update) for update in range(30)] == pytest.approx(wanted, rel=1e-12), params
+
+
+@pytest.mark.ranks(1)
+def test_a_schedule_starts_from_each_groups_own_rate_and_passes_over_updates_that_were_skipped(world):
+    model = nn.Linear(4, 2)
+    groups = [{"params": [model.weight], "lr": 0.02}, {"params": [model.bias], "lr": 0.01}]
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": 0.002}}
+    values = {"train_micro_batch_size_per_gpu": 3, "scheduler": scheduler}
+    engine = mt.initialize(model, torch.optim.SGD(groups), values, loss=nn.functional.mse_loss)
+    found = []
+    for number in range(5):
+        x = torch.full((3, 4), torch.inf if number == 1 else 1.0)
+        engine.train_batch(iter([(x, torch.ones(3, 2))]))
+        found.append([group["lr"] for group in engine.optimizer.param_groups])
+    assert engine.skipped == 1
+    assert found == [pytest.approx(e) for e in ([0.002] * 2, [0.002] * 2, [0.002] * 2, [0.011, 0.006], [0.02, 0.01])]
+    engine.close()
+
+
 @pytest.mark.ranks(2)
 def test_every_such_file_trains(world, tmp_path):
     """Whatever it asks for: a step is made, and rank 0 says what stands for "auto" and what means nothing here."""
@@ -104,7 +154,7 @@ def test_every_such_file_trains(world, tmp_path):
                 warnings.simplefilter("error")
                 assert engine.train_batch(batches) > 0 and engine.steps == 1, name
             if hasattr(engine.settings.schedule, "momentum"):
-                assert engine.optimizer.param_groups[0]["betas"] == (0.9, 0.99), name
+                assert engine.optimizer.param_groups[0]["betas"] == (0.8, 0.99), name
             if engine.settings.torch_schedule is not None:
                 assert engine.skipped or 0 < engine.lr < 0.1
             engine.close()

@@ -402,5 +402,5 @@ def test_a_deepspeed_configuration_is_taken_over():
     assert settings.options.offload == "host" and settings.scale.value == 256 and settings.scale.patience == 5
     assert settings.scale.spare == 1  # DeepSpeed's hysteresis is 2 unless told otherwise
     assert settings.without_effect == ("steps_per_print", "zero_optimization.contiguous_gradients")
-    rates = [settings.schedule.rate(step) for step in (0, 9, 15, 20, 25)]
-    assert rates == pytest.approx([0.01, 0.1, 0.05, 0.0, 0.0])
+    rates = [settings.schedule.rate(update) for update in (0, 1, 2, 11, 16, 21, 25)]
+    assert rates == pytest.approx([0.0, 0.0, 0.01, 0.1, 0.05, 0.0, 0.0])

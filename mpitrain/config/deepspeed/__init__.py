@@ -10,5 +10,6 @@ page of DeepSpeed's documentation, and for "auto" the "DeepSpeed" page of Huggin
 from mpitrain.config.deepspeed.described import DeepSpeedConfig, LossScaling
 from mpitrain.config.deepspeed.json_file import read_json
 from mpitrain.config.deepspeed.reading import looks_like_deepspeed, read_deepspeed
+from mpitrain.config.deepspeed.warm_ups import WarmUp
 
-__all__ = ["DeepSpeedConfig", "LossScaling", "looks_like_deepspeed", "read_deepspeed", "read_json"]
+__all__ = ["DeepSpeedConfig", "LossScaling", "WarmUp", "looks_like_deepspeed", "read_deepspeed", "read_json"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +28,7 @@ from mpitrain.mesh import Mesh
 from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.dividing import Plan
 from mpitrain.trainer.engine import Engine, Loss
-from mpitrain.trainer.optimizing.optimizer import make_optimizer
+from mpitrain.trainer.optimizing.optimizer import make_optimizer, optimizer_class
 from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
 from mpitrain.trainer.optimizing.schedules import make_scheduler
 from mpitrain.trainer.options import Settings, from_config, from_deepspeed
@@ -181,18 +182,12 @@ def _origin(config: Given) -> str:
     return str(config) if isinstance(config, (str, Path)) else "config"
 
 
-def _optimizer(section: OptimSection | None, settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that a configuration names. section: None for one of DeepSpeed, which decays all parameters."""
-    wanted = section or _section(settings)
-    roles = ParameterRoles.of(wanted, model)
-    return make_optimizer(wanted, model.named_parameters(), roles, decay_all=section is None)
-
-
 def _section(settings: Settings) -> OptimSection:
     """The optimizer section that a DeepSpeed configuration describes."""
     if settings.optimizer is None:
         raise refusal("no optimizer was given, and the configuration has none; give one")
     kind, params = settings.optimizer
     options = dict(params)
-    rate, decay = options.pop("lr", 1e-3), options.pop("weight_decay", 0.0)
-    return OptimSection(name=kind, lr=rate, weight_decay=decay, options=options)
+    default = signature(optimizer_class("optimizer.type", kind)).parameters["lr"].default
+    rate, decay = options.pop("lr", default), options.pop("weight_decay", 0.0)
+    return OptimSection(name=kind, lr=float(rate), weight_decay=decay, options=options)

@@ -16,6 +16,7 @@ from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, Store
 from mpitrain.comm.memory.device import CPU, fetched
+from mpitrain.config.deepspeed import WarmUp
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.mesh import Mesh
 from mpitrain.trainer.device import full_told, moved
@@ -43,6 +44,7 @@ class TrainingEngine:
         self._engine, self.settings, self._loss, self._scheduler = engine, settings, loss, scheduler
         self.mesh, self._names = mesh, names
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
+        self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._store = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
         self._generators = Generators(mesh, engine.device)
         self._divided = mesh.pipeline.size * mesh.tensor.size > 1
@@ -147,14 +149,21 @@ class TrainingEngine:
 
     def _update(self) -> None:
         """Update the parameters with the gradients of a whole step, and what follows from its number."""
-        schedule = self.settings.schedule
         with self._full_told():
-            rate = next_rate(schedule, self.optimizer, self.steps) if schedule is not None else None
-            result = self._engine.step(rate)
+            result = self._engine.step(self._next_rate())
         if self._scheduler is not None and not result.skipped:
             self._scheduler.step()
         self.steps, self.norm = self.steps + 1, result.norm
         self.skipped += result.skipped
+
+    def _next_rate(self) -> float | None:
+        """The learning rate of the coming update; None where the optimizer has it."""
+        schedule, update = self.settings.schedule, self.steps - self.skipped * self.settings.skips
+        if not isinstance(schedule, WarmUp) or schedule.peak is not None:
+            return None if schedule is None else next_rate(schedule, self.optimizer, update)
+        for group, own in zip(self.optimizer.param_groups, self._own_rates, strict=True):
+            group["lr"] = schedule.rate(update, own)
+        return None
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
         """A whole step on the next microbatches (x, y) of an iterator, as many as it accumulates. Collective.
