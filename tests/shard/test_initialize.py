@@ -404,3 +404,38 @@ def test_a_deepspeed_configuration_is_taken_over():
     assert settings.without_effect == ("steps_per_print", "zero_optimization.contiguous_gradients")
     rates = [settings.schedule.rate(update) for update in (0, 1, 2, 11, 16, 21, 25)]
     assert rates == pytest.approx([0.0, 0.0, 0.01, 0.1, 0.05, 0.0, 0.0])
+
+
+@pytest.mark.ranks(1)
+def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
+    def engine(**more):
+        model = nn.Linear(2, 1)
+        return mt.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"train": {"batch": 2}}, **more)
+
+    ours, x = engine(loss=lambda output, y: output.sum()), torch.ones(2, 2)
+    with pytest.raises(InputError, match=r"step was called without engine\.backward before it"):
+        ours.step()
+    for wrong, told in (
+        (ours.module(x), r"shape \[2, 1\]; give its mean"),
+        (1.5, "this is a float"),
+        (x[0, 0], "no_grad"),
+    ):
+        with pytest.raises(InputError, match=told):
+            ours.backward(wrong)
+    ours.backward(ours(x, x))
+    with pytest.raises(InputError, match="twice without a step between"):
+        ours.backward(ours(x, x))
+    with pytest.raises(InputError, match="would lose the gradients of a step"):
+        ours.save("nowhere")
+    assert ours.step()
+    with pytest.raises(InputError, match=r"\(x, y\), and this is a tuple of 3"):
+        ours.train_batch(iter([(x, x, x)]))
+    with pytest.raises(AttributeError, match=r"here it is engine\.save\(folder\)"):
+        ours.save_checkpoint("nowhere")
+    with pytest.raises(InputError, match="returns the engine alone"):
+        _, _ = ours
+    ours.close()
+    with pytest.raises(InputError, match="the scheduler is of another optimizer"):
+        engine(scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(x)], lr=0.1), 1))
+    with pytest.raises(InputError, match=r"in DistributedDataParallel already; give mt.initialize its \.module"):
+        mt.initialize(mt.DistributedDataParallel(nn.Linear(2, 1)))

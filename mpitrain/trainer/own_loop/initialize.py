@@ -25,6 +25,7 @@ from mpitrain.config.toml_file import read_toml
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
+from mpitrain.shard.ddp import DistributedDataParallel
 from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.dividing import Plan
 from mpitrain.trainer.engine import Engine, Loss
@@ -77,6 +78,7 @@ def initialize(
     Raises:
         InputError: A key is not supported; the message names it.
     """
+    _refuse_model(model)
     comm = comm if comm is not None else init()
     settings, section = _read(config, comm.size, auto, own_optimizer=optimizer is not None)
     _refuse_twice(_origin(config), "an optimizer", optimizer, settings.optimizer)
@@ -107,6 +109,14 @@ def _engine(placed: PlacedModel, optimizer: torch.optim.Optimizer, mesh: Mesh, s
         axes=placed.divided.axes,
         scale=settings.scale,
     )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Raise InputError for a model that something else averages already, or that has nothing to train."""
+    if isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise refusal(f"the model is in {type(model).__name__} already; give mt.initialize its .module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise refusal(f"no parameter of {type(model).__name__} requires gradients; leave some to train")
 
 
 def _refuse_twice(origin: str, what: str, given: object, named: object) -> None:

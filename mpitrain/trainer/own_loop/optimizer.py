@@ -72,11 +72,35 @@ def _made(make: Any, module: nn.Module, comm: Communicator) -> torch.optim.Optim
 
 
 def scheduling(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """A learning-rate scheduler: as it is given, or what the given function makes of the optimizer."""
-    if given is None or (hasattr(given, "step") and not isinstance(given, type)):
-        return given
-    if not callable(given):
+    """A learning-rate scheduler: as it is given, or what the given function makes of the optimizer.
+
+    Raises:
+        InputError: It is none, it follows a loss, or it is of another optimizer.
+    """
+    if given is None:
+        return None
+    if hasattr(given, "step") and not isinstance(given, type):
+        made = given
+    elif callable(given):
+        made = given(optimizer)
+    else:
         raise refusal(
             f"scheduler is a {type(given).__name__}; give a scheduler, or a function of an optimizer that makes one"
         )
-    return given(optimizer)
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise refusal(
+            "scheduler ReduceLROnPlateau follows held-out losses, which a loop of your own has; leave it out, and step "
+            "it with what engine.evaluate returns"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise refusal(
+            "the scheduler is of another optimizer than the engine's, whose learning rates it would not change; make "
+            "it of the one that mt.initialize is given"
+        )
+    return made
+
+
+def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a scheduler's state that JSON can hold; the rest is functions."""
+    kinds = (bool, int, float, str, list, type(None))
+    return {key: value for key, value in state.items() if isinstance(value, kinds)}

@@ -24,7 +24,9 @@ from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing.schedules import next_rate
 from mpitrain.trainer.options import Settings
+from mpitrain.trainer.own_loop.checks import instead_of, not_alone, pair, require_scalar, samples_in, whole_steps
 from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
+from mpitrain.trainer.own_loop.optimizer import plain
 from mpitrain.trainer.own_loop.whole_state import whole_state
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
@@ -47,8 +49,15 @@ class TrainingEngine:
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._store = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
         self._generators = Generators(mesh, engine.device)
+        self._pending = False  # a backward pass was made that no step has counted
         self._divided = mesh.pipeline.size * mesh.tensor.size > 1
         self._draws = DividedDraws(self._generators, mesh, engine.device) if self._divided else None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(instead_of(name, type(self).__name__))
+
+    def __iter__(self) -> Iterator[Any]:
+        raise not_alone()
 
     @property
     def module(self) -> nn.Module:
@@ -126,9 +135,18 @@ class TrainingEngine:
             return self._engine.compute(self.module, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them."""
-        if self._passes >= self.settings.accumulate:
-            raise InputError(f"backward was called {self._passes + 1} times without a step; call step() after each")
+        """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them.
+
+        Raises:
+            InputError: `step` was not called since the last one, or `loss` is no scalar that depends on parameters.
+        """
+        if self._pending:
+            raise InputError(
+                "engine.backward was called twice without a step between; add the losses up for one backward pass, and "
+                "call engine.step() after each"
+            )
+        require_scalar(loss)
+        self._pending = True
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
         share = 1.0 / (self.settings.accumulate * self._engine.comm.size)
@@ -139,7 +157,16 @@ class TrainingEngine:
         """Update the parameters, if this microbatch was the last of the step; returns whether it was. Collective.
 
         A step whose gradients are not finite on some rank is skipped on all of them.
+
+        Raises:
+            InputError: `backward` was not called since the last one, so that there is nothing to count.
         """
+        if not self._pending:
+            raise InputError(
+                "engine.step was called without engine.backward before it; call engine.backward(loss), not "
+                "loss.backward(), on every microbatch"
+            )
+        self._pending = False
         self._passes += 1
         if self._passes < self.settings.accumulate:
             return False
@@ -205,10 +232,10 @@ class TrainingEngine:
         self._require_loss("evaluate")
         on = self.device if self._engine.pipeline is None else CPU  # where a pipeline tells its losses
         sums = torch.zeros(2, dtype=torch.float64, device=on)
-        for x, y in batches:
+        for batch in batches:
             with self._full_told():
-                x, y = moved((x, y), self.device)
-                count = _samples(x)
+                x, y = moved(pair(batch), self.device)
+                count = samples_in(x)
                 sums[0] += self._engine.evaluate(x, y).double() * count
                 sums[1] += count
         self._engine.comm.all_reduce(sums)
@@ -218,8 +245,12 @@ class TrainingEngine:
         return float(total / samples)
 
     def _require_loss(self, method: str) -> None:
-        if self._loss is None or self._passes:
-            why = "a step has been begun; end it" if self._passes else "it needs a loss; give mt.initialize one"
+        if self._loss is None or self._passes or self._pending:
+            why = (
+                "a step has been begun; end it"
+                if self._passes or self._pending
+                else "it needs a loss; give mt.initialize one"
+            )
             raise refusal(f"{method}: {why}")
 
     def _next(self, batches: Iterator[tuple[Any, Any]], number: int) -> tuple[Any, Any]:
@@ -230,7 +261,7 @@ class TrainingEngine:
                 "iter(...) of it once, before the steps"
             )
         try:
-            return next(batches)
+            return pair(next(batches))
         except StopIteration:
             if not number:
                 raise
@@ -246,14 +277,21 @@ class TrainingEngine:
 
         values: JSON to be given back by `load`, rank 0's. The folder then belongs to this job until it ends: another
         job's `save` into it is refused. Nothing is removed or replaced there but what is known to be a checkpoint's.
+
+        Raises:
+            InputError: A step has been begun, or the folder is another job's.
         """
+        if self._passes or self._pending:
+            raise InputError(
+                "engine.save would lose the gradients of a step that has been begun; save after step() is True"
+            )
         parts, rest = self._engine.parts()
         rates = [float(settings["lr"]) for settings in self.optimizer.param_groups]
         parts.append(self._generators.part())
         rest["random"] = self._generators.values()
         mine = {"steps": self.steps, "skipped": self.skipped, "rates": rates, "values": dict(values or {})}
         if self._scheduler is not None:
-            mine["scheduler"] = _plain(self._scheduler.state_dict())
+            mine["scheduler"] = plain(self._scheduler.state_dict())
         self._store.move_to(Path(path))
         self._store.prepare(set_aside=False, lock=True)
         folder = self._store.save(self.steps, parts, rest | {"engine": mine})
@@ -291,7 +329,7 @@ class TrainingEngine:
             if self._draws is not None:
                 self._draws.restart()
             mine = manifest.values.get("engine", {"steps": manifest.step, "skipped": 0, "values": {}})
-            self.steps, self.skipped, self._passes = mine["steps"], mine["skipped"], 0
+            self.steps, self.skipped, self._passes, self._pending = mine["steps"], mine["skipped"], 0, False
             for settings, rate in zip(self.optimizer.param_groups, mine.get("rates", ()), strict=False):
                 settings["lr"] = rate
             if self._scheduler is not None and "scheduler" in mine:
@@ -330,13 +368,13 @@ class PipelineEngine(TrainingEngine):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _whole_steps("engine(...)")
+        raise whole_steps("engine(...)")
 
     def backward(self, loss: torch.Tensor) -> None:
-        raise _whole_steps("engine.backward")
+        raise whole_steps("engine.backward")
 
     def step(self) -> bool:
-        raise _whole_steps("engine.step")
+        raise whole_steps("engine.step")
 
     def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
         """A whole step on the next microbatches (x, y) of an iterator, as many as a step has. Collective.
@@ -358,23 +396,3 @@ class PipelineEngine(TrainingEngine):
         data.all_reduce(total)
         self._update()
         return float(total)
-
-
-def _whole_steps(what: str) -> InputError:
-    return InputError(
-        f"{what} is not for a model in stages, through which all microbatches of a step go together; use "
-        "engine.train_batch(iterator) and engine.evaluate(batches)"
-    )
-
-
-def _samples(x: Any) -> int:
-    """How many samples an input has: a tensor, or a tuple, list or mapping of tensors."""
-    while not isinstance(x, torch.Tensor):
-        x = next(iter(x.values() if isinstance(x, Mapping) else x))
-    return len(x)
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a scheduler's state that JSON can hold; the rest is functions."""
-    kinds = (bool, int, float, str, list, type(None))
-    return {key: value for key, value in state.items() if isinstance(value, kinds)}
