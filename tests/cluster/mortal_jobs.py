@@ -14,6 +14,7 @@ from support import clean_environment, launcher, train_command
 
 from mpitrain.monitor import read_metrics
 
+LIMIT = 240.0  # seconds for what takes a few: on a busy machine ranks take minutes to import torch
 GOING_ON = re.compile(
     r"mpitrain: ranks? ([\d, ]+) died; going on from step (\d+) with (\d+) ranks?(?: \(\d+ waiting\))?, "
     r"step \d+ done (?:at most )?([\d.]+) s after the fault"
@@ -28,7 +29,7 @@ class Job:
     ) -> None:
         train = train_command("--run.dir", folder, *arguments)
         command = [*(command or [*launcher(ranks), "--with-ft", "ulfm"]), *train]
-        self.folder = folder
+        self.folder, self._step_before = folder, 0.0
         self._said, self._printed = (folder.parent / f"{folder.name}.{name}" for name in ("stderr", "stdout"))
         with open(self._said, "w") as err, open(self._printed, "w") as out:
             env = clean_environment(OMPI_MCA_mpi_yield_when_idle="1") | environment
@@ -50,7 +51,7 @@ class Job:
         path = self.folder / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"the job ended too early:\n{self.said[-3000:]}"
@@ -67,13 +68,23 @@ class Job:
         return [row["recovered_s"] for row in read_metrics(self.folder) if "recovered_s" in row]
 
     def time_to_recover(self, fault: Callable[[], None]) -> float:
-        """Do what ranks are lost by; returns the seconds until the job has done a step again."""
-        before, began = len(self.recovered()), time.monotonic()
+        """Do what ranks are lost by; returns the seconds until the job had done a step again."""
+        before, began = len(self.recovered()), time.time()
         fault()
         self.until(lambda: len(self.recovered()) > before)
-        return time.monotonic() - began
+        rows = read_metrics(self.folder)
+        self._step_before = began - max(row["time"] for row in rows if row["time"] < began)
+        return [row["time"] for row in rows if "recovered_s" in row][before] - began
 
-    def end(self, code: int = 0, seconds: float = 120) -> None:
+    def is_told(self, seconds: float, measured: float, *, at_most: bool = False) -> bool:
+        """Whether a job says what `time_to_recover` has measured.
+
+        Ranks that wait for a core notice late that another is gone. at_most: nobody saw it, so that the job counts from
+        the last step that was done.
+        """
+        return measured - max(1, measured / 2) < seconds < measured + 0.1 + at_most * self._step_before
+
+    def end(self, code: int = 0, seconds: float = LIMIT) -> None:
         try:
             assert self.process.wait(seconds) == code, self.said[-3000:]
         finally:

@@ -7,6 +7,7 @@ starts jobs as their users, and Debian's slurm-wlm and munge (tests/cluster/inst
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -134,7 +135,7 @@ class SlurmCluster:
         if "slurmctld" in self._daemons:
             with suppress(subprocess.SubprocessError, OSError):
                 self.call("scancel", "--quiet", "--user=root", timeout=10)
-                self._wait(lambda: not self.call("squeue", "-h").stdout.strip(), "jobs stay", seconds=15)
+                self.wait_until_idle(15)
         for name in reversed(list(self._daemons)):
             self._stop(name)
         for process in self._processes_of_jobs():
@@ -194,6 +195,10 @@ class SlurmCluster:
 
         self._wait(fits, f"job {number}", seconds, lambda: str(job))
         return job
+
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """Until no job runs, ends or waits."""
+        self._wait(lambda: not self.call("squeue", "-h").stdout.strip(), "jobs stay", seconds)
 
     def wait_for_restart(self, number: str, restarts: int, seconds: float = 120) -> None:
         """Until a job runs for the so-many-th time again, or has ended; Slurm itself would wait two minutes before.
@@ -269,11 +274,15 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as open_ones:
-        sockets = [open_ones.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports that the daemons will find free: below those that the kernel gives to whoever connects."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 1000):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 def _all_processes() -> list[int]:

@@ -14,7 +14,7 @@ from mpitrain.monitor import read_metrics
 
 pytestmark = [
     pytest.mark.campaign,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not (Path(sys.prefix) / "bin/ompi_info").exists(),
         reason="ranks can die alone only under Open MPI 5; this environment has another",
@@ -66,7 +66,7 @@ def test_a_dead_server_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path):
     assert len(told) == 1, job.said
     again = Job(tmp_path / "r", 3, words)
     again.end()
-    assert re.search(r"resumed from .*step-000000[2-9]0|resumed from .*step-0000010", again.printed)
+    assert re.search(r"resumed from .*step-00000(0[2-9]|1[0-4])0", again.printed), again.printed
     assert [row["step"] for row in read_metrics(tmp_path / "r")] == list(range(1, STEPS + 1))
 
 

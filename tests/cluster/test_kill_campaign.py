@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -213,10 +214,19 @@ def _check_the_kill(case: Case, kill: Kill, run: Path, ended: Ended) -> None:
     note = reached(_notes_of(run))
     assert note.exists(), f"{case}: never came {kill}: {ended}"
     assert ended.code != 0, f"{case}: the job survived {kill}: {ended}"
-    left = [path for path in json.loads(note.read_text()) if os.path.exists(path)]
+    left = _left_in_shared_memory(json.loads(note.read_text()))
     assert not left, f"{case}: left in shared memory: {left}"
     said = {"exception": SAID, "exit": "sys.exit(3)"}.get(kill.how, "")
     assert said in ended.err, f"{case}: nothing said of {kill}: {ended}"
+
+
+def _left_in_shared_memory(mapped: Sequence[str]) -> list[str]:
+    """What is there still of the files that one rank had mapped, and of others of its job: Open MPI's names have the
+    job's number in them, also those of files that other ranks had made and this one had not mapped yet.
+    """
+    jobs = {found[1] for path in mapped if (found := re.search(r"/sm_segment\..+\.([0-9a-f]+)\.\d+$", path))}
+    of_job = {str(file) for job in jobs for file in Path("/dev/shm").glob(f"*.{job}.*")}
+    return sorted({path for path in mapped if os.path.exists(path)} | of_job)
 
 
 def _check_checkpoints(case: Case, run: Path, reference: Path, spoiled: Path | None) -> None:

@@ -22,7 +22,7 @@ from mpitrain.monitor.report.summary import summary
 OPEN_MPI = (Path(sys.prefix) / "bin/ompi_info").exists()
 pytestmark = [
     pytest.mark.campaign,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not OPEN_MPI, reason="ranks can die alone only under Open MPI 5; this environment has another"),
 ]
 STEPS = 60
@@ -70,7 +70,7 @@ def test_training_goes_on_without_a_rank_that_is_killed(tmp_path, arguments, und
         job.end()
     [(lost, step, left, seconds)] = job.recoveries()
     assert lost == [victim] and left == 3 and step >= 14 and seconds < 5
-    assert job.recovered() == [pytest.approx(seconds, abs=0.06)] and measured - 1 < seconds < measured + 0.1
+    assert job.recovered() == [pytest.approx(seconds, abs=0.06)] and job.is_told(seconds, measured), (seconds, measured)
     assert f"s from the loss of ranks to step {step + 1}" in summary(tmp_path / "r")
     events = [event for event in read_events(tmp_path / "r") if event["event"] != "evaluate"]
     start, noted, saved, end = events  # whoever was the first rank when it happened
@@ -99,7 +99,7 @@ def test_a_mesh_goes_on_at_the_largest_size_that_fits_and_who_waits_takes_part_a
         job.until(lambda: job.rows() >= 25)
         job.signal(0)
     finally:
-        job.end(seconds=180)
+        job.end()
     [(lost, step, left, _), (lost_then, step_then, left_then, _)] = job.recoveries()
     assert (lost, left, lost_then, left_then) == ([2], 4, [0], 4) and step >= 9 and step_then >= 24
     assert "waiting: 4 of 5 ranks train" in job.log(5)
@@ -116,7 +116,7 @@ def test_a_reproducible_run_goes_on_with_its_bits(tmp_path, arguments):
         job.until(lambda: len(job.recoveries()) == 1)
         job.signal(7)  # which waits
     finally:
-        job.end(seconds=180)
+        job.end()
         whole.end()
     assert [(lost, left) for lost, _, left, _ in job.recoveries()] == [([6], 4), ([7], 4)]
     losses = [[(row["step"], row["loss"]) for row in read_metrics(tmp_path / name)] for name in ("r", "whole")]
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_while_the_others_recover_is_left_out_as_well(tmp_path,
         time.sleep(delay)
         job.signal(5)
     finally:
-        job.end(seconds=180)
+        job.end()
     found = job.recoveries()
     assert sorted(rank for lost, *_ in found for rank in lost) == [3, 5]
     assert found[-1][2] == 4 and all(step >= 14 for _, step, *_ in found) and all(s < 5 for *_, s in found)
@@ -212,7 +212,7 @@ def test_training_goes_on_without_a_host_whose_ranks_are_killed(tmp_path, across
     found = job.recoveries()
     assert sorted(rank for lost, *_ in found for rank in lost) == victims
     assert found[-1][2] == 4 and all(step >= 14 and seconds < 5 for _, step, _, seconds in found)
-    assert measured - 1 < found[-1][3] < measured + 1 and "done at most" in job.said  # nobody there saw it
+    assert "done at most" in job.said and job.is_told(found[-1][3], measured, at_most=True), (found, measured)
     same_run(tmp_path / "r", undisturbed)
 
 
@@ -226,7 +226,8 @@ def test_training_goes_on_without_a_host_that_is_cut_off(tmp_path, hosts, across
         job.end(-signal.SIGKILL)  # mpirun does not end by itself without a host
     [(lost, step, left, seconds)] = job.recoveries()
     assert lost == victims and left == 4 and step >= 14
-    assert measured - 1 < seconds < measured + 1 and 4 < seconds < 20  # 8 s of silence, then what takes no time
+    assert job.is_told(seconds, measured, at_most=True), (seconds, measured)
+    assert 4 < seconds < 20  # 8 s of silence, then what takes no time
     assert all("4 of 6 ranks are left" in job.log(rank) for rank in range(6) if rank not in victims)
     assert all("cut off from ranks" in job.log(rank) for rank in victims)
     assert "mpirun is ended, with exit code 137" in job.said and "8 minutes" not in job.said

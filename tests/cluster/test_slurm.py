@@ -177,8 +177,8 @@ def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
     slurm.wait_for(number, lambda job: training.out.count(f"from step {second} with 4 ranks") == 1, 60)
     slurm.call("scancel", "--full", number)
     assert training.ended(number)["JobState"] == "CANCELLED", training.out
-    time.sleep(5)
-    assert slurm.job(number)["Restarts"] == "0" and not slurm.call("squeue", "-h").stdout
+    slurm.wait_until_idle()
+    assert slurm.job(number)["Restarts"] == "0"
 
 
 def test_a_job_that_makes_room_for_good_is_queued_again(slurm, tmp_path):
