@@ -157,7 +157,7 @@ def test_a_rank_that_dies_with_its_partner_costs_the_steps_since_the_last_checkp
 
 def test_a_rank_that_stops_is_named_and_ended_alone(tmp_path, arguments, undisturbed):
     """The others notice one after the other; none may go by the numbers of the world before once it is left."""
-    job = Job(tmp_path / "r", 4, (*arguments, "--comm.timeout", 5))
+    job = Job(tmp_path / "r", 4, (*arguments, "--comm.timeout", 15))  # more than ranks need to start
     try:
         job.until(lambda: job.rows() >= 15)
         job.signal(1, number=signal.SIGSTOP)
