@@ -39,6 +39,11 @@ class BucketReduction:
         self.comms, self.op, self.algorithm = list(comms), op, algorithm
         self.comm = self.comms[0]
         self.compression, self.replicas, self.reproducible = compression, replicas, reproducible
+        for comm in self.comms if self.overlaps else ():
+            # The first operation makes the memory in which ranks meet: not beside the training, see FileLayout.
+            work = comm.all_reduce(torch.zeros(1), async_op=True)
+            assert work is not None
+            work.wait()
 
     @property
     def overlaps(self) -> bool:
