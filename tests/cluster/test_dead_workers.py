@@ -54,16 +54,17 @@ def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(t
         assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_dead_server_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize(("victims", "who"), [([2], "rank 2, a server, died"), ([0, 1], "all workers died")])
+def test_a_dead_server_or_no_worker_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path, victims, who):
     words = _words(parallel__staleness="none", parallel__servers=1, checkpoint__every=20)
     job = Job(tmp_path / "r", 3, words)
     try:
         job.until(lambda: job.rows() >= 50)
-        job.signal(2)
+        job.signal(*victims)
     finally:
         job.end(75)
-    told = re.findall(r"mpitrain: rank 2, a server, died .*; start the job again.*", job.said)
-    assert len(told) == 1, job.said
+    told = re.findall(rf"mpitrain: {who}.*; start the job again.*", job.said)
+    assert len(told) == 1 and "Traceback" not in job.said, job.said
     again = Job(tmp_path / "r", 3, words)
     again.end()
     assert re.search(r"resumed from .*step-00000(0[2-9]|1[0-4])0", again.printed), again.printed

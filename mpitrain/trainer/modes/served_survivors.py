@@ -76,6 +76,8 @@ class ServedSurvivors(Survivors):
                 f"{which} died with a part of the parameters; start the job again, it goes on from the last checkpoint",
                 agreed=True,
             )
+        if self.everyone.size == len(self._servers):
+            raise TooFewLeft("all workers died; start the job again, it goes on from the last checkpoint", agreed=True)
         self._take_stock()
         self._trainer.let_go()
         self._begin_anew()
