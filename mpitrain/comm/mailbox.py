@@ -18,7 +18,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 
@@ -33,6 +34,7 @@ from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.process.journal import Moved, Note, clock
 from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages, Work, poll, seen
 from mpitrain.errors import CommunicationError, InputError
@@ -158,6 +160,7 @@ class Mailbox(Member):
         self._owned = OwnedCommunicators(process)
         self._comm = self._owned.keep(comm)
         self._record = process.watchdog.record(label)  # of the thread that takes
+        self._listening: Record | None = None  # of the thread that serves
         self._numbers = count()  # of payloads
         self._posted: list[Posted] = []  # of which something is under way
         self._lock = threading.Lock()  # of these
@@ -216,7 +219,7 @@ class Mailbox(Member):
         return Note(self.process.journal, operation, self._axis, moved, key, self.process.journal.number(key))
 
     def take(self, seconds: float) -> Letter | None:
-        """The next letter of any rank; None where none comes in time. The watchdog does not see that wait.
+        """The next letter of any rank; None where none comes in time. The watchdog sees that wait only in `listening`.
 
         Args:
             seconds: How long to wait; 0: only look.
@@ -231,6 +234,28 @@ class Mailbox(Member):
         if begin:
             self.process.journal.wait(begin)
         return found[0] if found else None
+
+    @contextmanager
+    def listening(self, awaited: Sequence[int], name: str) -> Iterator[None]:
+        """Inside, letters are taken whenever they come, and their senders may compute for any time between them.
+
+        Where none has come for comm.timeout the watchdog asks all ranks where they are. If all answer nothing is done;
+        else the job ends, or goes on without those that do not, as where an operation does not complete.
+
+        Args:
+            awaited: The ranks that post letters; the job ends where all of them have left.
+            name: Of what is listened for, in messages.
+        """
+        record = self.process.watchdog.record(f"{self.label} (taking)")
+        record.awaited, record.patient = [self.world_ranks[rank] for rank in awaited], True
+        self._listening = record
+        record.begin(name, None)
+        try:
+            yield
+        finally:
+            record.end()
+            self._listening = None
+            self.process.watchdog.forget(record)
 
     def wait(self, awaited: Sequence[int], name: str) -> Letter:
         """The next letter of any rank, however long it takes to come, for as long as the watchdog lets it.
@@ -305,6 +330,8 @@ class Mailbox(Member):
             message.Recv(content)
         except MPI.Exception as error:
             raise self._failed("take", error) from error
+        if self._listening is not None:
+            self._listening.since = time.monotonic()
         letter = Letter(self, status.source, content.tolist())
         if self.process.journal.on:
             letter.note = self._numbered("letter", Moved("letter"), status.source, self.rank)

@@ -106,8 +106,9 @@ class Server:
         for record in self._records:  # known before ranks died, and not by all
             if record.step > self._known:
                 self._post_to_all(record)
-        while not self._end and not (limit and self._all_here):
-            self.turn()
+        with self._questions.listening(self._roles.workers, "letters of workers"):
+            while not self._end and not (limit and self._all_here):
+                self.turn()
         self._records.clear()
 
     @property

@@ -54,15 +54,24 @@ def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(t
         assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("victims", "who"), [([2], "rank 2, a server, died"), ([0, 1], "all workers died")])
-def test_a_dead_server_or_no_worker_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path, victims, who):
-    words = _words(parallel__staleness="none", parallel__servers=1, checkpoint__every=20)
+@pytest.mark.parametrize(
+    ("victims", "number", "who"),
+    [
+        ([2], signal.SIGKILL, "rank 2, a server, died"),
+        ([0, 1], signal.SIGKILL, "all workers died"),
+        ([0, 1], signal.SIGSTOP, "all workers died"),
+    ],
+)
+def test_a_dead_server_or_no_worker_ends_the_job_which_goes_on_from_its_checkpoint(tmp_path, victims, number, who):
+    words = _words(parallel__staleness="none", parallel__servers=1, checkpoint__every=20, comm__timeout=15)
     job = Job(tmp_path / "r", 3, words)
     try:
         job.until(lambda: job.rows() >= 50)
-        job.signal(*victims)
+        job.signal(*victims, number=number)
     finally:
-        job.end(75)
+        job.end(75, 90)
+    silent = re.findall(r"rank (\d) +does not answer: stopped, dead or cut off", job.said)
+    assert silent == (["0", "1"] if number == signal.SIGSTOP else []), job.said
     told = re.findall(rf"mpitrain: {who}.*; start the job again.*", job.said)
     assert len(told) == 1 and "Traceback" not in job.said, job.said
     again = Job(tmp_path / "r", 3, words)

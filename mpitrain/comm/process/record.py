@@ -18,16 +18,18 @@ class Record:
         key: Name of the record, alike on all of them.
         awaited: The ranks of the world of which one is to send or receive a message.
         limited: Whether whoever waits stops waiting by itself.
+        patient: Whether the wait may take any time, for as long as all ranks answer the watchdog.
     """
 
     __slots__ = (
-        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "sequence", "since", "tensor", "thread",
+        "__weakref__", "awaited", "key", "label", "limited", "members", "name", "patient", "sequence", "since",
+        "tensor", "thread",
     )  # fmt: skip
 
     def __init__(self, label: str, members: Sequence[int] = (), key: str = "") -> None:
         self.label, self.members, self.key = label, members, key
         self.awaited: Sequence[int] = ()
-        self.limited = False
+        self.limited = self.patient = False
         self.sequence = 0
         self.name = ""
         self.tensor: torch.Tensor | None = None  # the operation's, as long as it lasts

@@ -3,8 +3,9 @@
 Each rank has a record per communicator of the operation it is in. A thread looks at them now and then, and
 answers other ranks' questions over a communicator of its own. A rank whose operation is older than the limit
 asks everybody, waits a moment for the answers, and the lowest of the ranks that noticed prints the table (`leaving`
-is about ranks whose interpreter ended). Where MPI may not be called from a second thread nobody is asked: each rank
-that noticed prints its own line, and ends.
+is about ranks whose interpreter ended). Who waits for ranks that may compute for any time (`Record.patient`) asks as
+well, and goes on waiting if all of them answer. Where MPI may not be called from a second thread nobody is asked: each
+rank that noticed prints its own line, and ends.
 
     all_reduce #12 of world did not complete in 30 s:
       rank 0  world: all_reduce #12 of float32 (4, 256), 31 s        train.py:88 in main
@@ -211,6 +212,7 @@ class Watchdog:
             time.sleep(_PATIENCE)  # for the others that wait: what ends this process ends them
             os._exit(EXIT_FAILED)
         early = self._failures is not None and seconds < 2 * self.timeout + _PATIENCE
+        since = record.since
         try:
             places = self._ask()
         except MPI.Exception as error:
@@ -222,6 +224,18 @@ class Watchdog:
             self._end_job(f"{late}, and the other ranks cannot be asked: {error}")
             return False
         rank, size = self._comm.rank, self._comm.size
+        silent = [other for other in range(size) if other not in places]
+        if record.patient:
+            if record.since != since:  # something has come meanwhile
+                return True
+            if not silent:  # the others are slow, and may be: they are asked again after as long a time
+                record.since = time.monotonic()
+                return True
+            which = ", ".join(map(str, silent))
+            who = f"rank {which} does" if len(silent) == 1 else f"ranks {which} do"
+            late = (
+                f"mpitrain: {record.text()}: nothing has come for {seconds:.0f} s (comm.timeout), and {who} not answer"
+            )
         spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
         if spoken and self._failures is None:
             time.sleep(2 * _PATIENCE)
@@ -235,7 +249,6 @@ class Watchdog:
                 lines.append(f"  rank {other}  {places[other]['doing']!s:60}  {places[other]['line']}")
             else:
                 lines.append(f"  rank {other}  does not answer: stopped, dead or cut off")
-        silent = [other for other in range(size) if other not in places]
         ends = silent if early else []
         if ends and self._failures is not None and self._failures.end_silent(self._comm, ends, list(places)):
             if not spoken:
