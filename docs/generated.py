@@ -37,7 +37,8 @@ PUBLIC = {  # pages' headings, and the modules whose public names are under them
     "The package": ["mpitrain"],
     "Steps and engines": [
         "mpitrain.trainer.callback:Step,Restored",
-        "mpitrain.trainer.own_loop.training_engine:TrainingEngine,PipelineEngine",
+        "mpitrain.trainer.own_loop.training_engine:TrainingEngine",
+        "mpitrain.trainer.own_loop.pipeline_engine:PipelineEngine",
         "mpitrain.trainer.memory:MemoryAccount",
     ],
     "Communication": [

@@ -434,8 +434,79 @@ def test_what_would_train_with_wrong_gradients_is_refused_in_a_line(world):
         ours.save_checkpoint("nowhere")
     with pytest.raises(InputError, match="returns the engine alone"):
         _, _ = ours
+    with pytest.raises(InputError, match=r"Linear has an engine already; call that one's close\(\)"):
+        mt.initialize(ours.module, ours.optimizer, {"train": {"batch": 2}})
     ours.close()
+    for use in (lambda: ours(x, x), lambda: ours.backward(ours.module(x).sum()), lambda: ours.save("nowhere"),
+                lambda: ours.load("nowhere"), ours.state_dict, lambda: ours.train_batch(iter([(x, x)]))):  # fmt: skip
+        with pytest.raises(InputError, match="the engine was closed; make another"):
+            use()
+        ours._pending = False
+    ours.close()
+    mt.initialize(ours.module, ours.optimizer, {"train": {"batch": 2}}).close()
     with pytest.raises(InputError, match="the scheduler is of another optimizer"):
         engine(scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(x)], lr=0.1), 1))
     with pytest.raises(InputError, match=r"in DistributedDataParallel already; give mt.initialize its \.module"):
         mt.initialize(mt.DistributedDataParallel(nn.Linear(2, 1)))
+
+
+@pytest.mark.ranks(2)
+def test_what_ranks_have_unlike_is_named_before_they_train_apart(world):
+    def engine(*, width=2, own=0.1, frozen=False, zero=1, precision="fp32", clip=0.5, lr=0.1, decay=0.0, make=False):
+        model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+        model[0].bias.requires_grad_(not frozen)
+        config = {"train": {"batch": 2, "clip": clip, "precision": precision}, "parallel": {"zero": zero}}
+        if own is None:
+            return mt.initialize(model, config=config | {"optim": {"lr": lr}})
+        optimizer = torch.optim.SGD(model.parameters(), lr=own, weight_decay=decay)
+        return mt.initialize(model, (lambda p: torch.optim.SGD(p, lr=own)) if make else optimizer, config)
+
+    for values, told in (
+        ({"clip": (0.5, 1.0)}, r"^clip is 0.5 on rank 0 and 1 on rank 1; give mt.initialize the same on every rank$"),
+        ({"zero": (0, 3)}, r"^parallel\.zero is 0 on rank 0 and 3 on rank 1;"),
+        ({"precision": ("fp32", "bf16")}, r"^precision is fp32 on rank 0 and bf16 on rank 1;"),
+        ({"lr": (0.1, 0.2), "own": (None, None)}, r"^optim\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
+        ({"own": (0.1, 0.2)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2 on rank 1;"),
+        ({"own": (0.1, 0.2), "make": (True, True)}, r"^optimizer\.param_groups\[0\]\.lr is 0.1 on rank 0 and 0.2"),
+        ({"decay": (0.0, 0.1)}, r"^optimizer\.param_groups\[0\]\.weight_decay is 0 on rank 0 and 0.1 on rank 1;"),
+        ({"width": (3, 4)}, r"^model\.0\.weight is float32 \[3, 2\] on rank 0 and float32 \[4, 2\] on rank 1;"),
+        ({"frozen": (False, True)}, r"^model\.0\.bias is float32 \[2\] on rank 0 and float32 \[2\] frozen on rank 1;"),
+    ):
+        with pytest.raises(InputError, match=told):
+            engine(**{name: each[world.rank] for name, each in values.items()})
+    ours = engine(frozen=True)
+    ours.module[0].bias.requires_grad_()
+    with pytest.raises(InputError, match=r"^0\.bias requires gradients, and did not when the engine was made"):
+        ours.backward(ours(torch.ones(1, 2)).sum())
+    ours.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_states_of_another_optimizer_are_refused_and_those_of_the_same_are_not(world, folder):
+    def engine(kind, **options):
+        model = nn.Linear(2, 1)
+        made = kind(model.parameters(), lr=0.1, **options)
+        return mt.initialize(model, made, {"train": {"batch": 2}, "parallel": {"zero": 1}})
+
+    def saved(name, kind, **options):
+        ours = engine(kind, **options)
+        for _ in range(ours.settings.accumulate):
+            ours.backward(ours(torch.ones(1, 2)).sum())
+            ours.step()
+        ours.save(folder / name)
+        ours.close()
+
+    adam, sgd = torch.optim.AdamW, torch.optim.SGD
+    saved("adam", adam)
+    saved("sgd", sgd)
+    for kind, options in ((sgd, {}), (sgd, {"momentum": 0.9}), (adam, {"amsgrad": True})):
+        ours = engine(kind, **options)
+        with pytest.raises(InputError, match=r"another optimizer's states \(exp_avg, .* export .*adam weights\.pt"):
+            ours.load(folder / "adam")
+        ours.load(folder / "sgd")  # which has none
+        assert ours.steps == 1
+        ours.close()
+    ours = engine(torch.optim.Adam)  # with the same states
+    ours.load(folder / "adam")
+    assert ours.steps == 1 and ours._engine.optimizer.state
+    ours.close()

@@ -33,9 +33,12 @@ from mpitrain.trainer.optimizing.optimizer import make_optimizer, optimizer_clas
 from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
 from mpitrain.trainer.optimizing.schedules import make_scheduler
 from mpitrain.trainer.options import Settings, from_config, from_deepspeed
+from mpitrain.trainer.own_loop.alike import groups_told, model_told, require_alike, settings_told
+from mpitrain.trainer.own_loop.in_use import GivenModel
 from mpitrain.trainer.own_loop.model import PlacedModel, place_on_mesh, places
 from mpitrain.trainer.own_loop.optimizer import OptimizerOf, following, names_of, scheduling
-from mpitrain.trainer.own_loop.training_engine import PipelineEngine, TrainingEngine
+from mpitrain.trainer.own_loop.pipeline_engine import PipelineEngine
+from mpitrain.trainer.own_loop.training_engine import TrainingEngine
 
 Given: TypeAlias = str | Path | Mapping[str, Any] | Config | None  # a configuration, as a caller may have it
 
@@ -76,25 +79,31 @@ def initialize(
         The engine; with parallel.pipeline a `PipelineEngine`.
 
     Raises:
-        InputError: A key is not supported; the message names it.
+        InputError: A key is not supported, or a setting or the model is not the same on all ranks; the message names
+            it. Or the model has an engine already.
     """
     _refuse_model(model)
     comm = comm if comm is not None else init()
     settings, section = _read(config, comm.size, auto, own_optimizer=optimizer is not None)
     _refuse_twice(_origin(config), "an optimizer", optimizer, settings.optimizer)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or settings.torch_schedule)
+    given = GivenModel(model)
+    brought = {"optimizer of your own": optimizer is not None, "scheduler of your own": scheduler is not None}
+    told = {"parallel": settings.parallel, **brought, "optim": section if optimizer is None else None}
+    require_alike(comm, [*settings_told(told), *settings_told(settings), *model_told(model)])
     _begin(settings, comm)
-    make, state = _optimizing(optimizer, settings, section, model, comm), list(model.state_dict())
+    make = _optimizing(optimizer, settings, section, model, comm)
     mesh = places(comm, settings.parallel)
     placed = place_on_mesh(model, mesh, settings, loss=loss, plan=plan, blocks=blocks)
     made = make(placed.divided.module)
+    require_alike(comm, list(groups_told(made, whole=mesh.pipeline.size * mesh.tensor.size == 1)))
     engine = _engine(placed, made, mesh, settings)
     if settings.compile:
         compile_blocks(placed.divided.blocks, engine, comm)
     kind = TrainingEngine if engine.pipeline is None else PipelineEngine
     if settings.torch_schedule is not None:
         scheduler = partial(make_scheduler, *settings.torch_schedule)
-    return kind(engine, settings, placed.loss, scheduling(scheduler, made), mesh, state)
+    return kind(engine, settings, placed.loss, scheduling(scheduler, made), mesh, given)
 
 
 def _engine(placed: PlacedModel, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: Settings) -> Engine:

@@ -1,8 +1,4 @@
-"""The engines of `mpitrain.initialize`: what a training loop of one's own calls, as users of DeepSpeed know it.
-
-`TrainingEngine` computes a microbatch at a time. `PipelineEngine` has a model in stages, through which all microbatches
-of a step go together.
-"""
+"""The engine of `mpitrain.initialize`: what a training loop of one's own calls, as users of DeepSpeed know it."""
 
 from __future__ import annotations
 
@@ -24,9 +20,11 @@ from mpitrain.trainer.engine import Engine, Loss
 from mpitrain.trainer.memory import MemoryAccount
 from mpitrain.trainer.optimizing.schedules import next_rate
 from mpitrain.trainer.options import Settings
-from mpitrain.trainer.own_loop.checks import instead_of, not_alone, pair, require_scalar, samples_in, whole_steps
+from mpitrain.trainer.own_loop.checks import instead_of, not_alone, pair, require_scalar, samples_in
 from mpitrain.trainer.own_loop.generators import DividedDraws, Generators
+from mpitrain.trainer.own_loop.in_use import ClosedEngine, GivenModel
 from mpitrain.trainer.own_loop.optimizer import plain
+from mpitrain.trainer.own_loop.same_optimizer import require_same_optimizer
 from mpitrain.trainer.own_loop.whole_state import whole_state
 
 ALL = 1 << 30  # checkpoints kept: the caller removes them
@@ -40,14 +38,15 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any, mesh: Mesh, names: list[str]
+        self, engine: Engine, settings: Settings, loss: Loss | None, scheduler: Any, mesh: Mesh, given: GivenModel
     ) -> None:
-        """names: of the model's whole state, in order."""
-        self._engine, self.settings, self._loss, self._scheduler = engine, settings, loss, scheduler
-        self.mesh, self._names = mesh, names
+        self._engine: Any = engine  # an Engine, until it is closed
+        self.settings, self._loss, self._scheduler = settings, loss, scheduler
+        self.mesh, self._given = mesh, given
+        given.take(engine.module)
         self.steps, self._passes, self.norm, self.skipped = 0, 0, 0.0, 0
         self._own_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._store = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
+        self._store: Any = Store(Path(), mesh.world, ALL)  # one for all folders: it keeps communicators
         self._generators = Generators(mesh, engine.device)
         self._pending = False  # a backward pass was made that no step has counted
         self._divided = mesh.pipeline.size * mesh.tensor.size > 1
@@ -138,7 +137,8 @@ class TrainingEngine:
         """Add the gradients of a microbatch's mean loss; the last pass before an update also reduces them.
 
         Raises:
-            InputError: `step` was not called since the last one, or `loss` is no scalar that depends on parameters.
+            InputError: `step` was not called since the last one, `loss` is no scalar that depends on parameters, or
+                parameters require gradients that did not when the engine was made.
         """
         if self._pending:
             raise InputError(
@@ -146,6 +146,7 @@ class TrainingEngine:
                 "call engine.step() after each"
             )
         require_scalar(loss)
+        self._given.require_frozen()
         self._pending = True
         if self._passes == 0:
             self._engine.sharding.gradients.zero()
@@ -305,13 +306,14 @@ class TrainingEngine:
         they were; on another they are seeded for the step (see docs/loop.md).
 
         Raises:
-            InputError: There is no checkpoint.
+            InputError: There is no checkpoint, or its optimizer's states are of another optimizer.
             CheckpointError: None of them can be used.
         """
         self._store.move_to(Path(path))
         reasons = []
 
         def parts(manifest: Manifest) -> list[Part]:
+            require_same_optimizer(self.optimizer, manifest, Path(path))
             return self._engine.parts_to_load(manifest) + self._generators.parts_to_load(manifest)
 
         try:
@@ -344,55 +346,24 @@ class TrainingEngine:
         if not self._divided:
             return self._engine.state_dict()
         parts, rest = self._engine.parts()
-        return whole_state(self.mesh.world, parts, self._names, rest["tied"], self.device)
+        return whole_state(self.mesh.world, parts, self._given.names, rest["tied"], self.device)
 
     def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, measured, and by formula."""
         return self._engine.memory()
 
     def close(self) -> None:
-        """Give the model's parameters memory of their own again, and release the rest. Collective."""
+        """Give the model's parameters memory of their own again, and release the rest. Collective.
+
+        The model and the optimizer can be used by themselves then; whatever trains, saves or loads is an InputError.
+        """
+        if isinstance(self._engine, ClosedEngine):
+            return
         self._store.close()
         self._engine.close()
         if self._divided:
             self.mesh.free()
         elif self.mesh.world.size > 1:
             self.mesh.tensor.free()
-
-
-class PipelineEngine(TrainingEngine):
-    """A model in stages: all microbatches of a step go through them together, by `train_batch`.
-
-    Ranks of one pipeline give the same microbatches; x is used on the first stage, y on the last. On the others tensors
-    of the same shapes will do.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise whole_steps("engine(...)")
-
-    def backward(self, loss: torch.Tensor) -> None:
-        raise whole_steps("engine.backward")
-
-    def step(self) -> bool:
-        raise whole_steps("engine.step")
-
-    def train_batch(self, batches: Iterator[tuple[Any, Any]]) -> float:
-        """A whole step on the next microbatches (x, y) of an iterator, as many as a step has. Collective.
-
-        Returns:
-            The mean loss over microbatches and data-parallel ranks, on every rank.
-
-        Raises:
-            InputError: The iterator ends in the middle of a step.
-            StopIteration: It has ended before.
-        """
-        count, data = self.settings.accumulate, self._engine.comm
-        microbatches = [self._next(batches, number) for number in range(count)]
-        self._engine.sharding.gradients.zero()
-        with self._computing():
-            microbatches = moved(microbatches, self.device)
-            loss = self._engine.through_pipeline(microbatches, [1.0 / (count * data.size)] * count)
-        total = torch.tensor([loss], dtype=torch.float64)
-        data.all_reduce(total)
-        self._update()
-        return float(total)
+        self._given.release()
+        self._engine = self._store = ClosedEngine(self.module, self.optimizer, self.device, self._engine.comm)
