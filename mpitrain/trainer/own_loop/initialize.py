@@ -79,8 +79,7 @@ def initialize(
         The engine; with parallel.pipeline a `PipelineEngine`.
 
     Raises:
-        InputError: A key is not supported, or a setting or the model is not the same on all ranks; the message names
-            it. Or the model has an engine already.
+        InputError: A key is not supported, ranks give unlike settings or models, or the model has an engine already.
     """
     _refuse_model(model)
     comm = comm if comm is not None else init()
@@ -88,8 +87,8 @@ def initialize(
     _refuse_twice(_origin(config), "an optimizer", optimizer, settings.optimizer)
     _refuse_twice(_origin(config), "a scheduler", scheduler, settings.schedule or settings.torch_schedule)
     given = GivenModel(model)
-    brought = {"optimizer of your own": optimizer is not None, "scheduler of your own": scheduler is not None}
-    told = {"parallel": settings.parallel, **brought, "optim": section if optimizer is None else None}
+    told = {"parallel": settings.parallel, "optimizer of your own": optimizer is not None}
+    told |= {"scheduler of your own": scheduler is not None, "optim": section if optimizer is None else None}
     require_alike(comm, [*settings_told(told), *settings_told(settings), *model_told(model)])
     _begin(settings, comm)
     make = _optimizing(optimizer, settings, section, model, comm)
@@ -100,9 +99,9 @@ def initialize(
     engine = _engine(placed, made, mesh, settings)
     if settings.compile:
         compile_blocks(placed.divided.blocks, engine, comm)
-    kind = TrainingEngine if engine.pipeline is None else PipelineEngine
     if settings.torch_schedule is not None:
         scheduler = partial(make_scheduler, *settings.torch_schedule)
+    kind = TrainingEngine if engine.pipeline is None else PipelineEngine
     return kind(engine, settings, placed.loss, scheduling(scheduler, made), mesh, given)
 
 
