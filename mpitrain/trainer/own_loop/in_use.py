@@ -45,11 +45,11 @@ class GivenModel:
         _IN_USE.difference_update(self._modules)
 
     def require_frozen(self) -> None:
-        """Raise InputError for a parameter that is trained only since the engine was made: nobody would reduce it."""
+        """Raise InputError for a parameter that is trained only since the engine was made."""
         if switched := next((name for name, p in self._frozen if p.requires_grad), None):
             raise InputError(
-                f"{switched} requires gradients, and did not when the engine was made, so that ranks would update it "
-                "apart; save, close the engine, and make another with mt.initialize"
+                f"{switched} requires gradients, and did not when the engine was made, so that its gradients are "
+                "not reduced; save, close the engine, and make another with mt.initialize"
             )
 
 
