@@ -36,12 +36,15 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest,
 
 def _kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> set[str] | None:
     """The tensors that a copy of the optimizer keeps of a parameter after a step; None where it does not tell."""
+    if hasattr(optimizer, "parts"):  # several in one, whose copy would step the originals
+        return None
     tensor = torch.zeros(shape, requires_grad=True)
     tensor.grad = torch.ones(shape)
     try:
         trial: Any = copy.copy(optimizer)
         trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [tensor]}]
         trial._optimizer_step_pre_hooks = trial._optimizer_step_post_hooks = OrderedDict()
+        trial.gather = None  # of Muon
         type(optimizer).step(trial)  # a scheduler replaces the object's own, by one that steps the original
         return {key for key, value in trial.state[tensor].items() if torch.is_tensor(value)}
     except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
