@@ -126,6 +126,8 @@ def _watch(complete: threading.Event, seconds: float) -> None:
     turn = (there.index(rank) if rank in there else 0) + (0 if missing else len(there))
     if complete.wait(_TURN * min(turn, 5)):
         return
+    if turn and there[0] not in [place.rank for place in neighbours(os.getpid())]:
+        os._exit(EXIT_FAILED)  # that one has spoken, and left; mpirun is late to end this one
     size = _number(os.environ, _SIZES)
     what = f"mpitrain: rank {rank}: not all {size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
     if missing:
