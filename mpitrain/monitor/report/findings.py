@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from mpitrain.monitor.rank_file import axis_of
-from mpitrain.monitor.report.records import CATEGORIES, OWN, PARTS, MeasuredRank, RunRecord, StartRecord
+from mpitrain.monitor.report.records import CATEGORIES, OWN, PARTS, MeasuredRank, RunRecord, SentRecord, StartRecord
 
 SLOWER = 1.1  # a rank that computes so many times as long as the median one is a straggler
 STATES = ("parameters", "gradients", "states")  # the categories that have a formula
@@ -81,27 +81,13 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class SentRow:
+class SentRow(SentRecord):
     """What one operation sends along one axis, a step and rank, as the mean over ranks.
 
     Attributes:
-        operation: Such as all_reduce.
-        axis: The communicator's label.
-        algorithm: By which it was done.
-        calls: A step.
-        inside: Bytes to ranks of the same node.
-        between: Bytes to other nodes.
-        seconds: In the operation.
         most: Bytes of the rank that sends most.
     """
 
-    operation: str
-    axis: str
-    algorithm: str
-    calls: float
-    inside: float
-    between: float
-    seconds: float
     most: float
 
 
