@@ -11,7 +11,6 @@ import time
 import numpy as np
 
 from mpitrain.backend.failures import GroupError
-from mpitrain.backend.queues import Waiting
 from mpitrain.backend.work import comes_true
 from mpitrain.comm import Communicator
 from mpitrain.comm.runtime.work import Messages
@@ -27,8 +26,8 @@ class Barriers:
         abandoned: Messages that somebody has waited for in vain. MPI may still write into their memory.
     """
 
-    def __init__(self, comm: Communicator, waiting: Waiting) -> None:
-        self._comm, self._waiting = comm, waiting
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
         self._count = 0
         self.abandoned: list[Messages] = []  # MPI may still write into their memory
 
@@ -106,7 +105,6 @@ class Barriers:
     def _done(self, work: Messages, deadline: float) -> bool:
         if work.done():
             return True
-        self._waiting.start_all()
         with work.limited_wait():
             done = comes_true(work.done, deadline)
         if not done:

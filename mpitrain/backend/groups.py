@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend.queues import Waiting
 from mpitrain.backend.store import NoStore
 from mpitrain.comm import Communicator, init
 from mpitrain.errors import InputError
@@ -74,14 +73,12 @@ class GroupRegistry:
     Attributes:
         control: A communicator over all ranks, for agreements between the members of groups.
         store: What torch is given as the store; it does not keep the Python part of it itself.
-        waiting: The queues that have no thread.
         made: The communicators of the same ranks, in order; None for those that were freed.
         left: The communicators of destroyed groups, and their messages sent more than received.
     """
 
     control: Communicator
     store: NoStore = field(default_factory=NoStore)
-    waiting: Waiting = field(default_factory=Waiting)
     made: dict[Key, list[Communicator | None]] = field(default_factory=dict)
     left: dict[Name, int] = field(default_factory=dict)
 

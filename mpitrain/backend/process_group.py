@@ -55,9 +55,8 @@ class MPIProcessGroup(GroupCollectives):
         self.comm = comm
         self.timeout = timeout.total_seconds()
         self._described(name, store)
-        self._waiting = place().waiting
-        self._queue = Queue(comm.overlaps, self._waiting, self.timeout if self.timeout <= _SHORT else None)
-        self._barriers = Barriers(comm, self._waiting)
+        self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT else None)
+        self._barriers = Barriers(comm)
         self._comparison = Comparison(comm) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
         self._memory = TensorMemory()
         self._coalesced: list[dist.Work] | None = None
@@ -94,7 +93,7 @@ class MPIProcessGroup(GroupCollectives):
             raise translation(error) from error
         self._surplus += 1 if land is None else -1
         name = f"{name} of {self.group_name}"
-        return self._remember(MessageWork(name, work, [tensor], self.timeout, self._waiting, self._in_flight, land))
+        return self._remember(MessageWork(name, work, [tensor], self.timeout, self._in_flight, land))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Begin to receive into a tensor from whichever rank of the group sends first."""

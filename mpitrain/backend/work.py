@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.failures import GroupError, translation
-from mpitrain.backend.queues import Queue, Waiting
+from mpitrain.backend.queues import Queue
 from mpitrain.backend.streams import Order, devices_of
 from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.runtime.work import Messages
@@ -189,7 +189,6 @@ class MessageWork(GroupWork):
         work: Messages,
         outputs: Sequence[torch.Tensor],
         timeout: float,
-        waiting: Waiting,
         in_flight: set[MessageWork],
         land: Callable[[], None] | None = None,
     ) -> None:
@@ -200,13 +199,12 @@ class MessageWork(GroupWork):
             work: The message.
             outputs: The tensors that it writes.
             timeout: Seconds that a wait lasts at most.
-            waiting: The queues that have no thread.
             in_flight: Keeps it until it is complete, because MPI uses its memory, whether or not the caller does.
             land: Puts what arrived in its place.
         """
         super().__init__(outputs)
         self.name = name
-        self._work, self._timeout, self._waiting, self._land = work, timeout, waiting, land
+        self._work, self._timeout, self._land = work, timeout, land
         self._complete = False
         self._change = threading.Lock()
         self._landed: dict[torch.device, torch.Event] = {}
@@ -241,7 +239,6 @@ class MessageWork(GroupWork):
             GroupError: It is not complete in that time.
         """
         if not self._done():
-            self._waiting.start_all()
             with self._work.limited_wait():
                 _poll(self._done, seconds_of(timeout, self._timeout), self.name, "is the other rank there?")
         for device, event in self._landed.items():

@@ -135,7 +135,7 @@ class Letter:
         note = box._note("recv") if box.process.journal.on else None
         if note is not None:
             box.process.journal.note("recv", note.axis, note.moved, clock())
-        return Messages(name, tensor, requests, lambda _: [], box._record, awaited, set(), note)
+        return Messages(name, tensor, requests, box._record, awaited, box.process.progress, note)
 
     def discard(self) -> None:
         """Receive the payload and throw it away, instead of `receive`."""

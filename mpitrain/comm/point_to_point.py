@@ -8,6 +8,8 @@ of the sender's memory over whatever lies behind the receiver's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,11 @@ from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
 from mpitrain.comm.process.journal import Moved, Note, clock
 from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.runtime.progress import Progress
 from mpitrain.comm.runtime.work import Messages
-from mpitrain.errors import CommunicationError, InputError
+from mpitrain.errors import InputError
 
 ANY_SOURCE = MPI.ANY_SOURCE
 _TAGS = 1 << 13  # more than there are messages under way between two ranks
@@ -37,7 +41,6 @@ class PointToPoint(Dispatcher):
         self._message_record = process.watchdog.record(f"{label} (messages)")
         self._messages = self._owned.duplicate(comm)
         self._sent = 0  # messages
-        self._opening: set[Messages] = set()  # receives whose header has not come: then the data are to be received
 
     def send(self, x: Any, dest: int, tag: int = 0) -> None:
         """Send x to rank dest; may return before it is received. See `isend`."""
@@ -67,9 +70,16 @@ class PointToPoint(Dispatcher):
         requests = [self._messages.Isend(header, dest, _checked(tag))]
         requests += [self._messages.Isend(spec, dest, data_tag) for spec in in_messages(tensor)]
         awaited = (self.world_ranks[dest],)
-        record, opening = self._message_record, self._opening
+        record, progress = self._message_record, self.process.progress
         note = self._noted("send", dest, tag, tensor.nbytes, begin) if begin else None
-        return Messages(f"send to rank {dest}", tensor, requests, lambda _: [], record, awaited, opening, note)
+        return Messages(f"send to rank {dest}", tensor, requests, record, awaited, progress, note)
+
+    def _free(self) -> None:
+        """See `Dispatcher._free`; receives that nothing was sent for end with an error."""
+        for receive in self.process.progress.receives:
+            if isinstance(receive, Receive):
+                receive.cancel(self._messages)
+        super()._free()
 
     def _noted(self, operation: str, other: int, tag: int, nbytes: int, begin: float) -> Note:
         """Enter a message that has begun. other: the rank at its other end. nbytes: those that leave this rank."""
@@ -85,8 +95,7 @@ class PointToPoint(Dispatcher):
     def irecv(self, x: Any, source: int, tag: int = 0) -> Messages:
         """Begin to receive a message of exactly x's length from rank source into x.
 
-        Its data are received while this or another message of the communicator is waited for, or asked whether it is
-        done: a rank that waits for something else meanwhile keeps the sender of a long message waiting.
+        It completes whatever this rank waits for next; see `mpitrain.comm.runtime.progress`.
 
         Args:
             x: A contiguous tensor or array.
@@ -102,42 +111,12 @@ class PointToPoint(Dispatcher):
         tensor = as_tensor(x)
         device = self._device_of("recv", (tensor,))
         near, asked = self._landing(tensor, device)
-        name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
-        header = np.empty(2, dtype=np.int64)
-        opened = False
-
-        def proceed(statuses: list[MPI.Status]) -> list[MPI.Request]:
-            nonlocal opened
-            if not opened:
-                opened = True
-                self._opening.discard(work)
-                nbytes, data_tag = header.tolist()
-                rank = statuses[0].source
-                if nbytes != near.nbytes:
-                    self._discard(nbytes, rank, data_tag)
-                    raise CommunicationError(
-                        f"{self.label}: {name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
-                        f"{self.rank} expects {near.nbytes}; send and receive tensors of one size and type"
-                    )
-                if specs := in_messages(near):
-                    return [self._messages.Irecv(spec, rank, data_tag) for spec in specs]
-            if near is not tensor and device is not None and asked is not None:
-                current_stream(device).wait_event(asked)
-                tensor.detach().copy_(near, non_blocking=True)
-            return []
-
-        requests = [self._messages.Irecv(header, source, _checked(tag))]
         ranks = self.world_ranks
         awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
         note = self._noted("recv", source, tag, 0, clock()) if self.journal.on else None
-        work = Messages(name, tensor, requests, proceed, self._message_record, awaited, self._opening, note)
-        self._opening.add(work)
-        return work
-
-    def _discard(self, nbytes: int, source: int, tag: int) -> None:
-        """Receive data that nobody can use: their sender may wait for that."""
-        place = torch.empty(nbytes, dtype=torch.uint8)
-        MPI.Request.Waitall([self._messages.Irecv(spec, source, tag) for spec in in_messages(place)])
+        landing = Landing(tensor, near, asked)
+        record, progress = self._message_record, self.process.progress
+        return Receive(self._messages, source, _checked(tag), landing, record, awaited, progress, note)
 
     def _near(self, tensor: torch.Tensor) -> torch.Tensor:
         """What MPI is to read: the tensor, or a copy of it in host memory. It is there when this returns."""
@@ -165,6 +144,100 @@ class PointToPoint(Dispatcher):
         if memory.mpi_reads is None:
             memory.mpi_reads = takes_addresses(device.type)
         return memory.way in ("auto", "mpi") and memory.mpi_reads
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where a message goes.
+
+    Attributes:
+        tensor: The caller's tensor.
+        near: Memory that MPI writes: the tensor's own, or host memory in its stead.
+        asked: Event on the tensor's device after which the host memory may be copied there; None if MPI writes the
+            tensor.
+    """
+
+    tensor: torch.Tensor
+    near: torch.Tensor
+    asked: torch.Event | None
+
+    def copy(self) -> None:
+        """Put what has arrived into the caller's tensor."""
+        if self.asked is not None:
+            current_stream(self.tensor.device).wait_event(self.asked)
+            self.tensor.detach().copy_(self.near, non_blocking=True)
+
+
+class Receive(Messages):
+    """A message that is received: first its header, then its data."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        source: int,
+        tag: int,
+        landing: Landing,
+        record: Record,
+        awaited: Sequence[int],
+        progress: Progress,
+        note: Note | None,
+    ) -> None:
+        """Post the receive of the header.
+
+        Args:
+            comm: Communicator of the messages.
+            source: The rank that sends, or ANY_SOURCE.
+            tag: Tag of the header.
+            landing: Where the data go.
+            record, awaited, progress, note: See `Messages`.
+        """
+        name = "receive from any rank" if source == ANY_SOURCE else f"receive from rank {source}"
+        self._comm, self._landing = comm, landing
+        self._header = np.empty(2, dtype=np.int64)
+        self._opened = False
+        super().__init__(name, landing.tensor, [comm.Irecv(self._header, source, tag)], record, awaited, progress, note)
+        progress.expect(self)
+
+    def advance(self) -> None:
+        """Post the data if the header has come; see `mpitrain.comm.runtime.progress`."""
+        self._test(lambda: self._opened or self._complete)
+
+    def cancel(self, comm: MPI.Intracomm) -> None:
+        """Give up a receive on this communicator whose header has not come."""
+        self.advance()
+        with self._lock:
+            if self._comm is comm and not self._opened and not self._complete:
+                self._failure = f"{self._record.label} was freed before {self._name} was complete"
+                self._requests[0].Cancel()
+                self._requests[0].Wait()
+                self._end()
+
+    def has_left(self) -> bool:
+        """See `Messages.has_left`."""
+        return self._opened and super().has_left()
+
+    def _proceed(self, statuses: list[MPI.Status]) -> list[MPI.Request]:
+        if self._opened:
+            self._landing.copy()
+            return []
+        self._opened = True
+        self._progress.opened(self)
+        nbytes, data_tag = self._header.tolist()
+        rank = self.source = statuses[0].source
+        place = self._landing.near
+        if nbytes != place.nbytes:
+            self._failure = (
+                f"{self._record.label}: {self._name}: a message of {nbytes} bytes arrived from rank {rank} where rank "
+                f"{self._comm.rank} expects {place.nbytes}; send and receive tensors of one size and type"
+            )
+            # receive what nobody can use, because its sender may wait for that
+            place = torch.empty(nbytes, dtype=torch.uint8)
+            self._landing = Landing(place, place, None)
+        return [self._comm.Irecv(spec, rank, data_tag) for spec in in_messages(place)]
+
+    def _end(self) -> None:
+        self._progress.opened(self)
+        super()._end()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.starting import limit, watched
 from mpitrain.comm.process.topology import discover, this_machine
 from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.runtime.progress import Progress
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.tuning import Tuning
@@ -74,7 +75,8 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
-    process = Process(arenas, table, watchdog, faults, cores, spare, DeviceMemory(), debug, proofs)
+    progress = Progress(lambda: watchdog.records)
+    process = Process(arenas, table, watchdog, progress, faults, cores, spare, DeviceMemory(), debug, proofs)
     return Communicator(comm.Dup(), topology, process, "world")
 
 

@@ -32,7 +32,7 @@ from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.on_device import OnDevice, between
 from mpitrain.comm.runtime.repeating import Repeated, repeated
-from mpitrain.comm.runtime.work import Work, Worker, seen
+from mpitrain.comm.runtime.work import Queued, Work, Worker, seen
 from mpitrain.errors import InputError
 
 
@@ -59,7 +59,7 @@ class Dispatcher(Member):
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
-        self._worker = Worker(threaded=self._background is not None, journal=process.journal)
+        self._worker = Worker[Queued](self._background is not None, process.journal, process.progress)
         compared = process.debug and topology.size > 1
         self._checks = Checks(self._owned.duplicate(comm), topology.nodes) if compared else None
         self._record = process.watchdog.record(label, topology.world_ranks)
@@ -122,7 +122,7 @@ class Dispatcher(Member):
             return self._dispatch_on_device(call, device, async_op)
         if async_op:
             perform = partial(self._perform, call, self._background or self.binder, self._background_record)
-            return self._worker.submit(self._described(call), perform)
+            return Queued(self._described(call), perform, self._worker)
         if self._background is None:
             self._worker.drain()  # what waits to be run here comes first
         self._perform(call, self.binder, self._record)

@@ -12,6 +12,7 @@ from mpitrain.comm.process.cores import Share
 from mpitrain.comm.process.journal import Journal
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.runtime.progress import Progress
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.selection.tuning import Tuning
 
@@ -39,6 +40,7 @@ class Process:
         arenas: Where this process has arenas.
         tuning: Which algorithms are fastest on this machine.
         watchdog: What ends operations that do not complete.
+        progress: What makes progress on receives and on operations that were put off.
         faults: What ends the job where this rank fails.
         cores: What this rank has of its node's.
         spare_cores: Of the ranks that have fewest, cores that no rank computes on; negative for ranks that have none.
@@ -52,6 +54,7 @@ class Process:
     arenas: ArenaIndex
     tuning: Tuning
     watchdog: Watchdog
+    progress: Progress
     faults: Faults
     cores: Share
     spare_cores: int

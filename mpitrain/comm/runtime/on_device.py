@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from mpitrain.comm.memory.device import current_stream, recorded, stream_of_cupy, use
-from mpitrain.comm.runtime.work import Work, Worker
+from mpitrain.comm.runtime.work import Queued, Work, Worker
 
 
 def streams_of_caller(device: torch.device) -> list[torch.Stream]:
@@ -45,7 +45,7 @@ class OnDevice(Work):
         tensors: Sequence[torch.Tensor],
         act: Callable[[], object],
         stream: torch.Stream,
-        worker: Worker,
+        worker: Worker[Queued],
     ) -> None:
         """Submit the operation.
 
@@ -59,7 +59,7 @@ class OnDevice(Work):
         self._device, self._tensors, self._act, self._stream = tensors[0].device, tensors, act, stream
         self._asked = [recorded(self._device, caller) for caller in streams_of_caller(self._device)]
         self._end: torch.Event | None = None
-        self._queued = worker.submit(name, self._run)
+        self._queued = Queued(name, self._run, worker)
 
     def _run(self) -> None:
         use(self._device)

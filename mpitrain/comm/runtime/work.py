@@ -1,28 +1,28 @@
-"""Handles of operations under way, and the thread that carries them out in order.
+"""Handles of operations under way, and the workers that carry them out in order.
 
-A thread of its own makes progress while the caller computes, if a core is free for it. Where none is, the
-operations run when the caller waits for one of them: nothing would overlap, and a thread would only take
-turns with the computation.
+A thread makes progress while the caller computes, if a core is free for it. Where none is, the operations are put off
+until the caller waits for one of them, or for something else (see `mpitrain.comm.runtime.progress`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from mpitrain.comm.process.journal import Journal, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
+from mpitrain.comm.runtime.progress import Progress
 from mpitrain.errors import CommunicationError
 
 _EAGER_ROUNDS = 1000  # of asking without a pause
+_LINGER = 1.0  # seconds for which a worker's thread stays when there is nothing to do
 
 
 class Work:
@@ -92,7 +92,7 @@ class Messages(Work):
     """Messages that MPI carries by itself.
 
     Attributes:
-        source: The rank that sends, once it is known.
+        source: The rank that sends, for a receive whose header has come.
     """
 
     def __init__(
@@ -100,45 +100,74 @@ class Messages(Work):
         name: str,
         tensor: torch.Tensor,
         requests: Sequence[MPI.Request],
-        proceed: Callable[[list[MPI.Status]], Sequence[MPI.Request]],
         record: Record,
         awaited: Sequence[int],
-        held_up: set[Messages],
+        progress: Progress,
         note: Note | None = None,
     ) -> None:
         """Take over messages that have begun.
 
         Args:
-            name: Of the operation, for messages.
+            name: Name of the operation, for messages to people.
             tensor: What is sent or received.
-            requests: Those of the messages.
-            proceed: Called with their statuses when they are complete; returns those that are to be completed next, and
-                raises if what has arrived is not what was expected.
-            record: Where a wait is to be seen.
-            awaited: The ranks of the world that the other end may be.
-            held_up: Messages of this rank that make no progress by themselves: their `proceed` has to be called. They
-                do so while this one is waited for, since the other end may wait for them first.
-            note: Enters the message in the journal, while that is on.
+            requests: The requests of the messages.
+            record: Record in which a wait is visible to the watchdog.
+            awaited: Ranks of the world that the other end may be.
+            progress: What else this process has to make progress on while it waits.
+            note: Entry of the message in the journal, while that is on.
         """
-        self._held_up, self._note = held_up, note
-        self._error: CommunicationError | None = None
         self._name, self._tensor, self._record, self._awaited = name, tensor, record, awaited
-        self.source: int | None = None  # the rank that sends, once that is known
+        self._progress, self._note = progress, note
         self._requests = list(requests)
-        self._proceed = proceed
+        self._lock = threading.Lock()  # held by whoever asks MPI about the requests
         self._complete = False
+        self._failure = ""  # what is wrong, where it is complete without having been carried
         self._begin = 0.0  # of the wait, while it is waited for
+        self.source: int | None = None
+        progress.keep(self)
+
+    def _proceed(self, statuses: list[MPI.Status]) -> Sequence[MPI.Request]:
+        """Return the requests that are to be completed next, now that those with these statuses are complete."""
+        return []
 
     def _go_on(self, statuses: list[MPI.Status]) -> None:
-        requests, self._requests, self._complete = self._requests, [], True
-        if requests:
-            if self.source is None:
-                self.source = statuses[0].source
-            self._requests = list(self._proceed(statuses))
-            self._complete = not self._requests
-        if self._complete and self._note is not None:
-            note, self._note = self._note, None
+        self._requests = list(self._proceed(statuses))
+        if not self._requests:
+            self._end()
+
+    def _end(self) -> None:
+        self._complete = True
+        self._progress.complete(self)
+        note, self._note = self._note, None
+        if note is not None:
             note.ended(self._begin or clock(), self.source)
+
+    def _test(self, until: Callable[[], bool]) -> None:
+        """Complete what MPI has carried, unless another thread is about to, up to where `until` is true."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while not until():
+                statuses = [MPI.Status() for _ in self._requests]
+                if not MPI.Request.Testall(self._requests, statuses):
+                    return
+                self._go_on(statuses)
+        except MPI.Exception as error:
+            self._failure = f"{self._record.label}: {self._name} failed in MPI: {error}"
+            self._end()
+        finally:
+            self._lock.release()
+
+    def has_left(self) -> bool:
+        """Return whether MPI has finished with the memory; never blocks, and completes nothing else."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return MPI.Request.Testall(self._requests)
+        except MPI.Exception:
+            return True
+        finally:
+            self._lock.release()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until all messages have been carried; see `Work.wait`."""
@@ -154,46 +183,50 @@ class Messages(Work):
             self._begin = 0.0
 
     def _wait(self, timeout: float | None) -> None:
-        self._raise_met()
-        if timeout is None:
-            while not self._complete:
-                statuses = [MPI.Status() for _ in self._requests]
-                self._record.awaited = self._awaited
-                if self._held_up - {self}:
-                    seen(self._record, self._name, self._tensor, self._wait_with_others)
-                    continue
-                seen(self._record, self._name, self._tensor, partial(MPI.Request.Waitall, self._requests, statuses))
-                self._go_on(statuses)
-        elif not self._complete:
+        if self._complete:
+            pass
+        elif timeout is None:
+            self._record.awaited = self._awaited
+            seen(self._record, self._name, self._tensor, self._block)
+        else:
             with self.limited_wait():
                 poll(self, f"{self._record.label}: {self._name}", timeout)
+        self._raise_failure()
 
-    def _raise_met(self) -> None:
-        """Raise the error that was met while something else was waited for."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise CommunicationError(self._failure)
 
-    def _wait_with_others(self) -> None:
-        """Let the messages that are held up make progress until this one is complete, or none is held up."""
+    def _is_complete(self) -> bool:
+        return self._complete
+
+    def _block(self) -> None:
+        """Return when this is complete, and make progress on receives meanwhile for as long as any are pending."""
         rounds = 0
-        while self._held_up - {self} and not self.done():
-            for other in self._held_up - {self}:
-                other.progress()
-            rounds += 1
-            if rounds > _EAGER_ROUNDS:
+        while not self._complete:
+            self._test(self._is_complete)
+            if self._complete:
+                return
+            if not self._progress.advance(self):
+                self._block_in_mpi()
+            elif (rounds := rounds + 1) > _EAGER_ROUNDS:
                 time.sleep(1e-4)
 
-    def progress(self) -> None:
-        """As `done`, but an error is raised where this is waited for, not here."""
-        try:
-            self.done()
-        except CommunicationError as error:
-            self._error = error
+    def _block_in_mpi(self) -> None:
+        with self._lock:
+            if self._complete:
+                return
+            statuses = [MPI.Status() for _ in self._requests]
+            try:
+                MPI.Request.Waitall(self._requests, statuses)
+            except MPI.Exception:
+                self._end()
+                raise
+            self._go_on(statuses)
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
-        """Inside, somebody waits who stops by itself; the watchdog is then concerned only with a rank that leaves."""
+        """Tell the watchdog that somebody waits who stops by himself: only a rank that leaves concerns it then."""
         record = self._record
         record.awaited, record.limited = self._awaited, True
         record.begin(self._name, self._tensor)
@@ -204,121 +237,106 @@ class Messages(Work):
             record.limited = False
 
     def done(self) -> bool:
-        """Whether all messages have been carried. Calling this also lets them make progress."""
-        self._raise_met()
-        while not self._complete:
-            statuses = [MPI.Status() for _ in self._requests]
-            try:
-                complete = MPI.Request.Testall(self._requests, statuses)
-            except MPI.Exception as error:
-                raise CommunicationError(f"{self._record.label}: {self._name} failed in MPI: {error}") from error
-            if not complete:
-                return False
-            self._go_on(statuses)
+        """Whether all messages have been carried. Calling this also makes progress on them, and on all receives."""
+        if not self._complete:
+            self._test(self._is_complete)
+        if not self._complete:
+            self._progress.advance(self)
+            return False
+        self._raise_failure()
         return True
 
 
-class Queued(Work):
-    """An operation of a `Worker`."""
+class Carried(Protocol):
+    """An operation that a `Worker` carries out."""
 
-    def __init__(self, name: str, call: Callable[[], None], worker: Worker) -> None:
-        self.name = name
-        self.call: Callable[[], None] | None = call
-        self.error: BaseException | None = None
-        self.complete = threading.Event()
-        self._worker = worker
+    @property
+    def complete(self) -> bool:
+        """Whether it was carried out."""
 
     def run(self) -> None:
-        """Carry the operation out. Its error is raised by `wait`."""
-        call, self.call = self.call, None
-        assert call is not None
-        try:
-            call()
-        except BaseException as error:  # surfaces in wait()
-            self.error = error
-        self.complete.set()
+        """Carry it out, once; its error is raised where it is waited for."""
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until the operation has been carried out; see `Work.wait`."""
-        if timeout is None:
-            self._worker.finish(self)
-        else:
-            self._worker.start()
-            if not self._worker.waits(self, timeout):
-                raise CommunicationError(
-                    f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
-                )
-        if self.error is not None:
-            raise self.error
-
-    def done(self) -> bool:
-        """Whether the operation has been carried out; it makes progress in the worker's thread from then on."""
-        self._worker.start()
-        return self.complete.is_set()
+    def announce(self) -> None:
+        """Tell those who wait for it; the worker may go on with the next one."""
 
 
-class Worker:
-    """Carries out operations one after the other, in the order in which they were submitted.
+C = TypeVar("C", bound=Carried)
 
-    Its thread ends with it: what waits in the queue refers to the worker, so once it is gone nothing waits any more.
+
+class Worker(Generic[C]):
+    """A queue of operations, carried out one after the other in the order in which they were submitted.
+
+    A thread carries them out, or whoever waits for one of them. The thread ends when there has been nothing to do for a
+    while.
     """
 
-    def __init__(self, threaded: bool, journal: Journal) -> None:
-        """Make a worker.
+    def __init__(self, threaded: bool, journal: Journal, progress: Progress) -> None:
+        """Begin with nothing in it.
 
         Args:
-            threaded: Whether a thread makes progress from the first operation on.
+            threaded: Whether a thread makes progress whenever there is something to do.
             journal: Where waits for that thread are entered.
+            progress: What looks after operations that were put off.
         """
-        self._threaded, self._journal = threaded, journal
-        self._queue: deque[Queued] = deque()
+        self.threaded = threaded
+        self._journal, self._progress = journal, progress
+        self._queue: deque[C] = deque()  # an operation leaves it when it was carried out
+        self._running = threading.Lock()  # held by whoever carries out an operation
         self._changed = threading.Condition()
-        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
-    def submit(self, name: str, call: Callable[[], None]) -> Queued:
-        """Put an operation into the queue, and return a handle of it.
-
-        Args:
-            name: Of the operation, for messages.
-            call: What carries it out.
-        """
-        work = Queued(name, call, self)
+    def submit(self, work: C) -> C:
+        """Put an operation into the queue, and return it."""
         with self._changed:
             self._queue.append(work)
-            self._changed.notify()
-        if self._threaded:
+            self._changed.notify_all()
+        if self.threaded:
             self.start()
+        elif self._thread is None:
+            self._progress.defer(self)
         return work
 
     def start(self) -> None:
-        """Let a thread make progress from now on.
+        """Let a thread carry out what is in the queue.
 
-        Where MPI takes calls from one thread alone, what is in the queue is completed here instead.
+        Where MPI takes calls from one thread alone, it is carried out here instead.
         """
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.drain()
-        elif self._thread is None:
-            arguments = self._queue, self._changed, self._stopping
-            self._thread = threading.Thread(target=_carry_out, args=arguments, name="mpitrain-comm", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, _stop, self._changed, self._stopping).atexit = False
-
-    def finish(self, work: Queued) -> None:
-        """Complete an operation and those before it: in the thread if there is one, else here."""
-        if self._thread is not None:
-            self.waits(work, None)
             return
-        while not work.complete.is_set():
-            self._queue.popleft().run()
+        with self._changed:
+            if self._thread is None and self._queue and not self._closed:
+                self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
+                self._thread.start()
+                self._progress.finished(self)
 
-    def waits(self, work: Queued, timeout: float | None) -> bool:
-        """Whether an operation is complete in time, of which the thread makes progress."""
-        if not self._journal.on:
-            return work.complete.wait(timeout)
-        begin = clock()
-        complete = work.complete.wait(timeout)
-        self._journal.wait(begin)
+    def start_beside(self) -> None:
+        """Let a thread carry out what is in the queue, unless somebody is carrying it out already."""
+        if not self._running.locked():
+            self.start()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the worker's thread, where waiting for that thread would never end."""
+        return self._thread is threading.current_thread()
+
+    def finish(self, work: C) -> None:
+        """Complete an operation and those before it: in the thread if there is one, else here."""
+        if self._thread is not None and not self.is_this_thread:
+            self.waits(work, None)
+        while not work.complete:
+            if not self._next():
+                time.sleep(0)  # another thread has carried it out and is about to say so
+
+    def waits(self, work: C, timeout: float | None) -> bool:
+        """Whether an operation is complete in time, of which a thread makes progress."""
+        begin = clock() if self._journal.on else 0.0
+        with self._changed:
+            complete = self._changed.wait_for(lambda: work.complete, timeout)
+        if begin:
+            self._journal.wait(begin)
         return complete
 
     def drain(self) -> None:
@@ -336,25 +354,91 @@ class Worker:
     def close(self) -> None:
         """Complete everything that was submitted, then end the thread."""
         self.drain()
-        _stop(self._changed, self._stopping)
-        if self._thread is not None:
-            self._thread.join()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _next(self) -> bool:
+        """Carry out the first operation of the queue; returns whether there was one."""
+        with self._running:
+            with self._changed:
+                work = self._queue[0] if self._queue else None
+            if work is None:
+                return False
+            work.run()
+            with self._changed:
+                self._queue.popleft()
+                if not self._queue:
+                    self._progress.finished(self)
+        work.announce()
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    def _carry_out(self) -> None:
+        """Carry out what is in the queue; the body of the thread."""
+        while True:
+            while self._next():
+                pass
+            with self._changed:
+                if not self._queue and not self._closed and self.threaded:
+                    self._changed.wait(_LINGER)
+                if not self._queue:
+                    self._thread = None
+                    return
 
 
-def _stop(changed: threading.Condition, stopping: threading.Event) -> None:
-    with changed:
-        stopping.set()
-        changed.notify()
+class Queued(Work):
+    """An operation of a communicator's worker."""
 
+    def __init__(self, name: str, call: Callable[[], None], worker: Worker[Queued]) -> None:
+        """Submit an operation.
 
-def _carry_out(queue: deque[Queued], changed: threading.Condition, stopping: threading.Event) -> None:
-    """The thread of a worker."""
-    while True:
-        with changed:
-            while not queue and not stopping.is_set():
-                changed.wait()
-            if not queue:
-                return
-        queue[0].run()
-        with changed:
-            queue.popleft()
+        Args:
+            name: Name of the operation, for messages to people.
+            call: What carries it out.
+            worker: The worker that carries it out.
+        """
+        self.name = name
+        self.complete = False
+        self._call: Callable[[], None] | None = call
+        self._error: BaseException | None = None
+        self._worker = worker
+        worker.submit(self)
+
+    def run(self) -> None:
+        """Carry the operation out. Its error is raised by `wait`."""
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            call()
+        except BaseException as error:  # surfaces in wait()
+            self._error = error
+        self.complete = True
+
+    def announce(self) -> None:
+        """Do nothing: nobody else is told."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation has been carried out; see `Work.wait`."""
+        if self.complete:
+            pass
+        elif timeout is None:
+            self._worker.finish(self)
+        else:
+            self._worker.start()
+            if not self._worker.waits(self, timeout):
+                raise CommunicationError(
+                    f"{self.name} is not complete after {timeout:g} s; does every rank of its communicator call it?"
+                )
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether the operation has been carried out; it makes progress in a thread from now on."""
+        if not self.complete:
+            self._worker.start()
+        return self.complete

@@ -1,0 +1,148 @@
+"""Progress on what a process has begun and MPI does not carry on by itself.
+
+Two things wait until this process calls MPI again: a receive whose header has not come, because its data cannot be
+received before, and the operations that a `Worker` without a thread has put off until somebody waits for them. Another
+rank may need either while this one waits for something else, in another communicator or in another order, which MPI and
+PyTorch allow:
+
+    rank 0   send 4 MB ------------------>  all_reduce       irecv posts the header alone, all_reduce sees no messages,
+    rank 1   irecv, all_reduce                               so a thread posts the data
+
+Whoever waits for a message makes progress on all receives meanwhile. For every other wait there is one thread per
+process. It looks now and then for as long as anything is pending, posts the data of receives whose header has come, and
+starts the workers once this rank has been in some operation for `_STUCK` seconds. It leaves a rank alone that computes:
+nothing would overlap, and a thread would only take turns with the computation. Where MPI takes calls from one thread
+alone there is no such thread, and progress is made in waits for messages only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.process.record import Record
+
+_NAPS = (0.001, 0.008)  # seconds between looks: the first, doubled up to the last while nothing new begins
+_STUCK = 0.02  # seconds in one operation after which operations that were put off are carried out beside it
+_LINGER = 1.0  # seconds for which the thread stays when nothing is pending
+
+
+class Receiving(Protocol):
+    """A receive whose header has not come."""
+
+    def advance(self) -> None:
+        """Post the data if the header has come; never blocks, and keeps errors for whoever waits for the message."""
+
+
+class Deferring(Protocol):
+    """A queue of operations without a thread."""
+
+    def start_beside(self) -> None:
+        """Have a thread carry out the operations, unless somebody is carrying them out."""
+
+
+class InFlight(Protocol):
+    """A message that is not known to be complete."""
+
+    def has_left(self) -> bool:
+        """Return whether MPI has finished with its memory; never blocks."""
+
+
+class Progress:
+    """What is pending in one process, and the thread that looks after it."""
+
+    def __init__(self, records: Callable[[], Iterable[Record]]) -> None:
+        """Begin with nothing pending.
+
+        Args:
+            records: Returns the records of the operations that this rank may be in.
+        """
+        self._records = records
+        self._receives: set[Receiving] = set()
+        self._deferring: set[Deferring] = set()
+        self._in_flight: set[InFlight] = set()
+        self._swept = 64  # messages in flight at which the next sweep is due
+        self._begun = 0  # things that were ever pending
+        self._change = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def expect(self, receive: Receiving) -> None:
+        """Make progress on a receive until `opened` is called."""
+        self._receives.add(receive)
+        self._look_after()
+
+    def opened(self, receive: Receiving) -> None:
+        """Note that MPI has everything that it needs for a receive, or that it failed."""
+        self._receives.discard(receive)
+
+    @property
+    def receives(self) -> list[Receiving]:
+        """The receives whose header has not come."""
+        return list(self._receives)
+
+    def defer(self, worker: Deferring) -> None:
+        """Have a worker's operations carried out, until `finished` is called, if this rank waits for something else."""
+        if worker not in self._deferring:
+            self._deferring.add(worker)
+            self._look_after()
+
+    def finished(self, worker: Deferring) -> None:
+        """Note that a worker has no operations left, or a thread."""
+        self._deferring.discard(worker)
+
+    def keep(self, message: InFlight) -> None:
+        """Keep a message, and with it its memory, until it is `complete` even if nobody else refers to it any more."""
+        if len(self._in_flight) >= self._swept:
+            self._in_flight -= {kept for kept in list(self._in_flight) if kept.has_left()}
+            self._swept = 64 + 2 * len(self._in_flight)
+        self._in_flight.add(message)
+
+    def complete(self, message: InFlight) -> None:
+        """Note that MPI has finished with a message's memory."""
+        self._in_flight.discard(message)
+
+    def advance(self, besides: object = None) -> bool:
+        """Make progress on all receives but one, which the caller waits for; returns whether any others are pending."""
+        if not self._receives:
+            return False
+        others = [receive for receive in self.receives if receive is not besides]
+        for receive in others:
+            receive.advance()
+        return bool(others)
+
+    def _look_after(self) -> None:
+        self._begun += 1
+        if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            with self._change:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._look, name="mpitrain-progress", daemon=True)
+                    self._thread.start()
+
+    def _look(self) -> None:
+        """Look for what can be done; the body of the thread."""
+        nap, begun, idle_since = _NAPS[0], self._begun, 0.0
+        while True:
+            time.sleep(nap)
+            nap, begun = (_NAPS[0] if self._begun != begun else min(2 * nap, _NAPS[1])), self._begun
+            if self._receives or self._deferring:
+                idle_since = 0.0
+                if not MPI.Is_finalized():
+                    self.advance()
+                    self._start_workers()
+                continue
+            now = time.monotonic()
+            idle_since = idle_since or now
+            if now - idle_since > _LINGER:
+                with self._change:
+                    if self._begun == begun:
+                        self._thread = None
+                        return
+
+    def _start_workers(self) -> None:
+        now = time.monotonic()
+        if self._deferring and any(record.since and now - record.since > _STUCK for record in self._records()):
+            for worker in list(self._deferring):
+                worker.start_beside()

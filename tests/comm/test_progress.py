@@ -1,0 +1,186 @@
+"""What was begun completes, whatever its ranks wait for next, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from mpitrain.errors import CommunicationError
+
+LONG = 1_000_000  # elements: no MPI sends so many before they are asked for
+LIMIT = 20.0  # seconds
+
+
+@pytest.fixture
+def pair(world, monkeypatch, request):
+    """Two groups of all ranks, whose operations in the background wait for no core or have one (`param`)."""
+    spare = getattr(request, "param", 0)
+    monkeypatch.setattr(world, "process", dataclasses.replace(world.process, spare_cores=spare, debug=False))
+    groups = world.split(0), world.split(0)
+    yield groups
+    for group in groups:
+        group.free()
+
+
+def full(value: float, numel: int = LONG) -> torch.Tensor:
+    return torch.full((numel,), float(value))
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_all_send_before_they_wait_for_what_they_receive_complete(pair):
+    after, before = (pair[0].rank + 1) % pair[0].size, (pair[0].rank - 1) % pair[0].size
+    for receiving in ([0], [1], [0, 1], [1, 0]):  # from one group each, from both, and not in the order of sending
+        sent = [pair[number].isend(full(number + after), after, 3) for number in sorted(receiving)]
+        places = [full(-1) for _ in receiving]
+        received = [pair[number].irecv(y, before, 3) for number, y in zip(receiving, places, strict=True)]
+        for work in [*sent, *received]:
+            work.wait(LIMIT)
+        assert all(y.eq(number + pair[0].rank).all() for number, y in zip(receiving, places, strict=True))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wait", ["all_reduce", "barrier", "split", "async", "send"])
+def test_a_receive_completes_while_its_rank_waits_in_any_operation_of_any_group(pair, wait):
+    for group in pair:
+        for other in pair:
+            y, x = full(-1), full(7)
+            if group.rank == 1:
+                received = group.irecv(y, 0)
+            elif group.rank == 0:
+                group.send(x, 1)  # ends when rank 1, which is in the operation below, has received
+            if wait == "all_reduce":
+                total = full(1, 50_000)
+                other.all_reduce(total)
+                assert total.eq(other.size).all()
+            elif wait == "barrier":
+                other.barrier()
+            elif wait == "split":
+                other.split(None)
+            elif wait == "async":
+                total = full(1, 5)
+                other.all_reduce(total, async_op=True).wait(LIMIT if other is group else None)
+                assert total.eq(other.size).all()
+            elif other.rank == 0:
+                other.send(full(2), 1, tag=5)
+            elif other.rank == 1:
+                other.recv(full(0), 0, tag=5)
+            if group.rank == 1:
+                received.wait(LIMIT)
+                assert y.eq(7).all()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("pair", [0, 1], indirect=True, ids=["no core", "a core"])
+def test_operations_begun_in_two_groups_complete_in_whatever_order_they_are_waited_for(pair):
+    first, second = pair
+    for _ in range(3):
+        x, y = full(first.rank, 1000), full(1, 1000)
+        work = second.all_reduce(x, async_op=True)
+        for act in (first.barrier, work.wait) if first.rank == 0 else (work.wait, first.barrier):
+            act()
+        works = [first.all_reduce(y, async_op=True), second.all_reduce(x, "max", async_op=True)]
+        for work in works if first.rank == 0 else reversed(works):
+            work.wait()
+        assert x.eq(sum(range(first.size))).all() and y.eq(first.size).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pair", [1], indirect=True, ids=["a core"])
+def test_the_threads_end_when_there_is_nothing_to_do(pair):
+    group, _ = pair
+    received = group.irecv(full(0), 1 - group.rank)
+    group.isend(full(1), 1 - group.rank).wait(LIMIT)
+    received.wait(LIMIT)
+    group.all_reduce(full(1), async_op=True).wait()
+    names = {thread.name for thread in threading.enumerate()}
+    assert {"mpitrain-progress", "mpitrain-comm"} <= names
+    deadline = time.monotonic() + LIMIT
+    while {"mpitrain-progress", "mpitrain-comm"} & {thread.name for thread in threading.enumerate()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.ranks(2)
+def test_a_receive_of_a_freed_group_ends_with_an_error(world):
+    group = world.split(0)
+    received = group.irecv(full(0), 1 - group.rank)
+    group.free()
+    with pytest.raises(CommunicationError, match="was freed before receive from rank"):
+        received.wait(LIMIT)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("pair", [0, 1], indirect=True, ids=["no core", "a core"])
+def test_no_operation_keeps_the_memory_of_its_tensors_once_its_handle_is_dropped(pair):
+    group, _ = pair
+    gc.collect()
+    gc.disable()
+    try:
+        for name, act in every_operation(group).items():
+            tensors = [full(1, 3000 * group.size), full(0, 3000)]
+            alive = [weakref.ref(tensor) for tensor in tensors]
+            act(*tensors)
+            del tensors
+            assert [reference() for reference in alive] == [None, None], name
+    finally:
+        gc.enable()
+    assert not group.process.progress._in_flight
+
+
+def every_operation(group):
+    """By name, every operation that the group has, blocking, in the background and prepared, on (long, short)."""
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+    def both(name, call):
+        def blocking(long, short):
+            call(long, short)
+
+        def background(long, short):
+            call(long, short, async_op=True).wait()
+
+        return {name: blocking, f"{name} async": background}
+
+    def messages(long, short):
+        received = group.irecv(short, before)
+        sent = group.isend(long[:3000], after)
+        sent.wait()
+        received.wait()
+
+    def polled(long, short):
+        received, sent = group.irecv(short, before), group.isend(long[:3000], after)
+        while not (received.done() and sent.done()):
+            pass
+
+    def wrong(long, short):
+        received, sent = group.irecv(short[:7], before), group.isend(short, after)
+        sent.wait()
+        try:
+            received.wait()
+        except CommunicationError as error:
+            assert "a message of 12000 bytes arrived" in str(error)
+        else:
+            pytest.fail("a message of another length is taken")
+
+    def blocking_messages(long, short):
+        if group.rank == 0:
+            group.send(short, after)
+        group.recv(short, before)
+        if group.rank:
+            group.send(short, after)
+
+    calls = {"messages": messages, "polled": polled, "send": blocking_messages, "wrong": wrong}
+    calls |= both("all_reduce", lambda long, short, **how: group.all_reduce(long, **how))
+    calls |= both("reduce", lambda long, short, **how: group.reduce(long, 0, **how))
+    calls |= both("broadcast", lambda long, short, **how: group.broadcast(long, 0, **how))
+    calls |= both("reduce_scatter", lambda long, short, **how: group.reduce_scatter(short, long, **how))
+    calls |= both("all_gather", lambda long, short, **how: group.all_gather(long, short, **how))
+    calls |= both("gather", lambda long, short, **how: group.gather(long, short, 0, **how))
+    calls |= both("scatter", lambda long, short, **how: group.scatter(short, long, 0, **how))
+    calls |= both("all_to_all", lambda long, short, **how: group.all_to_all(long, long.clone(), **how))
+    return calls
