@@ -63,6 +63,6 @@ class Queue(Worker["Operation"]):
     def close(self) -> None:
         """Complete everything, unless something was given up, and the rest stays as it is."""
         if self.stuck:
-            self._progress.finished(self)
+            self.progress.finished(self)
         else:
             super().close()

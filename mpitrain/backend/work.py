@@ -153,6 +153,7 @@ class Operation(GroupWork):
         """Whether it is complete; lets it make progress."""
         if not self.complete:
             self._queue.start()
+            self._queue.progress.start_workers()
         return self.complete
 
     def is_success(self) -> bool:

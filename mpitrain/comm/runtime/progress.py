@@ -113,6 +113,11 @@ class Progress:
             receive.advance()
         return bool(others)
 
+    def start_workers(self) -> None:
+        """Have threads carry out the operations that were put off: this rank waits for something else."""
+        for worker in list(self._deferring):
+            worker.start_beside()
+
     def _look_after(self) -> None:
         self._begun += 1
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -131,7 +136,8 @@ class Progress:
                 idle_since = 0.0
                 if not MPI.Is_finalized():
                     self.advance()
-                    self._start_workers()
+                    if self._deferring and self._stuck():
+                        self.start_workers()
                 continue
             now = time.monotonic()
             idle_since = idle_since or now
@@ -141,8 +147,6 @@ class Progress:
                         self._thread = None
                         return
 
-    def _start_workers(self) -> None:
+    def _stuck(self) -> bool:
         now = time.monotonic()
-        if self._deferring and any(record.since and now - record.since > _STUCK for record in self._records()):
-            for worker in list(self._deferring):
-                worker.start_beside()
+        return any(record.since and now - record.since > _STUCK for record in self._records())

@@ -242,6 +242,7 @@ class Messages(Work):
             self._test(self._is_complete)
         if not self._complete:
             self._progress.advance(self)
+            self._progress.start_workers()
             return False
         self._raise_failure()
         return True
@@ -280,7 +281,7 @@ class Worker(Generic[C]):
             progress: What looks after operations that were put off.
         """
         self.threaded = threaded
-        self._journal, self._progress = journal, progress
+        self._journal, self.progress = journal, progress
         self._queue: deque[C] = deque()  # an operation leaves it when it was carried out
         self._running = threading.Lock()  # held by whoever carries out an operation
         self._changed = threading.Condition()
@@ -295,7 +296,7 @@ class Worker(Generic[C]):
         if self.threaded:
             self.start()
         elif self._thread is None:
-            self._progress.defer(self)
+            self.progress.defer(self)
         return work
 
     def start(self) -> None:
@@ -310,7 +311,7 @@ class Worker(Generic[C]):
             if self._thread is None and self._queue and not self._closed:
                 self._thread = threading.Thread(target=self._carry_out, name="mpitrain-comm", daemon=True)
                 self._thread.start()
-                self._progress.finished(self)
+                self.progress.finished(self)
 
     def start_beside(self) -> None:
         """Let a thread carry out what is in the queue, unless somebody is carrying it out already."""
@@ -372,7 +373,7 @@ class Worker(Generic[C]):
             with self._changed:
                 self._queue.popleft()
                 if not self._queue:
-                    self._progress.finished(self)
+                    self.progress.finished(self)
         work.announce()
         with self._changed:
             self._changed.notify_all()
@@ -441,4 +442,5 @@ class Queued(Work):
         """Whether the operation has been carried out; it makes progress in a thread from now on."""
         if not self.complete:
             self._worker.start()
+            self._worker.progress.start_workers()
         return self.complete

@@ -1,0 +1,207 @@
+"""Random programs of messages and collectives that cannot deadlock, whatever their ranks wait for when.
+
+All events of a program are in one order. Every rank posts its part of them in that order, and waits for what it has
+begun at a random later place:
+
+    event      0: message 0 -> 1     1: all_reduce, later      2: barrier
+    rank 0     isend(0)              begin(1)                  barrier   wait(1) wait(0)
+    rank 1     irecv(0)              begin(1)   wait(1)        barrier   wait(0)
+
+Of the ranks that are blocked, the one that is at the earliest place waits for an event that all its ranks have posted,
+so this event completes, and no program deadlocks where events that were posted make progress.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.uint8)
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "barrier")
+WAITS = ("wait", "wait", "limit", "poll")
+LONGEST = 1 << 24  # bytes
+LIMIT = 50.0  # seconds
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message or a collective.
+
+    Attributes:
+        number: Its place in the order of the program.
+        kind: "message" or the name of a collective.
+        group: Number of the group.
+        ranks: The ranks of the world that take part: of a message, its source and destination.
+        numel, dtype: Elements of a message, or of one rank's block.
+        root: Rank in the group, of a collective that has one.
+        any_source: Whether the destination does not name the source.
+        later: Ranks that begin it and wait later; of a collective all of them or none.
+    """
+
+    number: int
+    kind: str
+    group: int
+    ranks: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    root: int
+    any_source: bool
+    later: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank does: it posts an event, or waits for one ("wait", "limit" or "poll") that it has posted."""
+
+    act: str
+    event: Event
+
+
+@dataclass(frozen=True)
+class Program:
+    """The groups, as ranks of the world, and the steps of each rank."""
+
+    groups: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[Step, ...], ...]
+
+
+def generate(seed: int, size: int, events: int = 40) -> Program:
+    """Return the program of a seed for a world of `size` ranks."""
+    chance = random.Random(f"{seed} of {size}")
+    everyone = tuple(range(size))
+    subsets = [tuple(chance.sample(everyone, chance.randint(2, size))) for _ in range(2)]
+    groups = (everyone, everyone, *subsets)
+    order = [_event(chance, number, groups) for number in range(events)]
+    return Program(groups, tuple(_steps(chance, rank, order) for rank in everyone))
+
+
+def _event(chance: random.Random, number: int, groups: Sequence[tuple[int, ...]]) -> Event:
+    group = chance.randrange(len(groups))
+    ranks, kind = groups[group], "message" if chance.random() < 0.6 else chance.choice(COLLECTIVES)
+    dtype = chance.choice(DTYPES)
+    longest = LONGEST if chance.random() < 0.03 else LONGEST >> 5
+    numel = max(1, int(longest ** chance.random()) // dtype.itemsize // (1 if kind == "message" else len(ranks)))
+    root, any_source = chance.randrange(len(ranks)), chance.random() < 0.2
+    if kind == "message":
+        ranks = tuple(chance.sample(ranks, 2))
+        later = frozenset(rank for rank in ranks if chance.random() < 0.7)
+    else:
+        later = frozenset(ranks if chance.random() < 0.5 else ())
+    return Event(number, kind, group, ranks, numel, dtype, root, any_source, later)
+
+
+def _steps(chance: random.Random, rank: int, order: Sequence[Event]) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    begun: list[Event] = []
+    for event in order:
+        while begun and chance.random() < 0.3:
+            earlier = begun.pop(chance.randrange(len(begun)))
+            steps.append(Step(chance.choice(WAITS), earlier))
+        if rank in event.ranks:
+            steps.append(Step("post", event))
+            if rank in event.later:
+                begun.append(event)
+    chance.shuffle(begun)
+    return (*steps, *(Step("wait", event) for event in begun))
+
+
+# -- what the tensors hold before and after
+
+
+def values(event: Event, rank: int, blocks: int = 1) -> torch.Tensor:
+    """Return what a rank of the event contributes: small numbers, so that sums are exact in every type."""
+    places = torch.arange(event.numel * blocks, dtype=torch.int64)
+    return ((7 * places + 5 * rank + 13 * event.number) % 11).to(event.dtype)
+
+
+def wanted(event: Event, rank: int) -> torch.Tensor | None:
+    """Return what a rank of the event ends with; None for nothing."""
+    ranks, n = event.ranks, event.numel
+    if event.kind == "message":
+        return values(event, ranks[0]) if rank == ranks[1] else None
+    if event.kind in ("all_reduce", "reduce"):
+        total = torch.stack([values(event, other) for other in ranks]).sum(0).to(event.dtype)
+        return total if event.kind == "all_reduce" or rank == ranks[event.root] else None
+    if event.kind == "broadcast":
+        return values(event, ranks[event.root])
+    if event.kind == "all_gather":
+        return torch.cat([values(event, other) for other in ranks])
+    mine = slice(n * ranks.index(rank), n * (ranks.index(rank) + 1))
+    parts = [values(event, other, len(ranks))[mine] for other in ranks]
+    if event.kind == "reduce_scatter":
+        return torch.stack(parts).sum(0).to(event.dtype)
+    return torch.cat(parts) if event.kind == "all_to_all" else None
+
+
+class OverCommunicators:
+    """Performs steps with mpitrain's communicators."""
+
+    def __init__(self, world, groups):
+        self.rank = world.rank
+        self.comms = [world.subgroup(ranks) for ranks in groups]
+
+    def post(self, event: Event, later: bool):
+        """Returns the handle, None if the event is complete, and the tensor that holds the result."""
+        comm, kind, ranks = self.comms[event.group], event.kind, event.ranks
+        if kind == "message":
+            return self._message(comm, event, later)
+        x = values(event, self.rank, len(ranks) if kind in ("reduce_scatter", "all_to_all") else 1)
+        out = torch.empty(event.numel * (1 if kind == "reduce_scatter" else len(ranks)), dtype=event.dtype)
+        if kind == "barrier":
+            return comm.barrier(async_op=later), x
+        if kind == "all_reduce":
+            return comm.all_reduce(x, async_op=later), x
+        if kind in ("broadcast", "reduce"):
+            return getattr(comm, kind)(x, event.root, async_op=later), x
+        return getattr(comm, kind)(out, x, async_op=later), out
+
+    def _message(self, comm, event: Event, later: bool):
+        tag = event.number if event.any_source else 0
+        source, dest = (self._rank_of(event, rank) for rank in event.ranks)
+        x = values(event, event.ranks[0])
+        if self.rank == event.ranks[0]:
+            return (comm.isend if later else comm.send)(x, dest, tag), x
+        from mpitrain.comm import ANY_SOURCE
+
+        x.fill_(0)
+        return (comm.irecv if later else comm.recv)(x, ANY_SOURCE if event.any_source else source, tag), x
+
+    def _rank_of(self, event: Event, rank: int) -> int:
+        return list(self.comms[event.group].world_ranks).index(rank)
+
+    def wait(self, work, how: str) -> None:
+        """Return when it is complete."""
+        if how == "poll":
+            deadline = time.monotonic() + LIMIT
+            while not work.done():
+                assert time.monotonic() < deadline, "polled in vain"
+                time.sleep(0)
+        else:
+            work.wait(LIMIT if how == "limit" else None)
+
+    def free(self) -> None:
+        """Free the groups, in one order on all ranks."""
+        for comm in self.comms:
+            if comm is not None:
+                comm.free()
+
+
+def perform(program: Program, over) -> None:
+    """Perform this rank's steps, and compare what every event ends with."""
+    under_way = {}
+    for step in program.steps[over.rank]:
+        event = step.event
+        if step.act == "post":
+            work, result = over.post(event, later=over.rank in event.later)
+            if over.rank in event.later:
+                under_way[event.number] = work, result
+                continue
+        else:
+            work, result = under_way.pop(event.number)
+            over.wait(work, step.act)
+        expected = wanted(event, over.rank)
+        assert expected is None or torch.equal(result, expected), event
