@@ -70,12 +70,12 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     topology = discover(comm)
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
     arenas = ArenaIndex()
-    faults.before_leaving = partial(_end_together, watchdog, arenas)
+    progress = Progress(lambda: watchdog.records)
+    faults.before_leaving = partial(_end_together, watchdog, progress, arenas)
     table = Tuning.from_json(_same_text(comm, tuning.load(this_machine()).to_json()))
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
-    progress = Progress(lambda: watchdog.records)
     process = Process(arenas, table, watchdog, progress, faults, cores, spare, DeviceMemory(), debug, proofs)
     return Communicator(comm.Dup(), topology, process, "world")
 
@@ -83,12 +83,14 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
 def _leave(process: int) -> None:
     """The interpreter ends. process: which was made part of the world; not its forks."""
     if _world is not None and os.getpid() == process:
-        _end_together(_world.process.watchdog, _world.process.arenas)
+        _end_together(_world.process.watchdog, _world.process.progress, _world.process.arenas)
 
 
-def _end_together(watchdog: Watchdog, arenas: ArenaIndex, code: int | None = None) -> None:
+def _end_together(watchdog: Watchdog, progress: Progress, arenas: ArenaIndex, code: int | None = None) -> None:
     """What all ranks do at their end, before MPI is finalized. code: the exit code, where it is known."""
-    if watchdog.stop_with_all(code):
+    all_came = watchdog.stop_with_all(code)
+    progress.stop()
+    if all_came:
         arenas.free_windows()
 
 

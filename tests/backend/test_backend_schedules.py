@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import legal_programs
 import pytest
 import torch
 from torch import nn
@@ -100,3 +101,24 @@ def test_operations_of_groups_complete_in_whatever_order_they_are_waited_for(gro
         received.wait()
         assert y.eq(7).all()
     assert total.eq(world.size).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_programs_of_messages_and_collectives_in_several_groups_complete(group, world):
+    run_programs(world, range(100, 102))
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks(2, 3, 4)
+def test_many_programs_of_messages_and_collectives_in_several_groups_complete(group, world):
+    run_programs(world, range(102, 125))
+
+
+def run_programs(world, seeds: range) -> None:
+    for seed in seeds:
+        program = legal_programs.generate(seed, world.size)
+        try:
+            legal_programs.perform(program, legal_programs.OverTorch(program.groups))
+        except BaseException as error:
+            error.add_note(f"in the program of seed {seed}, rank {world.rank}")
+            raise

@@ -35,6 +35,7 @@ from mpitrain.comm.process import connections, fault_tolerance, launcher
 from mpitrain.comm.process.abort import Faults, say
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.runtime.progress import Progress
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError
 
@@ -369,13 +370,17 @@ def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, failure
     asking = failures.track(MPI.Intracomm(comm.Dup()))
     watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, failures)
     faults.before_leaving = watchdog.stop_with_all
-    process = replace(before.process, arenas=ArenaIndex(), watchdog=watchdog, faults=faults, failures=failures)
+    progress = Progress(lambda: watchdog.records)
+    process = replace(
+        before.process, arenas=ArenaIndex(), watchdog=watchdog, progress=progress, faults=faults, failures=failures
+    )
     return Communicator(comm, topology, process, "world")
 
 
 def _replace(old: Communicator, new: Communicator) -> None:
     """Let the new world's watchdog and faults do what the old one's did."""
     old.process.watchdog.stop()
+    old.process.progress.stop()
     old.process.faults.uninstall()
     new.process.faults.install()
     new.process.watchdog.start()

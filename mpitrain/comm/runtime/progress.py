@@ -68,6 +68,7 @@ class Progress:
         self._begun = 0  # things that were ever pending
         self._change = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._stopping = False
 
     def expect(self, receive: Receiving) -> None:
         """Make progress on a receive until `opened` is called."""
@@ -113,6 +114,13 @@ class Progress:
             receive.advance()
         return bool(others)
 
+    def stop(self) -> None:
+        """End the thread, before MPI is finalized: nothing makes progress beside a wait any more."""
+        with self._change:
+            self._stopping, thread = True, self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
     def start_workers(self) -> None:
         """Have threads carry out the operations that were put off: this rank waits for something else."""
         for worker in list(self._deferring):
@@ -122,22 +130,21 @@ class Progress:
         self._begun += 1
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             with self._change:
-                if self._thread is None:
+                if self._thread is None and not self._stopping:
                     self._thread = threading.Thread(target=self._look, name="mpitrain-progress", daemon=True)
                     self._thread.start()
 
     def _look(self) -> None:
         """Look for what can be done; the body of the thread."""
         nap, begun, idle_since = _NAPS[0], self._begun, 0.0
-        while True:
+        while not (self._stopping or MPI.Is_finalized()):
             time.sleep(nap)
             nap, begun = (_NAPS[0] if self._begun != begun else min(2 * nap, _NAPS[1])), self._begun
             if self._receives or self._deferring:
                 idle_since = 0.0
-                if not MPI.Is_finalized():
-                    self.advance()
-                    if self._deferring and self._stuck():
-                        self.start_workers()
+                self.advance()
+                if self._deferring and self._stuck():
+                    self.start_workers()
                 continue
             now = time.monotonic()
             idle_since = idle_since or now

@@ -314,8 +314,8 @@ class Worker(Generic[C]):
                 self.progress.finished(self)
 
     def start_beside(self) -> None:
-        """Let a thread carry out what is in the queue, unless somebody is carrying it out already."""
-        if not self._running.locked():
+        """Let a thread carry out what is in the queue, unless somebody is carrying it out already, or none may."""
+        if not self._running.locked() and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.start()
 
     @property

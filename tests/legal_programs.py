@@ -17,8 +17,10 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.uint8)
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "barrier")
@@ -73,7 +75,7 @@ def generate(seed: int, size: int, events: int = 40) -> Program:
     """Return the program of a seed for a world of `size` ranks."""
     chance = random.Random(f"{seed} of {size}")
     everyone = tuple(range(size))
-    subsets = [tuple(chance.sample(everyone, chance.randint(2, size))) for _ in range(2)]
+    subsets = [tuple(sorted(chance.sample(everyone, chance.randint(2, size)))) for _ in range(2)]
     groups = (everyone, everyone, *subsets)
     order = [_event(chance, number, groups) for number in range(events)]
     return Program(groups, tuple(_steps(chance, rank, order) for rank in everyone))
@@ -188,6 +190,49 @@ class OverCommunicators:
         for comm in self.comms:
             if comm is not None:
                 comm.free()
+
+
+class OverTorch:
+    """Performs steps with torch.distributed, whatever its backend is."""
+
+    def __init__(self, groups):
+        self.rank = dist.get_rank()
+        self.groups = [dist.new_group(list(ranks)) for ranks in groups]
+
+    def post(self, event: Event, later: bool):
+        """Returns the handle, None if the event is complete, and the tensor that holds the result."""
+        group, kind, ranks = self.groups[event.group], event.kind, event.ranks
+        if kind == "message":
+            return self._message(group, event, later)
+        x = values(event, self.rank, len(ranks) if kind in ("reduce_scatter", "all_to_all") else 1)
+        out = torch.empty(event.numel * (1 if kind == "reduce_scatter" else len(ranks)), dtype=event.dtype)
+        how = {"group": group, "async_op": later}
+        if kind == "barrier":
+            return dist.barrier(**how), x
+        if kind == "all_reduce":
+            return dist.all_reduce(x, **how), x
+        if kind in ("broadcast", "reduce"):
+            return getattr(dist, kind)(x, ranks[event.root], **how), x
+        names = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+        return getattr(dist, names.get(kind, "all_to_all_single"))(out, x, **how), out
+
+    def _message(self, group, event: Event, later: bool):
+        source, dest = event.ranks
+        how = {"group": group, "tag": event.number if event.any_source else 0}
+        x = values(event, source)
+        if self.rank == source:
+            return (dist.isend if later else dist.send)(x, dest, **how), x
+        x.fill_(0)
+        return (dist.irecv if later else dist.recv)(x, None if event.any_source else source, **how), x
+
+    def wait(self, work, how: str) -> None:
+        """Return when it is complete."""
+        if how == "poll":
+            deadline = time.monotonic() + LIMIT
+            while not work.is_completed():
+                assert time.monotonic() < deadline, "polled in vain"
+                time.sleep(0)
+        work.wait(timedelta(seconds=LIMIT)) if how == "limit" else work.wait()
 
 
 def perform(program: Program, over) -> None:
