@@ -25,7 +25,7 @@ from mpitrain.comm.process.journal import Moved, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
 from mpitrain.comm.process.topology import Topology
-from mpitrain.comm.runtime.progress import Progress
+from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import InputError
 
@@ -77,7 +77,7 @@ class PointToPoint(Dispatcher):
     def _free(self) -> None:
         """See `Dispatcher._free`; receives that nothing was sent for end with an error."""
         for receive in self.process.progress.receives:
-            if isinstance(receive, Receive):
+            if isinstance(receive, ReceiveWork):
                 receive.cancel(self._messages)
         super()._free()
 
@@ -116,7 +116,7 @@ class PointToPoint(Dispatcher):
         note = self._noted("recv", source, tag, 0, clock()) if self.journal.on else None
         landing = Landing(tensor, near, asked)
         record, progress = self._message_record, self.process.progress
-        return Receive(self._messages, source, _checked(tag), landing, record, awaited, progress, note)
+        return ReceiveWork(self._messages, source, _checked(tag), landing, record, awaited, progress, note)
 
     def _near(self, tensor: torch.Tensor) -> torch.Tensor:
         """What MPI is to read: the tensor, or a copy of it in host memory. It is there when this returns."""
@@ -168,7 +168,7 @@ class Landing:
             self.tensor.detach().copy_(self.near, non_blocking=True)
 
 
-class Receive(Messages):
+class ReceiveWork(Messages):
     """A message that is received: first its header, then its data."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Receive(Messages):
         landing: Landing,
         record: Record,
         awaited: Sequence[int],
-        progress: Progress,
+        progress: ProgressEngine,
         note: Note | None,
     ) -> None:
         """Post the receive of the header.

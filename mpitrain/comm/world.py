@@ -17,7 +17,7 @@ from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.starting import limit, watched
 from mpitrain.comm.process.topology import discover, this_machine
 from mpitrain.comm.programs.proofs import Proofs
-from mpitrain.comm.runtime.progress import Progress
+from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.tuning import Tuning
@@ -70,7 +70,7 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     topology = discover(comm)
     watchdog = Watchdog(comm.Dup(), timeout, faults.end_job)
     arenas = ArenaIndex()
-    progress = Progress(lambda: watchdog.records)
+    progress = ProgressEngine(lambda: watchdog.records)
     faults.before_leaving = partial(_end_together, watchdog, progress, arenas)
     table = Tuning.from_json(_same_text(comm, tuning.load(this_machine()).to_json()))
     cores = find_share(comm, topology)
@@ -86,7 +86,7 @@ def _leave(process: int) -> None:
         _end_together(_world.process.watchdog, _world.process.progress, _world.process.arenas)
 
 
-def _end_together(watchdog: Watchdog, progress: Progress, arenas: ArenaIndex, code: int | None = None) -> None:
+def _end_together(watchdog: Watchdog, progress: ProgressEngine, arenas: ArenaIndex, code: int | None = None) -> None:
     """What all ranks do at their end, before MPI is finalized. code: the exit code, where it is known."""
     all_came = watchdog.stop_with_all(code)
     progress.stop()

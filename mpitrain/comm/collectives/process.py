@@ -12,7 +12,7 @@ from mpitrain.comm.process.cores import Share
 from mpitrain.comm.process.journal import Journal
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.proofs import Proofs
-from mpitrain.comm.runtime.progress import Progress
+from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.selection.tuning import Tuning
 
@@ -54,7 +54,7 @@ class Process:
     arenas: ArenaIndex
     tuning: Tuning
     watchdog: Watchdog
-    progress: Progress
+    progress: ProgressEngine
     faults: Faults
     cores: Share
     spare_cores: int

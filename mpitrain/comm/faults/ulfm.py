@@ -35,7 +35,7 @@ from mpitrain.comm.process import connections, fault_tolerance, launcher
 from mpitrain.comm.process.abort import Faults, say
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.topology import Topology
-from mpitrain.comm.runtime.progress import Progress
+from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError
 
@@ -370,7 +370,7 @@ def _make(comm: MPI.Intracomm, topology: Topology, before: Communicator, failure
     asking = failures.track(MPI.Intracomm(comm.Dup()))
     watchdog = Watchdog(asking, before.process.watchdog.timeout, faults.end_job, failures)
     faults.before_leaving = watchdog.stop_with_all
-    progress = Progress(lambda: watchdog.records)
+    progress = ProgressEngine(lambda: watchdog.records)
     process = replace(
         before.process, arenas=ArenaIndex(), watchdog=watchdog, progress=progress, faults=faults, failures=failures
     )

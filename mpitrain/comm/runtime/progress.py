@@ -51,7 +51,7 @@ class InFlight(Protocol):
         """Return whether MPI has finished with its memory; never blocks."""
 
 
-class Progress:
+class ProgressEngine:
     """What is pending in one process, and the thread that looks after it."""
 
     def __init__(self, records: Callable[[], Iterable[Record]]) -> None:

@@ -18,7 +18,7 @@ import torch
 from mpitrain.comm.process.journal import Journal, Note, clock
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.process.record import Record
-from mpitrain.comm.runtime.progress import Progress
+from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 
 _EAGER_ROUNDS = 1000  # of asking without a pause
@@ -102,7 +102,7 @@ class Messages(Work):
         requests: Sequence[MPI.Request],
         record: Record,
         awaited: Sequence[int],
-        progress: Progress,
+        progress: ProgressEngine,
         note: Note | None = None,
     ) -> None:
         """Take over messages that have begun.
@@ -272,7 +272,7 @@ class Worker(Generic[C]):
     while.
     """
 
-    def __init__(self, threaded: bool, journal: Journal, progress: Progress) -> None:
+    def __init__(self, threaded: bool, journal: Journal, progress: ProgressEngine) -> None:
         """Begin with nothing in it.
 
         Args:
