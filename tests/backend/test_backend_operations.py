@@ -79,6 +79,30 @@ def test_averages_scaled_sums_and_bit_operations(group, world):
 
 
 @RANKS
+def test_averages_of_integers_are_sums_divided_toward_zero_and_what_has_no_meaning_raises_in_the_call(group, world):
+    op, size = group.ReduceOp, world.size
+    for dtype in (torch.int64, torch.int8):
+        mine = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) + world.rank
+        total = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) * size + size * (size - 1) // 2
+        wanted = torch.div(total, size, rounding_mode="trunc")
+        x = mine.clone()
+        group.all_reduce(x, op.AVG)
+        assert torch.equal(x, wanted)
+        out, blocks = torch.empty_like(mine), mine.repeat(size)
+        group.reduce_scatter_tensor(out, blocks, op.AVG)
+        assert torch.equal(out, wanted)
+    sparse = torch.eye(2, dtype=torch.int64).mul(-3 - world.rank).to_sparse()
+    group.all_reduce(sparse, op.AVG)
+    total = -3 * size - size * (size - 1) // 2
+    assert torch.equal(sparse.to_dense(), torch.eye(2, dtype=torch.int64) * -(-total // size))
+    with pytest.raises(ValueError, match="op avg has no meaning for bool"):
+        group.all_reduce(torch.tensor([True]), op.AVG, async_op=True)  # here, not in the wait
+    x = torch.ones(2)
+    group.all_reduce(x)  # the job goes on
+    assert torch.equal(x, torch.full((2,), float(size)))
+
+
+@RANKS
 def test_reduce_changes_the_root_alone(group, world):
     for root in range(world.size):
         for contiguous in (True, False):

@@ -70,8 +70,9 @@ def all_gather(
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "all_gather", of, into, counts, "x out")
     in_place = of.data_ptr() == into.data_ptr() + sum(blocks[: comm.rank]) * of.element_size()
-    placed, alike = ALGORITHMS.placed(algorithm, into if in_place else of), (blocks, algorithm)
-    given = algorithm, if_unequal(blocks)
+    given, alike = (algorithm, if_unequal(blocks)), (blocks, algorithm)
+    by_name = "mpi" if algorithm == "auto" and given[1] else algorithm  # as `_bind` has it: nobody reaches anybody
+    placed = ALGORITHMS.placed(by_name, into if in_place else of)
     return comm.dispatch(OPERATION.on((into, of), (True, False), *given, alike=alike, placed=placed), async_op)
 
 

@@ -50,8 +50,10 @@ def all_reduce(
 
     Args:
         x: A contiguous tensor or array, of one size and type on all ranks.
-        op: sum, product, min, max or avg.
-        algorithm: auto, mpi, ring, tree, halving, shared or two_level, or one that was registered.
+        op: sum, product, min, max or avg. Integers wrap where they overflow; their average is the sum divided toward
+            zero.
+        algorithm: auto, mpi, ring, tree, halving, shared or two_level, or one that was registered. Halving stands in
+            for mpi in sums of 8-bit and 16-bit integers: those of Open MPI saturate.
         async_op: Return at once with a `Work`; x must not be touched before that is complete.
         compression: Send fewer bytes for about the sum or avg, see `mpitrain.comm.compression`; alike on all ranks.
         reproducible: Reduce in the order of a fixed binary tree over the ranks, so that the bits depend neither on
@@ -114,6 +116,8 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     if chosen.program is None:
         if x.dtype in HALVES:
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))
+        if reduction.library_saturates:
+            return _bind(binder, x, op, "halving", False)
         call, pieces = binder.comm.Allreduce, library.typed_pieces(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
         shares = even_blocks(x.nbytes, binder.topology.size)

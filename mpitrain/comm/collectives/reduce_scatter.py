@@ -59,7 +59,8 @@ def reduce_scatter(
         out: Where the block goes: a contiguous tensor or array.
         x: A contiguous tensor or array, of one size and type on all ranks: one block a rank, in order of rank.
         op: sum, product, min, max or avg.
-        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered.
+        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered. Halving stands in for mpi
+            in sums of 8-bit and 16-bit integers, see `all_reduce`.
         async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
         counts: Elements of each rank's block; without it all are of out's length.
         reproducible: Reduce in the order of a fixed binary tree over the ranks.
@@ -143,6 +144,8 @@ def _bind(
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
         inner = _bind(binder, wide, sums, op, counts, name, False)
         return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+    if program is None and reduction.library_saturates:
+        return _bind(binder, x, out, op, counts, "halving", False)
     if program is None:
         return _by_library(binder, out, x, blocks, reduction)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
