@@ -149,9 +149,9 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     rows = mine.sparse_dim()
     comm.all_gather(every_index, indices.t().contiguous(), counts=[n * rows for n in counts])
     comm.all_gather(every_value, values, counts=[n * width for n in counts])
-    total = torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce()
+    combined = torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce()
     if reducing.name == "avg":
-        for call in scaling(total.values(), Reduction.of("avg", total.dtype, comm.size).scale):
+        for call in scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
             call()
     with torch.no_grad():  # a detached tensor would not hand new entries on
-        tensor.copy_(total)
+        tensor.copy_(combined)
