@@ -411,6 +411,94 @@ def test_numpy_arrays_and_read_only_inputs(world):
         world.all_reduce(frozen)
 
 
+class Foreign:
+    """An array of another library, with the protocols by which arrays are exchanged."""
+
+    def __init__(self, array: object, versions: bool = True) -> None:
+        self.array, self.versions = array, versions
+
+    def __dlpack__(self, **options: object) -> object:
+        if "max_version" in options and not self.versions:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+class ForeignOnDevice(Foreign):
+    """An array as CuPy's, with both protocols; torch can use the first one with CUDA alone."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        place = self.array.data_ptr(), False
+        return {"shape": tuple(self.array.shape), "typestr": "<f4", "data": place, "version": 3, "stream": 1}
+
+
+class Broken:
+    def __init__(self, interface: object) -> None:
+        self.interface = interface
+
+    @property
+    def __cuda_array_interface__(self) -> object:
+        if isinstance(self.interface, Exception):
+            raise self.interface
+        return self.interface
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_array_with_the_protocols_of_cupy_is_worked_on_where_it_lies(comm, device):
+    x = torch.full((5,), comm.rank + 1.0, device=device)
+    comm.all_reduce(ForeignOnDevice(x))
+    assert_equal(x, torch.full((5,), comm.size * (comm.size + 1) / 2))
+    out = torch.empty(5 * comm.size, device=device)
+    comm.all_gather(ForeignOnDevice(out), ForeignOnDevice(x))
+    assert_equal(out, torch.full((5 * comm.size,), comm.size * (comm.size + 1) / 2))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    "interface",
+    [
+        {},
+        "text",
+        RuntimeError("its library\nfailed"),
+        {"shape": (3,), "typestr": "<f4", "data": (8, False), "version": 3},
+    ],
+    ids=["empty", "no dictionary", "raises", "no device"],
+)
+def test_a_broken_cuda_array_interface_is_one_line(world, interface):
+    if torch.cuda.is_available() and isinstance(interface, dict) and interface:
+        pytest.skip("an address that CUDA might take")
+    with pytest.raises(InputError, match="__cuda_array_interface__ of a Broken cannot be used") as refused:
+        world.all_reduce(Broken(interface))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["read-only", "pyarrow", "without versions"])
+def test_what_another_library_declares_read_only_is_read_and_never_written(world, kind):
+    mine = np.arange(3.0) + world.rank
+    if kind == "pyarrow":
+        array = pytest.importorskip("pyarrow").array(mine)
+    else:  # JAX's arrays are immutable and say so
+        mine.flags.writeable = kind != "read-only"
+        array = Foreign(mine, versions=kind == "read-only")
+    out = np.empty(3 * world.size)
+    world.all_gather(out, array)
+    assert (out == np.concatenate([np.arange(3.0) + rank for rank in range(world.size)])).all()
+    refused = pytest.raises(InputError, match="but the result goes into it; pass")
+    calls = [world.all_reduce, lambda x: world.all_gather(x, np.ones(3)), lambda x: world.scatter(x, None, 0)]
+    calls += [lambda x: world.reduce_scatter(x, np.ones(3 * world.size)), lambda x: world.all_to_all(x, np.ones(3))]
+    for call in [*calls, lambda x: world.irecv(x, 0)]:
+        with refused:
+            call(array)
+    if world.rank == 0:
+        with refused:
+            world.gather(array, np.ones(3), 0)
+    assert (np.from_dlpack(array) == np.arange(3.0) + world.rank).all()
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("call", "message"),

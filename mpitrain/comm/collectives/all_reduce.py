@@ -17,6 +17,7 @@ from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.memory.board import described
@@ -71,6 +72,9 @@ def all_reduce(
         if not async_op and compression is None and x.is_contiguous():
             ready(x)
             return None
+    if wraps(x):
+        more: dict[str, Any] = {"compression": compression, "reproducible": reproducible}
+        return for_each_inner(lambda x: all_reduce(comm, x, op, algorithm, async_op, **more), x)
     tensor = as_tensor(x)
     if compression is not None:
         return _compressed(comm, tensor, op, algorithm, async_op, compression, reproducible)

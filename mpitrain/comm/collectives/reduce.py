@@ -19,6 +19,7 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
@@ -59,6 +60,8 @@ def reduce(
         if not async_op and x.is_contiguous():
             ready(x)
             return None
+    if wraps(x):
+        return for_each_inner(lambda x: reduce(comm, x, root, op, algorithm, async_op), x)
     tensor = as_tensor(x, written=comm.rank == root)
     check_rank(comm, root)
     placed = ALGORITHMS.placed(algorithm, tensor)

@@ -21,6 +21,7 @@ from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
@@ -83,6 +84,9 @@ def reduce_scatter(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
+    if wraps(out, x):
+        more: dict[str, Any] = {"counts": counts, "reproducible": reproducible}
+        return for_each_inner(lambda out, x: reduce_scatter(comm, out, x, op, algorithm, async_op, **more), out, x)
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "reduce_scatter", into, of, counts, "out x")
     given, placed = (op, if_unequal(blocks), algorithm, reproducible), ALGORITHMS.placed(algorithm, of)
