@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.failures import ArgumentError
+from mpitrain.backend.failures import ArgumentError, translation
 from mpitrain.backend.work import Several
-from mpitrain.comm.memory.wrapped import inner_tensors, is_wrapper
+from mpitrain.comm.memory.wrapped import inner_tensors
+from mpitrain.errors import InputError
 
 
 def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
@@ -24,9 +25,12 @@ def by_inner_tensors(method: Callable[..., dist.Work]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(group: Any, *arguments: Any, **options: Any) -> dist.Work:
         tensors = list(_tensors(arguments))
-        if not any(map(is_wrapper, tensors)):
+        if all(type(tensor) is torch.Tensor for tensor in tensors):
             return method(group, *arguments, **options)
-        numbers = {len(inner_tensors(tensor)) for tensor in tensors}
+        try:
+            numbers = {len(inner_tensors(tensor)) for tensor in tensors}
+        except InputError as error:
+            raise translation(error) from None
         if len(numbers) != 1:
             made = ", ".join(sorted({f"{type(x).__name__} ({len(inner_tensors(x))})" for x in tensors}))
             raise ArgumentError(f"{method.__name__}: the tensors must be made of equally many tensors, not {made}")

@@ -66,13 +66,7 @@ def _with_memory(x: torch.Tensor) -> torch.Tensor:
     inner = inner_tensors(x)
     if len(inner) != 1:
         raise InputError(f"a {type(x).__name__} is made of {len(inner)} tensors; pass them one by one")
-    [tensor] = inner
-    if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() and not tensor.data_ptr():
-        raise InputError(
-            f"a {type(tensor).__name__} has no memory of its own, and no __tensor_flatten__ tells what it wraps; "
-            "pass the tensors that it is made of"
-        )
-    return tensor
+    return inner[0]
 
 
 def _over_numpy(x: np.ndarray) -> torch.Tensor:
