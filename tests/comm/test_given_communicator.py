@@ -119,7 +119,7 @@ def test_an_error_in_one_part_ends_the_whole_job_with_one_line(tmp_path):
         raise mt.InputError("the part has no data; give it some", agreed=True)
     """
     done = run(tmp_path, 3, program)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (2, 9) and "Traceback" not in done.stderr, done.stderr  # 9: of ranks that MPICH ends
     assert done.stderr.count("\nmpitrain: the part has no data; give it some") + done.stderr.startswith("mpitrain") == 1
 
 
