@@ -17,6 +17,7 @@ from mpitrain.backend.arguments import Tensors, check_length, check_splits, flat
 from mpitrain.backend.issuing import Issuing
 from mpitrain.backend.reductions import Reducing
 from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
+from mpitrain.backend.wrapped import by_inner_tensors
 
 
 class GroupCollectives(Issuing):
@@ -27,10 +28,12 @@ class GroupCollectives(Issuing):
 
     # -- reductions --------------------------------------------------------------------------------------
 
+    @by_inner_tensors
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each tensor becomes the reduction of all ranks'."""
         return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_")
 
+    @by_inner_tensors
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each tensor becomes the reduction of all ranks', as one operation to whoever looks on."""
         return self._all_reduce(listed(tensors), options(opts, dist.AllreduceOptions), "allreduce_coalesced_")
@@ -58,6 +61,7 @@ class GroupCollectives(Issuing):
 
         return self._run(name, call, outputs, opts, *alike, shown=shown)
 
+    @by_inner_tensors
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> dist.Work:
         """The root's tensor becomes the reduction of all ranks'; the others' stay as they were."""
         tensors, opts = listed(tensors), rooted(opts, dist.ReduceOptions, *others)
@@ -65,6 +69,7 @@ class GroupCollectives(Issuing):
         alike, shown = (tensors, opts.reduceOp.op, "to", root), ("reduce_", tensors, root, 0)
         return self._reduce("reduce", partial(Reducing.reduce, root=root), opts, tensors, alike=alike, shown=shown)
 
+    @by_inner_tensors
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each output becomes this rank's block of the reduction of a list of blocks, one for each rank."""
         outputs, opts = listed(outputs), options(opts, dist.ReduceScatterOptions)
@@ -79,10 +84,12 @@ class GroupCollectives(Issuing):
         alike, shown = (lists[0], opts.reduceOp.op), ("reduce_scatter_", outputs, lists)
         return self._reduce("reduce_scatter", act, opts, outputs, lists, alike=alike, shown=shown)
 
+    @by_inner_tensors
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """The output becomes this rank's block of the reduction of the inputs."""
         return self._reduce_scatter_singles([output], [input], opts, "_reduce_scatter_base_", output, input)
 
+    @by_inner_tensors
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Each output becomes this rank's block of the reduction of its inputs."""
         shown = "reduce_scatter_tensor_coalesced_", list(outputs), list(inputs)
@@ -99,6 +106,7 @@ class GroupCollectives(Issuing):
 
     # -- movements ---------------------------------------------------------------------------------------
 
+    @by_inner_tensors
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each tensor becomes the root's."""
         tensors, opts = listed(tensors), rooted(opts, dist.BroadcastOptions)
@@ -116,6 +124,7 @@ class GroupCollectives(Issuing):
         shown = "broadcast_", tensors, root, 0
         return self._run("broadcast", call, tensors, opts, tensors, "from", root, shown=shown)
 
+    @by_inner_tensors
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Each list of outputs becomes every rank's input; the sizes may differ between ranks."""
         inputs, opts = listed(inputs), options(opts, c10d.AllgatherOptions)
@@ -130,14 +139,17 @@ class GroupCollectives(Issuing):
 
         return self._run("all_gather", call, joined(lists), opts, lists[0], shown=("allgather_", lists, inputs))
 
+    @by_inner_tensors
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
         """output_lists[r][i] becomes rank r's input i."""
         return self.allgather([list(outs) for outs in zip(*output_lists, strict=True)], inputs, opts)
 
+    @by_inner_tensors
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """The output becomes the inputs of all ranks, one after the other."""
         return self._all_gather_singles([output], [input], opts, "_allgather_base_", output, input)
 
+    @by_inner_tensors
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Each output becomes its inputs of all ranks, one after the other."""
         shown = "allgather_into_tensor_coalesced_", list(outputs), list(inputs)
@@ -158,6 +170,7 @@ class GroupCollectives(Issuing):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @by_inner_tensors
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The root's list of outputs becomes every rank's input."""
         [x] = listed(inputs)
@@ -177,6 +190,7 @@ class GroupCollectives(Issuing):
         shown = "gather_", [outs] if outs else [], [x], root
         return self._run("gather", call, outs, opts, [x], "to", root, shown=shown)
 
+    @by_inner_tensors
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """The output becomes this rank's entry of the root's list of inputs."""
         [out] = listed(outputs)
@@ -198,6 +212,7 @@ class GroupCollectives(Issuing):
         shown = "scatter_", [out], [blocks] if blocks else [], root
         return self._run("scatter", call, [out], opts, [out], "from", root, shown=shown)
 
+    @by_inner_tensors
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -231,6 +246,7 @@ class GroupCollectives(Issuing):
 
     alltoall_base = all_to_all_single
 
+    @by_inner_tensors
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Input r goes to rank r; output s comes from rank s."""
         outputs, inputs, opts = list(outputs), list(inputs), options(opts, dist.AllToAllOptions)

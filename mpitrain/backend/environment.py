@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING
+
+from mpitrain.early import launched_first
+from mpitrain.errors import InputError
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -49,7 +54,17 @@ def publish(world: Communicator) -> None:
 
 
 def announce() -> None:
-    """Set the variables before the script reads them, and without MPI where the launcher says enough."""
+    """Set the variables before the script reads them, and without MPI where the launcher says enough.
+
+    Raises:
+        InputError: Processes of torchrun or accelerate launch are no ranks of MPI, or several are the same one.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        sys.excepthook = _say
+        raise InputError(
+            "torchrun (or accelerate launch, which calls it) starts processes that MPI does not know; start the script "
+            f"with mpirun or srun instead: mpirun -n N python -m mpitrain.backend {os.path.basename(sys.argv[0])}"
+        )
     told = from_launcher(os.environ)
     if told is not None:
         os.environ.update(told)
@@ -57,3 +72,13 @@ def announce() -> None:
         from mpitrain.comm import init
 
         publish(init(abort_on_error=False))
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an error before there is MPI, which would see to it that one rank speaks."""
+    if not isinstance(error, InputError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if launched_first() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"mpitrain: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code)

@@ -27,6 +27,7 @@ from mpitrain.backend.memory import TensorMemory
 from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import Written, to_read
 from mpitrain.backend.work import FinishedWork, MessageWork, seconds_of
+from mpitrain.backend.wrapped import by_inner_tensors
 from mpitrain.comm import ANY_SOURCE, Communicator
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
@@ -69,12 +70,14 @@ class MPIProcessGroup(GroupCollectives):
 
     # -- point to point ----------------------------------------------------------------------------------
 
+    @by_inner_tensors
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to a rank of the group."""
         [tensor] = listed(tensors)
         issue = partial(self._begin, f"send to rank {dst}", lambda: self.comm.isend(to_read(tensor), dst, tag), tensor)
         return self._seen(("send", [tensor], dst, tag), [tensor], issue)
 
+    @by_inner_tensors
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Begin to receive into a tensor from a rank of the group."""
         [tensor] = listed(tensors)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.backend.failures import ArgumentError
+from mpitrain.backend.failures import ArgumentError, translation
 from mpitrain.backend.tensors import Written, detached, known
 from mpitrain.backend.versions import premultiplier
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES
+from mpitrain.comm.runtime.kernels import Reduction, scaling
+from mpitrain.errors import InputError
 
 _Ops: Any = dist.ReduceOp.RedOpType
 _NAMES: dict[Any, str] = {_Ops.SUM: "sum", _Ops.PRODUCT: "product", _Ops.MIN: "min", _Ops.MAX: "max", _Ops.AVG: "avg"}
@@ -62,6 +64,11 @@ class Reducing:
             raise ArgumentError(f"{kind} has no meaning for {dtype}; use an integer type, or .view() the bits as one")
         if self.bitwise is None and dtype not in DTYPES:
             raise ArgumentError(f"{dtype} cannot be reduced, only moved; convert to float32 or a signed integer first")
+        if self.bitwise is None:
+            try:
+                Reduction.of(self.name, dtype, comm.size)
+            except InputError as error:  # here, in the caller's thread, and not where the operation is carried out
+                raise translation(error) from None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The tensor becomes the reduction of all ranks'; in place."""
@@ -142,7 +149,9 @@ def _all_reduce_sparse(tensor: torch.Tensor, reducing: Reducing) -> None:
     rows = mine.sparse_dim()
     comm.all_gather(every_index, indices.t().contiguous(), counts=[n * rows for n in counts])
     comm.all_gather(every_value, values, counts=[n * width for n in counts])
+    combined = torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce()
     if reducing.name == "avg":
-        every_value /= comm.size
+        for call in scaling(combined.values(), Reduction.of("avg", combined.dtype, comm.size).scale):
+            call()
     with torch.no_grad():  # a detached tensor would not hand new entries on
-        tensor.copy_(torch.sparse_coo_tensor(every_index.t(), every_value, mine.shape).coalesce())
+        tensor.copy_(combined)

@@ -4,66 +4,93 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
 from mpitrain.comm.collectives.process import DeviceMemory, Process
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process.abort import Faults
+from mpitrain.comm.process import fault_tolerance
+from mpitrain.comm.process.abort import Faults, abort
 from mpitrain.comm.process.cores import find_share, spare_cores
 from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.starting import limit, watched
-from mpitrain.comm.process.topology import discover, this_machine
+from mpitrain.comm.process.starting import end, limit, watched
+from mpitrain.comm.process.topology import discover, ranks_in, this_machine
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.early import RANK_NAMES
-from mpitrain.errors import EXIT_BAD_INPUT, InputError, refusal
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, CommunicationError, InputError, refusal
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+_PATIENCE = 5.0  # seconds in which it is found out which rank died
 WAYS = ("auto", "mpi", "staged", "peer", "nccl")
 
 
 _world: Communicator | None = None
 
 
-def init(*, timeout: float = DEFAULT_TIMEOUT, abort_on_error: bool = True, debug: bool | None = None) -> Communicator:
-    """The communicator over all ranks. Collective the first time; later calls return the same one.
+def init(
+    *,
+    comm: MPI.Comm | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    abort_on_error: bool = True,
+    debug: bool | None = None,
+) -> Communicator:
+    """Return the communicator over all ranks. Collective the first time; later calls return the same one.
 
     Without mpirun or srun it is a world of one rank.
 
     Args:
+        comm: An mpi4py communicator whose ranks are the world, for instance one half of the job; None for all ranks of
+            the job. It is duplicated, and may be freed.
         timeout: Seconds before an unfinished operation ends the job (`set_timeout` changes it).
         abort_on_error: Whether an exception that nobody catches ends the whole job with one message, instead of leaving
             the other ranks to wait.
         debug: Whether to compare what the ranks are about to do before each collective (default: MPITRAIN_DEBUG).
 
     Raises:
-        InputError: A launcher started several processes that do not see each other.
+        InputError: A launcher started several processes that do not see each other, or `comm` is not a communicator
+            that this rank belongs to, or the world was made of other ranks before.
     """
     global _world
+    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
+        raise InputError(f"init(comm=...) takes an intracommunicator of mpi4py that has this rank, not {comm!r:.80}")
     if _world is not None:
+        if comm is not None and MPI.Comm.Compare(comm, _world._comm) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise InputError(
+                f"init(comm=...): the world has been made of {_world.size} ranks, and this communicator has others or "
+                "another order; a process has one world: give this one to the first init, or use world.subgroup"
+            )
         if abort_on_error:  # the backend, which does not ask for it, may have come first
             _world.process.faults.install()
         return _world
-    with watched(limit(timeout)):
-        _world = _make(timeout, abort_on_error, debug)
+    among = () if comm is None else ranks_in(comm, MPI.COMM_WORLD)
+    with watched(limit(timeout), among):
+        try:
+            _world = _make(comm, timeout, abort_on_error, debug)
+        except MPI.Exception as error:
+            _end_without_the_dead(error)
     if _world.size > 1:
         _world.process.watchdog.start()
     atexit.register(_leave, os.getpid())
+    end_with = partial(_leave, os.getpid())
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: end_with()), None)  # MPI-4.1, section 11.2.4
     return _world
 
 
-def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
-    comm = MPI.COMM_WORLD
-    faults = Faults(comm.Dup())
+def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, debug: bool | None) -> Communicator:
+    comm = (given or MPI.COMM_WORLD).Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    faults = Faults(comm.Dup(), leave=None if given is None else partial(abort, comm))
     if abort_on_error:
         faults.install()
-    if comm.size == 1:
+    if MPI.COMM_WORLD.size == 1:
         _refuse_singletons(os.environ)
     if debug is None:
         debug = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0")
@@ -77,7 +104,21 @@ def _make(timeout: float, abort_on_error: bool, debug: bool | None) -> Communica
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
     process = Process(arenas, table, watchdog, progress, faults, cores, spare, DeviceMemory(), debug, proofs)
-    return Communicator(comm.Dup(), topology, process, "world")
+    return Communicator(comm, topology, process, "world")
+
+
+def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
+    """End this process, whose world cannot be made because ranks died; only MPI with fault tolerance tells."""
+    time.sleep(_PATIENCE)  # a rank of this host is named by the thread that watches the start
+    failed = MPI.COMM_WORLD.Get_failed() if not fault_tolerance.missing() else MPI.GROUP_EMPTY
+    if not failed.size:
+        raise CommunicationError(f"init failed in MPI: {error}") from error
+    ranks = MPI.Group.Translate_ranks(failed, range(failed.size), MPI.COMM_WORLD.group)
+    first = next(rank for rank in range(MPI.COMM_WORLD.size) if rank not in ranks)
+    if MPI.COMM_WORLD.rank != first:
+        time.sleep(_PATIENCE)
+        os._exit(EXIT_FAILED)
+    end(f"mpitrain: rank {first}: ranks {ranks} died on another host during init; look there, and start the job again")
 
 
 def _leave(process: int) -> None:

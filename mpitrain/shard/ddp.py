@@ -22,7 +22,8 @@ class DistributedDataParallel(nn.Module):
     """A module whose gradients are averaged over the ranks of `comm` in backward. Collective to make.
 
     Parameters and buffers start as rank 0's. It can be used like torch.nn.parallel.DistributedDataParallel (Li et al.
-    2020, PyTorch Distributed).
+    2020, PyTorch Distributed). Attributes and methods that it lacks are those of the module (`model.config`,
+    `model.generate(...)`); what a method computes there is reduced by no rank, unlike a call of `model` itself.
 
     Args:
         module: The module to train; it stays available as `.module`.
@@ -59,6 +60,16 @@ class DistributedDataParallel(nn.Module):
         self.reducer = self._make_reducer(in_backward_order([(name, p) for p, name in self._names.items()]))
         self._rebuilt = not self._reduction.overlaps  # the order matters only where something overlaps
         self._joining: Joining | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module where this class has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
 
     def _make_reducer(self, order: Sequence[nn.Parameter]) -> Reducer:
         """Lay gradients out in an order, and watch for them. Collective."""

@@ -7,6 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from mpitrain.errors import InputError
+
 RANKS = pytest.mark.ranks(2, 3)
 DTYPES = (
     torch.float32,
@@ -76,6 +78,30 @@ def test_averages_scaled_sums_and_bit_operations(group, world):
         group.all_reduce(torch.ones(2), op.BXOR)
     with pytest.raises(ValueError, match="cannot be reduced, only moved; convert to float32"):
         group.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+
+
+@RANKS
+def test_averages_of_integers_are_sums_divided_toward_zero_and_what_has_no_meaning_raises_in_the_call(group, world):
+    op, size = group.ReduceOp, world.size
+    for dtype in (torch.int64, torch.int8):
+        mine = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) + world.rank
+        total = torch.tensor([-7, -1, 0, 1, 7], dtype=dtype) * size + size * (size - 1) // 2
+        wanted = torch.div(total, size, rounding_mode="trunc")
+        x = mine.clone()
+        group.all_reduce(x, op.AVG)
+        assert torch.equal(x, wanted)
+        out, blocks = torch.empty_like(mine), mine.repeat(size)
+        group.reduce_scatter_tensor(out, blocks, op.AVG)
+        assert torch.equal(out, wanted)
+    sparse = torch.eye(2, dtype=torch.int64).mul(-3 - world.rank).to_sparse()
+    group.all_reduce(sparse, op.AVG)
+    total = -3 * size - size * (size - 1) // 2
+    assert torch.equal(sparse.to_dense(), torch.eye(2, dtype=torch.int64) * -(-total // size))
+    with pytest.raises(ValueError, match="op avg has no meaning for bool"):
+        group.all_reduce(torch.tensor([True]), op.AVG, async_op=True)  # here, not in the wait
+    x = torch.ones(2)
+    group.all_reduce(x)  # the job goes on
+    assert torch.equal(x, torch.full((2,), float(size)))
 
 
 @RANKS
@@ -368,3 +394,129 @@ def test_a_wrong_call_is_an_error_with_its_mend(group, world):
         group.group.WORLD.merge_remote_group(None, 2)
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.split_group"):
         group.group.WORLD.split_group([0])
+
+
+class Float8(torch.Tensor):
+    """A tensor in 8 bits with its scale, made as those of torchao are."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, device=data.device)
+
+    def __init__(self, data, scale):
+        self.data8, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["data8"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise NotImplementedError(f"{function} of a Float8")
+
+
+class Opaque(torch.Tensor):
+    """A wrapper that does not say what it wraps."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise NotImplementedError(f"{function} of an Opaque")
+
+
+@RANKS
+def test_tensors_that_wrap_others_are_communicated_by_their_inner_tensors(group, world):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def two(rank: int, *shape: int) -> TwoTensor:
+        return TwoTensor(torch.full(shape, rank + 1.0), torch.full(shape, 10.0 * rank))
+
+    def equal(got: TwoTensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return torch.equal(got.a, a) and torch.equal(got.b, b)
+
+    size, rank = world.size, world.rank
+    every = [two(r, 3) for r in range(size)]
+    total_a, total_b = sum(t.a for t in every), sum(t.b for t in every)
+    for communicate in (group.all_reduce, lambda x: group.all_reduce(x, async_op=True).wait(), world.all_reduce):
+        x = two(rank, 3)
+        communicate(x)
+        assert equal(x, total_a, total_b)
+    world_work = world.all_reduce(x := two(rank, 3), async_op=True)
+    world_work.wait()
+    assert world_work.done() and equal(x, total_a, total_b)
+    for communicate in (group.broadcast, world.broadcast):
+        x = two(rank, 3)
+        communicate(x, 1)
+        assert equal(x, every[1].a, every[1].b)
+    listed = [two(9, 3) for _ in range(size)]
+    group.all_gather(listed, two(rank, 3))
+    assert all(equal(got, wanted.a, wanted.b) for got, wanted in zip(listed, every, strict=True))
+    for communicate in (group.all_gather_into_tensor, world.all_gather):
+        whole = two(9, 3 * size)
+        communicate(whole, two(rank, 3))
+        assert equal(whole, torch.cat([t.a for t in every]), torch.cat([t.b for t in every]))
+    for communicate in (group.reduce_scatter_tensor, world.reduce_scatter):
+        out = two(9, 2)
+        communicate(out, two(rank, 2 * size))
+        assert equal(out, total_a[:2], total_b[:2])
+    for communicate in (group.all_to_all_single, world.all_to_all):
+        out = two(9, size)
+        communicate(out, two(rank, size))
+        assert equal(out, torch.arange(size) + 1.0, torch.arange(size) * 10.0)
+    if rank == 0:
+        group.send(two(5, 3), 1)
+        world.gather(whole, two(rank, 3), 0)
+        assert equal(whole, torch.cat([t.a for t in every]), torch.cat([t.b for t in every]))
+    else:
+        if rank == 1:
+            group.recv(x, 0)
+            assert equal(x, torch.full((3,), 6.0), torch.full((3,), 50.0))
+        world.gather(None, two(rank, 3), 0)
+
+    low = Float8(torch.full((4,), rank + 1.0).to(torch.float8_e4m3fn), torch.tensor(rank + 0.5))
+    group.broadcast(low, 1)
+    assert low.data8.float().eq(2).all() and low.scale == 1.5
+    group.all_reduce(torch.distributed._functional_collectives.all_reduce(x := torch.ones(2), "sum", group.group.WORLD))
+    for communicate in (group.all_reduce, world.all_reduce):
+        with pytest.raises(ValueError if communicate is group.all_reduce else InputError) as refused:
+            communicate(Opaque(torch.ones(3)))
+        assert "a tensor of class Opaque has no memory of its own" in str(refused.value)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"made of equally many tensors, not Tensor .1., TwoTensor .2."):
+        group.all_gather_into_tensor(torch.empty(3 * size), two(rank, 3))
+
+
+@RANKS
+def test_fsdp2_trains_parameters_with_all_gather_extensions(group, world):
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Gathered(TwoTensor):
+        """A parameter whose halves FSDP gathers one by one."""
+
+        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, policy):
+            return (self.a, self.b), None
+
+        def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+            return None if out is not None else (Gathered(*outputs), outputs)
+
+    torch.manual_seed(0)
+    weight, x = torch.randn(4 * world.size, 6), torch.randn(world.size, 5, 6)
+    model = torch.nn.Linear(6, 4 * world.size, bias=False)
+    model.weight = torch.nn.Parameter(Gathered(weight.clone(), weight.clone()))
+    fully_shard(model)
+    model(x[world.rank]).square().mean().backward()
+    plain = torch.nn.Linear(6, 4 * world.size, bias=False)
+    plain.weight = torch.nn.Parameter(weight.clone())
+    torch.stack([plain(x[r]).square().mean() for r in range(world.size)]).mean().backward()
+    got = model.weight.grad.to_local()
+    rows = slice(4 * world.rank, 4 * world.rank + 4)
+    torch.testing.assert_close(got.a if isinstance(got, TwoTensor) else got, plain.weight.grad[rows])
+    whole = model.weight.full_tensor()
+    assert torch.equal(whole.a, weight) and torch.equal(whole.b, weight)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support import job
+from support import ROOT, job
 
 SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = pytest.mark.campaign
@@ -21,6 +21,22 @@ def test_accelerate_trains_and_gathers():
     losses = re.findall(r"DistributedDataParallel MPIProcessGroup 64 ([0-9.]+)", done.stdout)
     assert len(losses) == 2
     assert all(float(loss) < 0.1 for loss in losses)
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)")
+@pytest.mark.parametrize("launcher", ["accelerate launch", "torchrun"])
+def test_processes_that_another_launcher_starts_under_mpirun_are_told_which_to_use(tmp_path, launcher):
+    script = tmp_path / "train.py"
+    script.write_text("import mpitrain.backend\nprint('alive')\n")
+    options = {
+        "accelerate launch": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    }
+    done = job(1, [sys.executable, "-m", *options[launcher], str(script)], PYTHONPATH=str(ROOT))
+    assert done.returncode != 0 and "alive" not in done.stdout, done.stdout
+    told = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
+    assert len(told) == 1 and "mpirun -n N python -m mpitrain.backend train.py" in told[0], done.stderr
+    assert "InputError" not in done.stderr
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed (pip install lightning)")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
-from torch_suite import AGAIN, NOT_OURS, PEER, suite, table
+from torch_suite import AGAIN, HERE, NOT_OURS, PEER, suite, table
 
 pytestmark = [
     pytest.mark.campaign,
@@ -26,6 +29,14 @@ def test_the_tests_that_ship_with_torch_pass(ranks):
         ran += sum(outcome.kind == "passed" for outcome in outcomes)
         settled += [o.name for o in outcomes if o.kind != "skipped" or not AGAIN.search(o.reason)]
     assert ran >= ENOUGH[ranks]
+
+
+def test_the_command_that_compares_runs_its_tests_with_every_backend_of_its_list():
+    choice = ["--sizes", "2", "--as", "mpitrain", "peer", "--only", "test_all_reduce_product$"]
+    command = [sys.executable, str(HERE), *choice]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.findall(r"ranks as (\w+): 1 run, 1 passed", run.stdout) == ["mpitrain", "peer"]
 
 
 def test_every_test_that_passes_over_gloo_passes_with_the_name_registered_or_not():

@@ -35,13 +35,15 @@ def reduced(op: str, contributions: list[torch.Tensor]) -> torch.Tensor:
     if dtype == torch.bool:
         return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
     wide = stacked.to(_wide(dtype))
+    if op == "avg" and dtype in INTEGERS:
+        return torch.div(wide.sum(0), len(contributions), rounding_mode="trunc").to(dtype)
     result = {"sum": wide.sum, "avg": wide.mean, "product": wide.prod}.get(op)
     return (result(0) if result else getattr(wide, "a" + op)(0)).to(dtype)
 
 
 def meaningful(op: str, dtype: torch.dtype) -> bool:
     if op == "avg":
-        return dtype in FLOATS or dtype in COMPLEX
+        return dtype != torch.bool
     return op not in ("min", "max") or dtype not in COMPLEX
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import textwrap
 
 import pytest
 from ranks_apart import TIMEOUT, failed_job, good_job, line
-from support import ROOT, job
+from support import ROOT, clean_environment, job, launcher
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,43 @@ def test_a_rank_that_does_not_come_to_the_start_is_named_with_its_process(tmp_pa
     ours = [line for line in done.stderr.splitlines() if line.startswith("mpitrain: ")]
     assert len(ours) == 1 and "not all 3 ranks came to the start of MPI in 8 s" in ours[0]
     assert re.search(rf": rank 1 \(python\S*, process {process} on \S+\) {what}$", ours[0])
+
+
+@pytest.mark.parametrize("point", ["its imports", "init"])
+def test_with_fault_tolerance_a_rank_killed_at_the_start_is_named_with_its_host_within_seconds(tmp_path, point):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, signal\n"
+        f"if {point!r} == 'init':\n"
+        "    import mpitrain.comm.process.mpi\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import mpitrain as mt\n"
+        "mt.init(timeout=600)\n"
+    )
+    mpirun = launcher(3)
+    if "mpirun" not in mpirun[0]:
+        pytest.skip("this MPI ends the job itself")
+    command = [mpirun[0], "--with-ft", "ulfm", *mpirun[1:], sys.executable, str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=clean_environment(PYTHONPATH=str(ROOT))
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    ours = [text for text in done.stderr.splitlines() if text.startswith("mpitrain: ")]
+    assert ours, done.stderr
+    assert all(re.search(rf"rank [02]: .*rank 1 .*of 3 is gone from {os.uname().nodename}: ", text) for text in ours)
+
+
+def test_a_program_that_finalizes_mpi_itself_goes_on_and_ends_with_its_own_exit_code(tmp_path):
+    program = """
+        from mpi4py import MPI
+        work = world.all_reduce(x, async_op=True)
+        work.wait()
+        MPI.Finalize()
+        time.sleep(3)  # the watchdog looks every half second
+        print("alive", flush=True)
+        """
+    good_job(tmp_path, 2, program, MPITRAIN_SPARE_CORES="1")
 
 
 def test_ranks_that_are_done_may_leave_long_before_the_others(tmp_path):

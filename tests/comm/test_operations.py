@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -63,6 +64,45 @@ def test_all_reduce_by_every_algorithm(comm, device, dtype, inside):
                 comm.all_reduce(x, op, algorithm)
                 assert_equal(x, wanted, comm.size)
     arena.free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8], ids=lambda d: str(d)[6:])
+def test_sums_of_small_integers_wrap_as_those_of_torch_by_every_algorithm(comm, device, dtype):
+    limits, numel = torch.iinfo(dtype), 301 * comm.size
+    contributions = [
+        torch.randint(limits.min, limits.max + 1, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(comm.size)
+    ]
+    mine = contributions[comm.rank]
+    total = torch.stack(contributions).sum(0, dtype=dtype)
+    assert not torch.equal(total.long(), torch.stack(contributions).sum(0)), "nothing wraps"
+    average = torch.div(total, comm.size, rounding_mode="trunc")
+    arena = comm.arena(numel, dtype, device)
+    for (op, wanted), inside in product((("sum", total), ("avg", average)), (False, True)):
+        x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
+        for algorithm in _algorithms(comm, "ring", "tree", "halving", "two_level"):
+            comm.all_reduce(x.copy_(mine), op, algorithm)
+            assert_equal(x, wanted)
+        for algorithm in ("auto", "mpi", "tree"):
+            comm.reduce(x.copy_(mine), 1, op, algorithm)
+            assert_equal(x, wanted if comm.rank == 1 else mine)
+        for algorithm in ("auto", "mpi", "ring", "halving", "pairwise"):
+            out = torch.empty(301, dtype=dtype, device=device)
+            comm.reduce_scatter(out, x.copy_(mine), op, algorithm)
+            assert_equal(out, wanted.chunk(comm.size)[comm.rank])
+    arena.free()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_averages_of_integers_are_the_sum_divided_toward_zero(comm, device):
+    for dtype in (torch.int64, torch.int32):
+        large = [2**60 + 1, -(2**60) - 1] if dtype == torch.int64 else []  # a float would not hold them
+        whole = torch.tensor([-7, -2, -1, 0, 1, 2, 7, *large], dtype=dtype)
+        x = (whole + comm.rank).to(device)
+        comm.all_reduce(x, "avg")
+        total = whole * comm.size + sum(range(comm.size))
+        assert_equal(x, torch.div(total, comm.size, rounding_mode="trunc"))
 
 
 @MANY
@@ -186,6 +226,30 @@ def test_uneven_blocks(comm, device):
     comm.all_to_all(out, x, in_counts=sent, out_counts=received)
     blocks = [values(sum(row), torch.int64, r).split(row)[comm.rank] for r, row in enumerate(table)]
     assert_equal(out, torch.cat(blocks))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in arena"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=lambda d: str(d)[6:])
+def test_blocks_much_smaller_than_the_largest_are_reduced_and_gathered_too(comm, device, dtype, inside):
+    large = 65537  # elements: such a block is cut into chunks, most of which are empty in a small one
+    arena = comm.arena(large * comm.size, dtype, device)
+    for small in (0, 1, 5):
+        for odd in range(comm.size):
+            counts = [small if rank == odd else large for rank in range(comm.size)]
+            first, numel, own = sum(counts[: comm.rank]), sum(counts), counts[comm.rank]
+            contributions = [values(numel, dtype, rank) for rank in range(comm.size)]
+            x = arena.view(0, (numel,)) if inside else torch.empty(numel, dtype=dtype, device=device)
+            x.copy_(contributions[comm.rank])
+            algorithms = _algorithms(comm, "ring", "halving", "pairwise") if inside and small else ("auto",)
+            for op, algorithm in product(("sum", "avg"), algorithms):
+                out = torch.empty(own, dtype=dtype, device=device)
+                comm.reduce_scatter(out, x, op, algorithm, counts=counts)
+                assert_equal(out, reduced(op, contributions)[first : first + own], comm.size)
+            x[first : first + own].copy_(values(own, dtype, comm.rank))
+            comm.all_gather(x, x[first : first + own], counts=counts)
+            assert_equal(x, torch.cat([values(n, dtype, rank) for rank, n in enumerate(counts)]))
+    arena.free()
 
 
 @ALL
@@ -347,6 +411,94 @@ def test_numpy_arrays_and_read_only_inputs(world):
         world.all_reduce(frozen)
 
 
+class Foreign:
+    """An array of another library, with the protocols by which arrays are exchanged."""
+
+    def __init__(self, array: object, versions: bool = True) -> None:
+        self.array, self.versions = array, versions
+
+    def __dlpack__(self, **options: object) -> object:
+        if "max_version" in options and not self.versions:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+class ForeignOnDevice(Foreign):
+    """An array as CuPy's, with both protocols; torch can use the first one with CUDA alone."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        place = self.array.data_ptr(), False
+        return {"shape": tuple(self.array.shape), "typestr": "<f4", "data": place, "version": 3, "stream": 1}
+
+
+class Broken:
+    def __init__(self, interface: object) -> None:
+        self.interface = interface
+
+    @property
+    def __cuda_array_interface__(self) -> object:
+        if isinstance(self.interface, Exception):
+            raise self.interface
+        return self.interface
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_array_with_the_protocols_of_cupy_is_worked_on_where_it_lies(comm, device):
+    x = torch.full((5,), comm.rank + 1.0, device=device)
+    comm.all_reduce(ForeignOnDevice(x))
+    assert_equal(x, torch.full((5,), comm.size * (comm.size + 1) / 2))
+    out = torch.empty(5 * comm.size, device=device)
+    comm.all_gather(ForeignOnDevice(out), ForeignOnDevice(x))
+    assert_equal(out, torch.full((5 * comm.size,), comm.size * (comm.size + 1) / 2))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    "interface",
+    [
+        {},
+        "text",
+        RuntimeError("its library\nfailed"),
+        {"shape": (3,), "typestr": "<f4", "data": (8, False), "version": 3},
+    ],
+    ids=["empty", "no dictionary", "raises", "no device"],
+)
+def test_a_broken_cuda_array_interface_is_one_line(world, interface):
+    if torch.cuda.is_available() and isinstance(interface, dict) and interface:
+        pytest.skip("an address that CUDA might take")
+    with pytest.raises(InputError, match="__cuda_array_interface__ of a Broken cannot be used") as refused:
+        world.all_reduce(Broken(interface))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["read-only", "pyarrow", "without versions"])
+def test_what_another_library_declares_read_only_is_read_and_never_written(world, kind):
+    mine = np.arange(3.0) + world.rank
+    if kind == "pyarrow":
+        array = pytest.importorskip("pyarrow").array(mine)
+    else:  # JAX's arrays are immutable and say so
+        mine.flags.writeable = kind != "read-only"
+        array = Foreign(mine, versions=kind == "read-only")
+    out = np.empty(3 * world.size)
+    world.all_gather(out, array)
+    assert (out == np.concatenate([np.arange(3.0) + rank for rank in range(world.size)])).all()
+    refused = pytest.raises(InputError, match="but the result goes into it; pass")
+    calls = [world.all_reduce, lambda x: world.all_gather(x, np.ones(3)), lambda x: world.scatter(x, None, 0)]
+    calls += [lambda x: world.reduce_scatter(x, np.ones(3 * world.size)), lambda x: world.all_to_all(x, np.ones(3))]
+    for call in [*calls, lambda x: world.irecv(x, 0)]:
+        with refused:
+            call(array)
+    if world.rank == 0:
+        with refused:
+            world.gather(array, np.ones(3), 0)
+    assert (np.from_dlpack(array) == np.arange(3.0) + world.rank).all()
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("call", "message"),
@@ -359,7 +511,7 @@ def test_numpy_arrays_and_read_only_inputs(world):
         (lambda w: w.all_reduce([1.0]), "a list cannot be communicated"),
         (lambda w: w.all_reduce(np.array(["a"])), "dtype <U1 cannot be communicated"),
         (lambda w: w.all_reduce(torch.ones(3), "mean"), "there is no reduction 'mean'"),
-        (lambda w: w.all_reduce(torch.ones(3, dtype=torch.int32), "avg"), "convert to float32 or use op sum"),
+        (lambda w: w.all_reduce(torch.ones(3, dtype=torch.bool), "avg"), "convert to float32 first"),
         (lambda w: w.all_reduce(torch.ones(3, dtype=torch.complex64), "max"), "no order"),
         (lambda w: w.broadcast(torch.ones(3), 9), "there is no rank 9"),
         (lambda w: w.all_gather(torch.ones(3), torch.ones(3).double()), "make them the same"),

@@ -74,6 +74,39 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_all(world, static_gra
         same_gradients(model, whole)
 
 
+class Named(nn.Linear):
+    """A module with what users of it look for."""
+
+    limit = 7
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.config = {"width": 6}
+        self.register_buffer("seen", torch.zeros(()))
+
+    def generate(self, x):
+        self.seen += 1
+        return self(x).relu()
+
+
+@pytest.mark.ranks(1, 2)
+def test_attributes_and_methods_of_the_module_are_there(world):
+    module = Named()
+    model = mt.DistributedDataParallel(module, world)
+    assert (
+        model.config is module.config and model.limit == 7 and model.in_features == 6 and model.weight is module.weight
+    )
+    assert model.generate(torch.ones(2, 6)).shape == (2, 1) and model.seen == 1
+    assert hasattr(model, "config") and not hasattr(model, "nothing")
+    with pytest.raises(AttributeError, match="'Named' object has no attribute 'nothing'"):
+        model.nothing  # noqa: B018
+    assert [name for name, _ in model.named_parameters()] == ["module.weight", "module.bias"]
+    model.comm.barrier()  # its own attributes come first
+    del model._modules["module"]
+    with pytest.raises(AttributeError, match="'DistributedDataParallel' object has no attribute 'module'"):
+        model.module  # noqa: B018
+
+
 class Branches(nn.Module):
     """Uses branch 0 or 1."""
 

@@ -86,18 +86,18 @@ def test_shrinking_is_refused_at_start_where_ranks_cannot_die_alone(tmp_path, fo
     assert "--with-ft ulfm" in told or "Open MPI 5" in told
 
 
-def _engine(comm, zero):
+def _engine(comm, zero, device="cpu"):
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.BatchNorm1d(33), nn.Linear(33, 3))
+    module = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.BatchNorm1d(33), nn.Linear(33, 3)).to(device)
     module[3].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     return Engine(module, nn.functional.mse_loss, optimizer, comm, Options(zero=zero))
 
 
-def _step(engine, number):
+def _step(engine, number, device="cpu"):
     """The same samples on every rank, so that the same state gives the same step on any number of ranks."""
     torch.manual_seed(number)
-    x, y = torch.randn(8, 5), torch.randn(8, 3)
+    x, y = torch.randn(8, 5).to(device), torch.randn(8, 3).to(device)
     engine.forward_backward([[(x, y)]], 8 * engine.comm.size)
     engine.step()
 
@@ -105,29 +105,30 @@ def _step(engine, number):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("lost", ["first", "last"])
-def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost):
+def test_the_ranks_that_are_left_hold_all_of_the_state(world, zero, lost, device):
     victim = 0 if lost == "first" else world.size - 1
-    engine, copies = _engine(world, zero), Copies()
+    engine, copies = _engine(world, zero, device), Copies()
     for number in range(3):
         copies.take(world, engine, number, {"position": 10 * number})
-        _step(engine, number)
+        _step(engine, number, device)
     copies.take(world, engine, 3, {"position": 30})
-    expected = copy.deepcopy(engine.state_dict())
-    _step(engine, 99)  # what nobody has a copy of
+    expected = {name: value.cpu().clone() for name, value in engine.state_dict().items()}
+    _step(engine, 99, device)  # what nobody has a copy of
     left = world.split(None if world.rank == victim else 0, world.rank)
     if left is not None:
-        after = _engine(left, zero)
+        after = _engine(left, zero, device)
         manifest = copies.restore(left, after)
         assert manifest is not None and (manifest.step, manifest.values["position"]) == (3, 30)
         found = after.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
         states = [s for s in after.optimizer.state.values() if s]
         assert states and all(float(s["step"]) == 3 for s in states)
         copies.take(left, after, 3, {"position": 30})
-        again = _engine(left, zero)
+        again = _engine(left, zero, device)
         manifest = copies.restore(left, again)
         assert manifest is not None and manifest.values["data_ranks"] == left.size
-        assert all(torch.equal(found[name], value) for name, value in again.state_dict().items())
+        assert all(p.device.type == device.type for p in again.module.parameters())
+        assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in again.state_dict().items())
     world.barrier()
 
 

@@ -19,6 +19,7 @@ from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at, tensor_at
 from mpitrain.comm.process.mpi import MPI
@@ -67,11 +68,14 @@ def all_gather(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(out)
             return None
+    if wraps(out, x):
+        return for_each_inner(lambda out, x: all_gather(comm, out, x, algorithm, async_op, counts=counts), out, x)
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "all_gather", of, into, counts, "x out")
     in_place = of.data_ptr() == into.data_ptr() + sum(blocks[: comm.rank]) * of.element_size()
-    placed, alike = ALGORITHMS.placed(algorithm, into if in_place else of), (blocks, algorithm)
-    given = algorithm, if_unequal(blocks)
+    given, alike = (algorithm, if_unequal(blocks)), (blocks, algorithm)
+    by_name = "mpi" if algorithm == "auto" and given[1] else algorithm  # as `_bind` has it: nobody reaches anybody
+    placed = ALGORITHMS.placed(by_name, into if in_place else of)
     return comm.dispatch(OPERATION.on((into, of), (True, False), *given, alike=alike, placed=placed), async_op)
 
 

@@ -17,6 +17,7 @@ from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.memory.board import described
@@ -50,8 +51,10 @@ def all_reduce(
 
     Args:
         x: A contiguous tensor or array, of one size and type on all ranks.
-        op: sum, product, min, max or avg.
-        algorithm: auto, mpi, ring, tree, halving, shared or two_level, or one that was registered.
+        op: sum, product, min, max or avg. Integers wrap where they overflow; their average is the sum divided toward
+            zero.
+        algorithm: auto, mpi, ring, tree, halving, shared or two_level, or one that was registered. Halving stands in
+            for mpi in sums of 8-bit and 16-bit integers: those of Open MPI saturate.
         async_op: Return at once with a `Work`; x must not be touched before that is complete.
         compression: Send fewer bytes for about the sum or avg, see `mpitrain.comm.compression`; alike on all ranks.
         reproducible: Reduce in the order of a fixed binary tree over the ranks, so that the bits depend neither on
@@ -69,6 +72,9 @@ def all_reduce(
         if not async_op and compression is None and x.is_contiguous():
             ready(x)
             return None
+    if wraps(x):
+        more: dict[str, Any] = {"compression": compression, "reproducible": reproducible}
+        return for_each_inner(lambda x: all_reduce(comm, x, op, algorithm, async_op, **more), x)
     tensor = as_tensor(x)
     if compression is not None:
         return _compressed(comm, tensor, op, algorithm, async_op, compression, reproducible)
@@ -114,6 +120,8 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
     if chosen.program is None:
         if x.dtype in HALVES:
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))
+        if reduction.library_saturates:
+            return _bind(binder, x, op, "halving", False)
         call, pieces = binder.comm.Allreduce, library.typed_pieces(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
         shares = even_blocks(x.nbytes, binder.topology.size)

@@ -20,6 +20,7 @@ from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import LARGEST_COUNT
@@ -64,6 +65,9 @@ def all_to_all(
         if even and not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
+    if wraps(out, x):
+        more: dict[str, Any] = {"out_counts": out_counts, "in_counts": in_counts}
+        return for_each_inner(lambda out, x: all_to_all(comm, out, x, async_op, **more), out, x)
     into, of = as_tensor(out), as_tensor(x, written=False)
     received = block_sizes(comm, "all_to_all", None, into, out_counts, "x out")
     sent = block_sizes(comm, "all_to_all", None, of, in_counts, "out x")

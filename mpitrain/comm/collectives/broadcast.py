@@ -17,6 +17,7 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at
 from mpitrain.comm.programs.rings import even_blocks
@@ -49,6 +50,8 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
         if not async_op and x.is_contiguous():
             ready(x)
             return None
+    if wraps(x):
+        return for_each_inner(lambda x: broadcast(comm, x, root, algorithm, async_op), x)
     tensor = as_tensor(x, written=comm.rank != root)
     check_rank(comm, root)
     placed = ALGORITHMS.placed(algorithm, tensor)

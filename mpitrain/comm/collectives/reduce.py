@@ -19,6 +19,7 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
@@ -43,7 +44,8 @@ def reduce(
         x: A contiguous tensor or array, of one size and type on all ranks; it stays as it is on all but the root.
         root: The rank that gets the result.
         op: sum, product, min, max or avg.
-        algorithm: auto, mpi, tree or shared, or one that was registered.
+        algorithm: auto, mpi, tree or shared, or one that was registered. Tree stands in for mpi in sums of 8-bit and
+            16-bit integers, see `all_reduce`.
         async_op: Return at once with a `Work`; x must not be touched before that is complete.
 
     Raises:
@@ -58,6 +60,8 @@ def reduce(
         if not async_op and x.is_contiguous():
             ready(x)
             return None
+    if wraps(x):
+        return for_each_inner(lambda x: reduce(comm, x, root, op, algorithm, async_op), x)
     tensor = as_tensor(x, written=comm.rank == root)
     check_rank(comm, root)
     placed = ALGORITHMS.placed(algorithm, tensor)
@@ -73,6 +77,8 @@ def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Comp
     chosen = ALGORITHMS[name]
     if x.dtype in HALVES and not chosen.reach:
         return binder.widened(x, lambda wide: _bind(binder, wide, op, root, name), back=at_root)
+    if chosen.program is None and reduction.library_saturates:
+        return _bind(binder, x, op, root, "tree")
     if chosen.program is None:
         calls = [*_by_library(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())]
         shares = even_blocks(x.nbytes, binder.topology.size)

@@ -21,6 +21,7 @@ from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
@@ -59,7 +60,8 @@ def reduce_scatter(
         out: Where the block goes: a contiguous tensor or array.
         x: A contiguous tensor or array, of one size and type on all ranks: one block a rank, in order of rank.
         op: sum, product, min, max or avg.
-        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered.
+        algorithm: auto, mpi, ring, halving, pairwise or shared, or one that was registered. Halving stands in for mpi
+            in sums of 8-bit and 16-bit integers, see `all_reduce`.
         async_op: Return at once with a `Work`; neither tensor may be touched before that is complete.
         counts: Elements of each rank's block; without it all are of out's length.
         reproducible: Reduce in the order of a fixed binary tree over the ranks.
@@ -82,6 +84,9 @@ def reduce_scatter(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
+    if wraps(out, x):
+        more: dict[str, Any] = {"counts": counts, "reproducible": reproducible}
+        return for_each_inner(lambda out, x: reduce_scatter(comm, out, x, op, algorithm, async_op, **more), out, x)
     into, of = as_tensor(out), as_tensor(x, written=False)
     blocks = block_sizes(comm, "reduce_scatter", into, of, counts, "out x")
     given, placed = (op, if_unequal(blocks), algorithm, reproducible), ALGORITHMS.placed(algorithm, of)
@@ -143,6 +148,8 @@ def _bind(
         wide, sums = torch.empty(x.numel(), dtype=torch.float32), torch.empty(out.numel(), dtype=torch.float32)
         inner = _bind(binder, wide, sums, op, counts, name, False)
         return Compiled([copying(wide, x), inner, copying(out, sums)], [inner, wide, sums])
+    if program is None and reduction.library_saturates:
+        return _bind(binder, x, out, op, counts, "halving", False)
     if program is None:
         return _by_library(binder, out, x, blocks, reduction)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)

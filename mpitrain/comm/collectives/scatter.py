@@ -18,6 +18,7 @@ from mpitrain.comm.collectives.arguments import block_sizes, check_rank
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
@@ -50,6 +51,8 @@ def scatter(comm: Dispatcher, out: Any, x: Any, root: int, async_op: bool = Fals
         if not async_op and out.is_contiguous() and (x is None or x.is_contiguous()):
             ready(out)
             return None
+    if wraps(out, x):
+        return for_each_inner(lambda out, x: scatter(comm, out, x, root, async_op), out, x)
     into = as_tensor(out)
     check_rank(comm, root)
     of = as_tensor(x, written=False) if comm.rank == root else None

@@ -1,11 +1,13 @@
 """Arrays of torch, NumPy and CuPy as what MPI needs: an address, a number of elements and a type.
 
-Nothing here copies. MPI sees bytes wherever data only move; where the library itself is to compute, the table
-`elements.NAMES` says which MPI type is safe, because mpi4py's own guess silently gives garbage for 16-bit types.
+Nothing here copies, and memory that another library declares read-only is not written. MPI sees bytes wherever data
+only move; where the library itself is to compute, the table `elements.NAMES` says which MPI type is safe, because
+mpi4py's own guess silently gives garbage for 16-bit types.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 
 from mpitrain.comm.memory.device import current_stream, foreign_stream, recorded
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES
+from mpitrain.comm.memory.wrapped import inner_tensors
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import InputError
 
@@ -31,7 +34,7 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
         InputError: It cannot be communicated; the message says why, and what to pass instead.
     """
     if isinstance(x, torch.Tensor):
-        tensor = x
+        tensor = _with_memory(x)
         if tensor.layout != torch.strided:
             raise InputError(f"a {tensor.layout} tensor cannot be communicated; call .to_dense() first")
         if tensor.device.type == "meta":
@@ -44,14 +47,8 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
         if not x.flags.c_contiguous:
             raise InputError(f"a NumPy array of shape {x.shape} is not contiguous; pass numpy.ascontiguousarray(x)")
         tensor = _over_numpy(x)
-    elif hasattr(x, "__cuda_array_interface__"):
-        tensor = _over_device_memory(x)
-    elif hasattr(x, "__dlpack__"):
-        tensor = torch.from_dlpack(x)  # which has its library order its stream before ours
     else:
-        raise InputError(
-            f"a {type(x).__name__} cannot be communicated; pass a torch, NumPy or CuPy array, or one with __dlpack__"
-        )
+        tensor = _over_foreign(x, written)
     if tensor.dtype not in DTYPES:
         raise InputError(_no_dtype(tensor.dtype))
     if not tensor.is_contiguous():
@@ -60,6 +57,16 @@ def as_tensor(x: Any, *, written: bool = True) -> torch.Tensor:
             "pass x.contiguous()"
         )
     return tensor
+
+
+def _with_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose memory a tensor has: itself, or the one that it wraps."""
+    if type(x) is torch.Tensor:
+        return x
+    inner = inner_tensors(x)
+    if len(inner) != 1:
+        raise InputError(f"a {type(x).__name__} is made of {len(inner)} tensors; pass them one by one")
+    return inner[0]
 
 
 def _over_numpy(x: np.ndarray) -> torch.Tensor:
@@ -72,14 +79,80 @@ def _over_numpy(x: np.ndarray) -> torch.Tensor:
     return tensor_at(x.__array_interface__["data"][0], x.size, dtype).view(x.shape)
 
 
-def _over_device_memory(x: Any) -> torch.Tensor:
-    """The tensor over an array of CuPy or Numba; what its stream was asked comes before what ours is asked."""
+def _over_foreign(x: Any, written: bool) -> torch.Tensor:
+    """Return a tensor over an array of a library that is neither torch nor NumPy.
+
+    Where an array has both protocols, __dlpack__ serves if torch cannot use the other: it may be built without CUDA.
+    """
+    kind = type(x)
+    protocols = [name for name in ("__cuda_array_interface__", "__dlpack__") if hasattr(kind, name)]
+    if not protocols:
+        raise InputError(
+            f"a {kind.__name__} cannot be communicated; pass a torch, NumPy or CuPy array, or one with __dlpack__"
+        )
+    problems = []
+    for protocol in protocols:
+        try:
+            return _over_dlpack(x, written) if protocol == "__dlpack__" else _over_cuda_interface(x)
+        except InputError:
+            raise
+        except Exception as error:  # whatever another library raises
+            problems.append(f"{protocol} of a {kind.__name__} cannot be used ({' '.join(str(error).split()):.200})")
+    raise InputError(f"the {' and the '.join(problems)}; pass a torch tensor or a NumPy array")
+
+
+def _over_cuda_interface(x: Any) -> torch.Tensor:
+    """Return the tensor over an array of CuPy or Numba; what its stream was asked comes before what ours is asked.
+
+    Torch refuses read-only arrays itself.
+    """
     tensor = torch.as_tensor(x)
     handle = x.__cuda_array_interface__.get("stream")
     other = foreign_stream(tensor.device, handle) if handle is not None else None
     if other is not None:
         current_stream(tensor.device).wait_event(recorded(tensor.device, other))
     return tensor
+
+
+def _over_dlpack(x: Any, written: bool) -> torch.Tensor:
+    """Return the tensor over an array with __dlpack__, whose library orders its stream before ours."""
+    writable = _writable(x) if written else True
+    if not writable:
+        why = "is read-only" if writable is False else "does not say whether it may be written (DLPack before 1.0)"
+        instead = "pass a copy" if writable is False else "pass torch.from_dlpack(x) if it may, else a copy"
+        raise InputError(f"the {type(x).__name__} {why}, but the result goes into it; {instead}")
+    return torch.from_dlpack(x)
+
+
+class _Versioned(ctypes.Structure):
+    """The first members of DLManagedTensorVersioned, https://dmlc.github.io/dlpack/latest/c_api.html."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_VERSIONED = b"dltensor_versioned"  # name of the capsule
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _writable(x: Any) -> bool | None:
+    """Tell whether an array with __dlpack__ may be written; None where its library does not say."""
+    try:
+        capsule = x.__dlpack__(max_version=(1, 0))
+    except TypeError:  # it knows no versions
+        return None
+    if _VERSIONED.decode() not in repr(capsule):
+        return None
+    address = _pointer_of(capsule, _VERSIONED)
+    return not _Versioned.from_address(address).flags & _READ_ONLY
 
 
 def _no_dtype(dtype: object) -> str:

@@ -18,5 +18,6 @@ NAMES = {
     torch.bool: "UINT8_T",  # with the logical operations
 }
 HALVES = (torch.float16, torch.bfloat16)
+SMALL_INTEGERS = (torch.int8, torch.int16, torch.uint8)
 DTYPES = frozenset(NAMES) | frozenset(HALVES)
 LARGEST_COUNT = 2**30  # bytes or elements in one MPI call: some libraries fail above 2^31 - 1

@@ -59,6 +59,9 @@ class Faults:
         sys.excepthook = self._previous
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if MPI.Is_finalized():  # by the program itself: no other rank can be told
+            self._previous(kind, error, trace)
+            return
         self.fail(error.with_traceback(trace))
 
     def fail(self, error: BaseException) -> None:
@@ -105,9 +108,7 @@ class Faults:
             self._end(code)
         if not first:
             time.sleep(5)  # the rank that speaks is about to abort us
-        with suppress(OSError):  # MPICH has a line of its own about it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        self._comm.Abort(code)
+        abort(self._comm, code)
 
     def _is_first(self) -> bool:
         if self._comm.Iprobe(MPI.ANY_SOURCE, _FAILED):
@@ -139,6 +140,18 @@ def say(text: str) -> None:
     """One write to stderr, so that ranks' messages do not mix."""
     sys.stdout.flush()
     os.write(2, (text + "\n").encode(errors="replace"))
+
+
+def abort(comm: MPI.Intracomm, code: int) -> None:
+    """End all ranks of the job with an exit code.
+
+    Args:
+        comm: A communicator of this rank's.
+        code: The exit code.
+    """
+    with suppress(OSError):  # MPICH has a line of its own about it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    comm.Abort(code)
 
 
 def finalize(code: int) -> None:

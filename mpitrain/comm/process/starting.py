@@ -8,7 +8,11 @@ of a certain name, which ends when the start is complete:
     rank 1  T  mpitrain:start      is stopped
     rank 2  D                      has not come so far: its imports hang
 
-No files, no messages, and nothing at all to do unless the time is up.
+A rank whose process is gone is named within seconds: mpirun ends the job for it, but not where it was told to go on
+without ranks that die (`fault_tolerance`), and not for one that ended with code 0. The processes that the launcher's
+daemon started here are counted for that, now and then, until the start is complete.
+
+No files, no messages.
 """
 
 from __future__ import annotations
@@ -18,18 +22,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from mpitrain.comm.process import last_word
+from mpitrain.comm.process import fault_tolerance, last_word, launcher
 from mpitrain.comm.process.launcher import command_of, of_process, state_and_parent_of
 from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
 _DEFAULT = 600.0  # seconds
 _TURN = 1.0  # seconds by which ranks that know less speak later
+_LOOK = 1.0  # seconds between looks for processes that are gone; one has to be missing twice
+_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _THREAD = "mpitrain:start"  # at most 15 characters
 _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "Z": "has ended"}
@@ -80,17 +87,18 @@ def _initialize(level: int) -> None:
 
 
 @contextmanager
-def watched(seconds: float) -> Iterator[None]:
-    """Inside, all ranks are to come together; if they do not, this process ends, and says why.
+def watched(seconds: float, among: Collection[int] = ()) -> Iterator[None]:
+    """End this process, and say why, unless all ranks come together in the body.
 
     Args:
-        seconds: How long they have.
+        seconds: Time that they have.
+        among: The ranks that have to come, by the launcher's numbers; all of the job if there are none.
     """
     if _number(os.environ, _SIZES) < 2:
         yield
         return
     complete = threading.Event()
-    thread = threading.Thread(target=_watch, args=(complete, seconds), daemon=True)
+    thread = threading.Thread(target=_watch, args=(complete, seconds, among), daemon=True)
     thread.start()
     try:
         yield
@@ -111,33 +119,106 @@ def limit(timeout: float) -> float:
         return max(timeout, LEAST)
 
 
-def _watch(complete: threading.Event, seconds: float) -> None:
+def _watch(complete: threading.Event, seconds: float, among: Collection[int]) -> None:
     me = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
     try:
         me.write_text(_THREAD)
     except OSError:
         return
-    if complete.wait(seconds):
+    size, deadline = _number(os.environ, _SIZES), time.monotonic() + seconds
+    gone: list[str] = []
+    siblings = Siblings(os.getpid(), among or range(size))
+    while not complete.wait(max(0.0, min(_LOOK, deadline - time.monotonic()))):
+        before, gone = gone, siblings.gone()
+        confirmed = [name for name in gone if name in before]
+        if confirmed:
+            what = (
+                f"{' and '.join(confirmed)} of {size} is gone from {os.uname().nodename}: ended or killed before all "
+            )
+            _speak(complete, f"{what}ranks had come to the start of MPI; start the job again")
+            return
+        if time.monotonic() >= deadline:
+            break
+    else:
         return
-    places = neighbours(os.getpid())
-    rank = _number(os.environ, RANK_NAMES)
+    places = [place for place in neighbours(os.getpid()) if not among or place.rank in among]
     missing = [place for place in places if not place.waits]
-    there = [place.rank for place in places if place.waits]
-    turn = (there.index(rank) if rank in there else 0) + (0 if missing else len(there))
-    if complete.wait(_TURN * min(turn, 5)):
-        return
-    if turn and there[0] not in [place.rank for place in neighbours(os.getpid())]:
-        os._exit(EXIT_FAILED)  # that one has spoken, and left; mpirun is late to end this one
-    size = _number(os.environ, _SIZES)
-    what = f"mpitrain: rank {rank}: not all {size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
+    what = f"not all {len(among) or size} ranks came to the start of MPI in {seconds:.0f} s (comm.timeout): "
     if missing:
         what += "; ".join(place.text() for place in missing)
     else:
-        what += f"those of this host that can be seen did ({', '.join(map(str, there))}); look at the other hosts"
-    os.write(2, (what + "\n").encode())
-    last_word.repeat(what)
+        there = ", ".join(str(place.rank) for place in places)
+        what += f"those of this host that can be seen did ({there}); look at the other hosts"
+    _speak(complete, what, later=not missing)
+
+
+def _speak(complete: threading.Event, what: str, *, later: bool = False) -> None:
+    """Say why the start is not complete, unless another rank of this host does, and end this process.
+
+    Args:
+        complete: Set where the start is complete after all.
+        what: The reason.
+        later: Whether ranks that know more are to speak first.
+    """
+    rank = _number(os.environ, RANK_NAMES)
+    there = [place.rank for place in neighbours(os.getpid()) if place.waits]
+    turn = (there.index(rank) if rank in there else 0) + (len(there) if later else 0)
+    if complete.wait(_TURN * min(turn, 5)):
+        return
+    if not turn or there[0] in [place.rank for place in neighbours(os.getpid())]:
+        end(f"mpitrain: rank {rank}: {what}")
+    os._exit(EXIT_FAILED)  # that one has spoken, and left; mpirun is late to end this one
+
+
+def end(text: str) -> NoReturn:
+    """Say what is wrong and end this process, whose start did not succeed. With fault tolerance mpirun is ended, too.
+
+    Args:
+        text: What stderr gets.
+    """
+    os.write(2, (text + "\n").encode())
+    last_word.repeat(text)
+    if fault_tolerance.switched_on() and (mpirun := launcher.find()):
+        launcher.end_soon(mpirun)
     time.sleep(0.2)
     os._exit(EXIT_FAILED)
+
+
+class Siblings:
+    """The processes that the launcher's daemon on this host started as ranks of the same job, as far as it is seen."""
+
+    def __init__(self, process: int, expected: Collection[int]) -> None:
+        """Find the daemon.
+
+        Args:
+            process: The process of a rank.
+            expected: The ranks of interest.
+        """
+        self._expected = expected
+        self._daemon = _daemon(process)
+        self._children = f"task/{self._daemon}/children"  # proc_pid_children(5)
+        self._text = ""
+        self._size = 0  # ranks that were started here; 0 where that is not known
+        self._started: set[int] = set()  # ranks
+        self._running: set[int] = set()
+
+    def gone(self) -> list[str]:
+        """Name the ranks of this host that have no process; none where that cannot be told."""
+        text = of_process(self._daemon, self._children)
+        if text and text != self._text:
+            self._text = text
+            environments = [_environment(child) for child in map(int, text.split())]
+            ranks = [environment for environment in environments if _number(environment, RANK_NAMES) >= 0]
+            self._running = {_number(environment, RANK_NAMES) for environment in ranks}
+            self._size = max((_number(environment, (_LOCAL_SIZE,)) for environment in ranks), default=0)
+            self._started |= self._running
+            if ranks and self._size == _number(ranks[0], _SIZES):
+                self._started |= set(range(self._size))
+        found = [f"rank {rank}" for rank in sorted(self._started - self._running) if rank in self._expected]
+        unseen = (
+            self._running and self._size > len(self._started) and len(self._expected) == _number(os.environ, _SIZES)
+        )
+        return [*found, "a rank"] if unseen else found
 
 
 @dataclass(frozen=True)

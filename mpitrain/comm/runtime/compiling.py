@@ -190,7 +190,8 @@ class _Compiler:
             return Place(span.memory, owner, start, numel)
         if owner != self.rank:
             return Place(PEER, owner, start, numel)
-        arrived = self.arrived[int(span.lo) : int(span.hi)]
+        bounds = self.layout.bounds  # a chunk without elements lies nowhere: nothing was written there
+        arrived = [self.arrived[c] for c in range(int(span.lo), int(span.hi)) if bounds[c] < bounds[c + 1]]
         if written or all(arrived):
             return Place(TARGET, owner, start, numel)
         if any(arrived):

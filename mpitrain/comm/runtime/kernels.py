@@ -1,7 +1,8 @@
 """The arithmetic of reductions on tensors, and what each (operation, dtype) pair means.
 
-fp16 and bf16 are accumulated in fp32 and rounded once. bool is logical: sum and max are OR, product and min
-are AND. Averages exist for floating and complex numbers only, minima and maxima not for complex ones.
+fp16 and bf16 are accumulated in fp32 and rounded once. Integers wrap where they overflow, as torch's do; their average
+is the sum divided toward zero. bool is logical: sum and max are OR, product and min are AND, and there is no average.
+Complex numbers have no minimum and no maximum.
 
 Host memory is worked on with NumPy, whose calls cost half as much as torch's and copy as fast as memcpy, unless
 torch may use several threads and there is enough for them to do.
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mpitrain.comm.memory.elements import HALVES
+from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
 from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import tree_order
 from mpitrain.comm.runtime.ordering import Call
@@ -59,7 +60,7 @@ class Reduction:
         op: Name of the operation, one of `OPERATIONS`.
         dtype: Of the elements.
         operation: The functions that perform it.
-        scale: What the result is multiplied with at the end; None for nothing.
+        scale: Factor of the result, applied at the end; None for none. An integer is a divisor (see `scaling`).
     """
 
     op: str
@@ -84,17 +85,22 @@ class Reduction:
         name = str(dtype).removeprefix("torch.")
         if dtype == torch.bool and op == "avg":
             raise InputError("op avg has no meaning for bool; convert to float32 first")
-        if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-            raise InputError(f"op avg of {name} would be rounded; convert to float32 or use op sum")
         if op in ("min", "max") and dtype.is_complex:
             raise InputError(f"op {op} has no meaning for {name}; complex numbers have no order")
         operation = (_LOGICAL if dtype == torch.bool else _ARITHMETIC)[op]
-        return Reduction(op, dtype, operation, 1.0 / size if op == "avg" and size > 1 else None)
+        if op != "avg" or size == 1:
+            return Reduction(op, dtype, operation)
+        return Reduction(op, dtype, operation, 1.0 / size if dtype.is_floating_point or dtype.is_complex else size)
 
     @property
     def mpi_op(self) -> MPI.Op:
         """The operation of MPI that does the same."""
         return self.operation.mpi
+
+    @property
+    def library_saturates(self) -> bool:
+        """Whether some MPI libraries stop at the largest value where the arithmetic of torch wraps (Open MPI does)."""
+        return self.operation is _SUM and self.dtype in SMALL_INTEGERS
 
     @property
     def pairwise(self) -> bool:
@@ -163,10 +169,22 @@ def copying(into: Array, of: Array) -> Call:
 
 
 def scaling(x: Array, scale: float | None) -> list[Call]:
-    """The call that multiplies `x` with a factor, in place; no call where the factor is None."""
+    """Return the calls that apply the scale of a reduction in place.
+
+    Args:
+        x: Flat tensor or array.
+        scale: Factor; an integer is a divisor of integers, and the quotient is rounded toward zero. None for no call.
+    """
     if scale is None:
         return []
+    if isinstance(scale, int):
+        return [partial(_divide, torch.from_numpy(x) if isinstance(x, np.ndarray) else x, scale)]
     return [partial(np.multiply, x, scale, out=x) if isinstance(x, np.ndarray) else partial(x.mul_, scale)]
+
+
+def _divide(x: torch.Tensor, divisor: int) -> None:
+    """Divide integers in place, toward zero. In 64 bits, because a number of ranks need not fit into the type of x."""
+    x.copy_(torch.div(x.long(), divisor, rounding_mode="trunc"))
 
 
 def for_numpy(dtype: torch.dtype, device: torch.device | None, numel: int) -> bool:

@@ -20,7 +20,7 @@ from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.memory.device import memory_kind, mpi_reads, recorded
 from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
 from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.kernels import Reduction, scaling
 
 _OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
 
@@ -53,8 +53,10 @@ class Direct:
     def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
         """Whatever the library can do in one call, in the order of its own."""
         nbytes = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
+        op, dtype = operation.value(given, "op"), next(t.dtype for t in tensors if t is not None)
         return (
-            bool(operation.by_rank)
+            not (op is not None and Reduction.of(op, dtype, self._binder.topology.size).library_saturates)
+            and bool(operation.by_rank)
             and nbytes * self._binder.topology.size <= LARGEST_COUNT
             and operation.value(given, "algorithm", "mpi") in ("auto", "mpi")
             and not operation.value(given, "reproducible", False)
@@ -70,9 +72,7 @@ class Direct:
         """Perform the operation; see `Transport.perform`."""
         first = next(tensor for tensor in tensors if tensor is not None)
         op = operation.value(given, "op")
-        scale = None
-        if op is not None:
-            scale = Reduction.of(op, first.dtype, self._binder.topology.size).scale
+        reduction = None if op is None else Reduction.of(op, first.dtype, self._binder.topology.size)
         given = operation.replaced(given, algorithm="mpi", op="sum" if op == "avg" else op)
         wide = op is not None and first.dtype in HALVES
         passed = [None if t is None else t.detach().float() if wide else t.detach() for t in tensors]
@@ -82,8 +82,8 @@ class Direct:
         self._binder.run(operation.bind(self._binder, *passed, *given))
         for tensor, result, changed in zip(tensors, passed, written, strict=True):
             if changed and tensor is not None and result is not None:
-                if scale is not None:
-                    result.mul_(scale)
+                for call in scaling(result, reduction.scale if reduction is not None else None):
+                    call()
                 if wide:
                     tensor.detach().copy_(result)
 

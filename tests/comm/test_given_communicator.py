@@ -1,0 +1,135 @@
+"""The world made of an mpi4py communicator of the caller's: half of a job, a coupled code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from warm import job
+
+TRAIN = """
+import torch
+from torch import nn
+import mpitrain as mt
+
+torch.manual_seed(0)
+rows = torch.randn(8, 4)
+model = mt.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mine = rows[world.rank :: world.size] * scale
+for _ in range(3):
+    optimizer.zero_grad()
+    model(mine).square().mean().backward()
+    optimizer.step()
+torch.manual_seed(0)
+torch.randn(8, 4)
+reference = nn.Linear(4, 1)
+alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+for _ in range(3):
+    alone.zero_grad()
+    reference(rows * scale).square().mean().backward()
+    alone.step()
+for got, wanted in zip(model.module.parameters(), reference.parameters()):
+    torch.testing.assert_close(got, wanted)
+"""
+
+
+def run(tmp_path: Path, ranks: int, program: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "coupled.py"
+    script.write_text(textwrap.dedent(program))
+    return job(ranks, [sys.executable, str(script)], cwd=tmp_path, PYTHONPATH=str(ROOT))
+
+
+def test_two_halves_of_a_job_train_apart_and_a_world_is_made_of_one_communicator_once(tmp_path):
+    program = """
+        import numpy as np
+        from mpi4py import MPI
+        import mpitrain as mt
+        from mpitrain.errors import InputError
+
+        every = MPI.COMM_WORLD
+        half = every.Split(every.rank // 2)
+        world = mt.init(comm=half)
+        half.Free()  # the world has its own
+        assert (world.rank, world.size) == (every.rank % 2, 2)
+        same = every.Split(every.rank // 2)
+        assert mt.init() is world and mt.init(comm=same) is world
+        for other in (every, MPI.COMM_SELF):
+            try:
+                mt.init(comm=other)
+            except InputError as error:
+                assert "has been made of 2 ranks" in str(error) and "\\n" not in str(error)
+            else:
+                raise AssertionError("a second world")
+        scale = 1.0 + every.rank // 2
+        if every.rank < 2:
+            for _ in range(50):  # a step more or less makes no difference to the other half
+                world.barrier()
+    """
+    end = """
+        total = np.array([1.0])
+        every.Allreduce(MPI.IN_PLACE, total)  # the halves still have each other
+        assert total[0] == 4
+        print("done", flush=True)
+    """
+    done = run(tmp_path, 4, textwrap.dedent(program) + TRAIN + textwrap.dedent(end))
+    assert done.returncode == 0 and done.stdout.count("done") == 4, done.stdout + done.stderr
+
+
+def test_one_rank_trains_while_a_coupled_code_does_something_else_and_keeps_mpi(tmp_path):
+    program = """
+        import atexit
+        import mpi4py
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)  # the coupled code does, and finalizes
+
+        def last():  # registered first, so that it comes after all that mpitrain does at the end
+            assert MPI.Is_initialized() and not MPI.Is_finalized()
+            MPI.Finalize()
+            print("done", flush=True)
+
+        atexit.register(last)
+        every = MPI.COMM_WORLD
+        alone = every.Split(0 if every.rank == 0 else MPI.UNDEFINED)
+        if every.rank == 0:
+            import mpitrain as mt
+            world = mt.init(comm=alone)
+            assert world.size == 1
+            scale = 1.0
+    """
+    program = textwrap.dedent(program) + textwrap.indent(TRAIN, "    ") + "\nevery.Barrier()\n"
+    done = run(tmp_path, 2, program)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stdout + done.stderr
+
+
+def test_an_error_in_one_part_ends_the_whole_job_with_one_line(tmp_path):
+    program = """
+        import time
+        from mpi4py import MPI
+        part = MPI.COMM_WORLD.Split(min(MPI.COMM_WORLD.rank, 1))
+        if MPI.COMM_WORLD.rank == 0:
+            time.sleep(100)
+        import mpitrain as mt
+        mt.init(comm=part)
+        raise mt.InputError("the part has no data; give it some", agreed=True)
+    """
+    done = run(tmp_path, 3, program)
+    assert done.returncode in (2, 9) and "Traceback" not in done.stderr, done.stderr  # 9: of ranks that MPICH ends
+    assert done.stderr.count("\nmpitrain: the part has no data; give it some") + done.stderr.startswith("mpitrain") == 1
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrong", ["world", "COMM_NULL"])
+def test_what_is_no_communicator_of_this_rank_is_refused_in_one_line(world, wrong):
+    import mpi4py.MPI
+
+    import mpitrain as mt
+    from mpitrain.errors import InputError
+
+    with pytest.raises(InputError, match="takes an intracommunicator of mpi4py that has this rank"):
+        mt.init(comm=wrong if wrong == "world" else mpi4py.MPI.COMM_NULL)
