@@ -95,7 +95,8 @@ def initialize(
     mesh = places(comm, settings.parallel)
     placed = place_on_mesh(model, mesh, settings, loss=loss, plan=plan, blocks=blocks)
     made = make(placed.divided.module)
-    require_alike(comm, list(groups_told(made, whole=mesh.pipeline.size * mesh.tensor.size == 1)))
+    if optimizer is not None:  # the configuration's has been compared, and stages may have other groups of it
+        require_alike(comm, list(groups_told(made, whole=mesh.pipeline.size * mesh.tensor.size == 1)))
     engine = _engine(placed, made, mesh, settings)
     if settings.compile:
         compile_blocks(placed.divided.blocks, engine, comm)
