@@ -82,7 +82,10 @@ class ModelSection(Section):
         "which all keys of [model] come that are not given",
     )
     sequence: int = setting(
-        128, "tokens per sample", ge=1, also=["sequence_length", "seq_len", "seq_length", "block_size", "context"]
+        128,
+        "tokens per sample; where positions are learned, at most and by default model.max_positions",
+        ge=1,
+        also=["sequence_length", "seq_len", "seq_length", "block_size", "context"],
     )
     dropout: float = setting(0.0, "dropout probability (gpt, mlp)", ge=0.0, lt=1.0)
     compile: bool = setting(
@@ -115,7 +118,13 @@ class ModelSection(Section):
     def _of_others(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("base") and cls.model_fields.keys() - values.keys():
             values = with_base(values)
-        return with_preset(values) if isinstance(values, dict) and values.get("preset") else values
+        if isinstance(values, dict) and values.get("preset"):
+            values = with_preset(values)
+        rows = values.get("max_positions") if isinstance(values, dict) else None
+        if isinstance(rows, int) and values.get("positions") == "learned":
+            longest = min(rows, cls.model_fields["sequence"].default)
+            values = {"sequence": longest, **values} if longest > 0 else values
+        return values
 
     @model_validator(mode="after")
     def _fits_the_model(self) -> ModelSection:
@@ -128,6 +137,12 @@ class ModelSection(Section):
             raise ValueError(
                 f"model.width {self.width} is not a multiple of model.heads {self.heads}; "
                 f"set model.width to {-(-self.width // self.heads) * self.heads}"
+            )
+        learned = self.name == "gpt" and not self.factory and self.positions == "learned"
+        if learned and 0 < self.max_positions < self.sequence:
+            raise ValueError(
+                f"model.sequence {self.sequence} is longer than model.max_positions {self.max_positions}; set "
+                f"model.sequence to {self.max_positions}, or model.positions to rotary"
             )
         if self.name == "gpt" and not self.factory and self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(

@@ -74,7 +74,8 @@ class Server:
         self.applied = remembered.applied() if clock is None else clock.applied
         self._known = known
         self.limit = self.finals = self._here = 0
-        self._records = list(remembered.records)  # where all that meet have to wait for this server
+        # records of one server alone, or workers would be told of a step several times
+        self._records = list(remembered.records) if clock is not None else []
         self._buckets = len(flats.buckets)
         self.progress = self.applied.completed + len(self.applied.beyond) / self.applied.parts  # steps applied
         self._ready: list[tuple[int, Commit]] = []  # (worker, what it committed), to be applied

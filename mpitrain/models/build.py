@@ -69,11 +69,6 @@ def _gpt(section: ModelSection, description: Description) -> Task:
             f"{section.vocabulary}; prepare the data with the model's own tokenizer, or set model.vocabulary to "
             f"{description.vocabulary}"
         )
-    if section.positions == "learned" and 0 < section.max_positions < section.sequence:
-        raise refusal(
-            f"model.sequence {section.sequence} is longer than model.max_positions {section.max_positions}; set "
-            f"model.sequence to {section.max_positions}, or model.positions to rotary"
-        )
     model = GPT(
         section.vocabulary or description.vocabulary,
         section.layers,

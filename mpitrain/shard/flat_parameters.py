@@ -161,10 +161,12 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGrou
         raise refusal("the optimizer has parameters that are not the model's; give it those alone")
 
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, *, matrices: bool = False) -> None:
+def refuse_unless_elementwise(
+    optimizer: torch.optim.Optimizer, *, matrices: bool = False, otherwise: str = "parallel.zero 0"
+) -> None:
     """Raise InputError for an optimizer that is not known to update each element by itself.
 
-    matrices: Matrices can be made whole, if that is what it needs.
+    matrices: Matrices can be made whole, if that is what it needs. otherwise: The setting with which any will do.
     """
     for part in getattr(optimizer, "parts", [optimizer]):
         kind, needs_matrices = type(part), getattr(part, "needs_matrices", False)
@@ -176,7 +178,7 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, *, matrices: boo
         if not (needs_matrices or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
             raise refusal(
                 f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
-                "adamw or another element-wise optimizer, parallel.zero 0, or say `optimizer.elementwise = True`"
+                f"adamw or another element-wise optimizer, {otherwise}, or say `optimizer.elementwise = True`"
             )
 
 

@@ -27,6 +27,7 @@ from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.monitor.parts import StepClock
 from mpitrain.shard.axes import Axes, Microbatch
 from mpitrain.shard.ddp import broadcast_state
+from mpitrain.shard.flat_parameters import refuse_unless_elementwise
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.shard.update import Updater, set_rate
@@ -98,6 +99,8 @@ class Engine:
         self.clip, self.precision, self.options = clip, precision, options or Options()
         axes = axes or Axes()
         others = [other for other in axes.others if other.size > 1]
+        if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
+            refuse_unless_elementwise(optimizer, matrices=True, otherwise="parallel.tensor 1")
         self._pipeline = axes.pipeline
         broadcast_state(module, comm)
         convert(module, precision)

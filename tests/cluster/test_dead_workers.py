@@ -54,6 +54,22 @@ def test_training_goes_on_without_a_worker_and_its_samples_are_given_to_others(t
         assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
+def test_five_workers_die_one_after_the_other_beside_two_servers_and_every_step_is_recorded_once(tmp_path):
+    job = Job(tmp_path / "r", 8, _words(parallel__staleness="none", parallel__servers=2))
+    try:
+        for number, victim in enumerate((1, 0, 4, 5, 3)):
+            job.until(lambda rows=12 + 21 * number: job.rows() >= rows)
+            job.signal(victim)
+            job.until(lambda count=number + 1: len(job.recoveries()) == count)
+    finally:
+        job.end()
+    assert [(lost, left) for lost, _, left, _ in job.recoveries()] == [([1], 7), ([0], 6), ([4], 5), ([5], 4), ([3], 3)]
+    rows = read_metrics(tmp_path / "r")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    numbers = [number for row in rows for number in row["ids"]]
+    assert len(numbers) == len(set(numbers)) == STEPS * 24
+
+
 @pytest.mark.parametrize(
     ("victims", "number", "who"),
     [

@@ -159,6 +159,31 @@ def test_ten_steps_on_a_mesh_are_those_of_one_process(world, number):
     engine.close()
 
 
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_needs_whole_matrices_is_refused_where_tensor_ranks_have_parts_of_them(world):
+    for optimizer, optim in ((torch.optim.Adafactor, None), (None, {"name": "adafactor", "lr": 1e-2})):
+        with pytest.raises(InputError, match=r"Adafactor cannot be sharded: .* parallel\.tensor 1, or say"):
+            made(optimizer, optim=optim, tensor=2)
+
+
+@pytest.mark.ranks(2)
+def test_stages_may_have_other_groups_of_the_configurations_optimizer_and_go_on_with_their_rates(world, folder):
+    optim = {**ADAMW, "groups": [{"match": "blocks.3.*", "lr_scale": 0.1}, {"match": "blocks.0.norm.*", "lr": 3e-2}]}
+    whole = made(optim=optim, comm=world.split(world.rank))
+    wanted = trained(whole, 6)
+    whole.close()
+    engine = made(optim=optim, pipeline=2)
+    groups = world.all_gather_object([sorted({g.get("lr_scale", 1.0) for g in engine.optimizer.param_groups})])
+    assert groups[0] != groups[1]
+    close(trained(engine, 3), wanted[:3])
+    engine.save(folder / "c")
+    engine.close()
+    engine = made(optim=optim, pipeline=2)
+    engine.load(folder / "c")
+    close(trained(engine, 3, first=3), wanted[3:])
+    engine.close()
+
+
 # -- checkpoints
 
 

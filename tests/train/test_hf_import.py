@@ -93,6 +93,26 @@ def test_logits_are_those_of_transformers_there_and_back(saved, tmp_path, family
     assert torch.equal(back(tokens).logits, model(tokens).logits)
 
 
+def test_a_model_of_fewer_positions_than_a_sequence_has_by_default_becomes_a_run_that_opens(tmp_path, capsys, forked):
+    import mpitrain as mt
+
+    source, run = tmp_path / "gpt2", tmp_path / "run"
+    save_tiny("gpt2", source, n_positions=24)
+    told = refused(capsys, "import", source, run, "--format", "hf", "--model.sequence", "25")
+    assert "model.sequence 25 is longer than model.max_positions 24" in told and not (run / "config.toml").exists()
+    assert main(["import", str(source), str(run), "--format", "hf"]) == 0
+    assert loaded(run)(torch.zeros(1, 24, dtype=torch.long)).shape == (1, 24, VOCABULARY)
+    assert mt.load_model(run).positions.weight.shape[0] == 24
+    (tmp_path / "tokens.txt").write_text("one two three\n" * 200)
+    data = tmp_path / "data"
+    assert forked.run("data", "prepare", tmp_path / "tokens.txt", "--out", data).returncode == 0
+    settings = ("--data.path", data, "--model.vocabulary", 256, "--train.steps", 1, "--train.batch", 2)
+    settings += ("--model.positions", "learned", "--model.max_positions", 24)
+    done = forked.run("train", "--run.dir", tmp_path / "new", *settings)
+    assert done.returncode == 0, done.stderr
+    assert Config.from_args([str(tmp_path / "new/config.toml")]).model.sequence == 24
+
+
 WRONG = [
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of kind 'yarn'"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "rope_parameters of kind 'linear'"),

@@ -94,8 +94,8 @@ def initialize(
     make = _optimizing(optimizer, settings, section, model, comm)
     mesh = places(comm, settings.parallel)
     placed = place_on_mesh(model, mesh, settings, loss=loss, plan=plan, blocks=blocks)
-    made = make(placed.divided.module)
-    require_alike(comm, list(groups_told(made, whole=mesh.pipeline.size * mesh.tensor.size == 1)))
+    made = make(placed.divided.module)  # stages may have other groups of the configuration's, which has been compared
+    require_alike(comm, [] if optimizer is None else [*groups_told(made, whole=mesh.world.size == mesh.data.size)])
     engine = _engine(placed, made, mesh, settings)
     if settings.compile:
         compile_blocks(placed.divided.blocks, engine, comm)
