@@ -110,7 +110,7 @@ def test_the_later_file_wins_key_by_key_and_need_not_be_whole(sheet, tmp_path):
 
 @pytest.mark.serial
 def test_the_given_machines_are_what_their_names_say():
-    assert given_machines() == ["cpu-128", "gpu-4", "gpu-8"]
+    assert given_machines() == ["cpu-128", "gpu-4", "gpu-8", "gpu-8x8"]
     for name in given_machines():
         machine = read_machine(name)
         assert "data sheet" in machine.origin
