@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from planner_support import MadeUpModel
@@ -106,6 +107,37 @@ def test_scaling_is_a_table_and_a_picture(tmp_path, capsys):
     for wrong, why in ((("--scale", "6"), "multiples of 4"), (("--scale", "8", "--nodes", "2"), "leave out --nodes")):
         assert command.main([*asked, *wrong]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_busy_machine_gets_the_same_answer(capsys, monkeypatch, tmp_path):
+    asked = (*ASKED, "--train.batch", "16", "--out", str(tmp_path / "out.toml"))
+    assert command.main(asked) == 0
+    calm = capsys.readouterr().out
+    now = iter(range(0, 1 << 40, 1000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))  # each step takes a quarter of an hour
+    assert command.main(asked) == 0
+    assert capsys.readouterr().out == calm
+    assert command.main((*asked, "--seconds", "60")) == 0
+    assert " 1 simulated" in capsys.readouterr().out  # on request
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(200)
+def test_the_example_of_the_page_is_what_the_command_prints(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    (tmp_path / "gpt.toml").write_text(page.split("```toml\n# gpt.toml\n")[1].split("```")[0])
+    asked, printed = page.split("```bash\npython -m mpitrain.plan gpt.toml ")[1].split("```text\n")[:2]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpitrain.plan", "gpt.toml", *asked.split("\n")[0].split()],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    begin, end = printed.split("```")[0].split("[...]\n")
+    assert done.returncode == 0 and done.stdout.startswith(begin) and done.stdout.endswith(end), done.stdout
 
 
 @pytest.mark.campaign
