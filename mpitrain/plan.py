@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.config.settings import Config
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code_of, refusal
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
 from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.described import description_of
@@ -19,11 +19,10 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import given_machines, read_machine
 from mpitrain.planner.model import ModelProfile
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.report import details, refused, report
+from mpitrain.planner.report import details, nothing_fits, refused, report
 from mpitrain.planner.scaling import HEAD, picture, row, scaling
-from mpitrain.planner.search import COUNT, Excess, best
+from mpitrain.planner.search import COUNT, SIMULATED, Excess, best
 
-PATIENCE = 4.5  # seconds of guesses and predictions; of each number of ranks with --scale
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -78,11 +77,11 @@ def _plan(argv: Sequence[str]) -> int:
         chosen = asked or notation.layout_of(config, nodes * each, model.blocks(1))
         print(explained(predictor, chosen))
     else:
-        plan = best(predictor, rules, max(1, options.top), PATIENCE)
+        plan = best(predictor, rules, options.top, seconds=options.seconds)
         title = f"{nodes * each:,} ranks on {nodes:,} x {machine.name} ({machine.origin})"
         print(report(plan, title))
         if not plan.found:
-            return EXIT_BAD_INPUT
+            raise refusal(f"{nothing_fits(plan)}; take more nodes or a smaller model")
         chosen = plan.found[0].layout
     if out is not None:
         write(config, chosen, out)
@@ -129,7 +128,7 @@ def scaled(
             weak=weak,
             memory=options.memory,
             rules=rules,
-            patience=PATIENCE,
+            seconds=options.seconds,
             told=lambda points: print(row(points), flush=True),
         )
         print()
@@ -196,6 +195,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return seconds
+
+
 def _counts(text: str) -> list[int]:
     return [_count(each) for each in text.split(",")]
 
@@ -226,6 +235,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="N,N...",
         help="numbers of ranks: how the best layouts go with them",
+    )
+    add(
+        "--seconds",
+        type=_seconds,
+        default=float("inf"),
+        metavar="S",
+        help=f"end the search early, whose answer then depends on the load here [{SIMULATED} simulations]",
     )
     add("--top", type=_count, default=COUNT, metavar="K", help=f"how many layouts are told [{COUNT}]")
     add(

@@ -10,6 +10,7 @@ alike                  blocks that do the same, of which one is observed
 recorder, passes       sizes and operations of blocks, from passes without values
 measured, counted      seconds of blocks, measured in processes side by side or reckoned from operations
 collectives            seconds of the collective that would run, simulated
+device_links           the same between devices, in closed form
 memory                 bytes of a rank, by category
 flow                   microbatches through a pipeline's stages: when ranks are done, what they hold
 turns                  the same where ranks share cores

@@ -1,5 +1,9 @@
 """Bounds and guesses of a layout that take microseconds, so that few of many thousands need be simulated.
 
+A guess adds up what the simulation would, in closed form: a microbatch's seconds times their number, a pipeline's
+filling and draining (`flow.estimate`) with stages cut as evenly as blocks allow, and each bucket's collective, of which
+what fits lies under backward.
+
 The bound of a pipeline holds however its blocks are cut. With m microbatches and a microbatch's seconds t_j on stage j,
 of which it waits for r t_j before a later stage can work, stage s is done after m t_s + sum of r t_j over j < s at the
 earliest. Weighted so that all t_j count alike, the mean of these over the stages is
@@ -11,18 +15,25 @@ so one stage is not done before. r is 1 where backward is whole, else the forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mpitrain.planner.collectives import Group
+from mpitrain.planner.flow import estimate
 from mpitrain.planner.held import ITEMSIZE, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import BlockCost, Divided
+from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.stages import held_at_most
+from mpitrain.planner.step import StepSimulation
+from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 
-_HIDDEN = 0.5  # of the computation, under which a guess takes communication to lie
+_HALVINGS = 20  # of an interval, to find how long the slowest stage takes
 
 
 @dataclass(frozen=True)
@@ -30,24 +41,76 @@ class _Work:
     """Sums over all blocks, for a microbatch.
 
     Attributes:
-        seconds: Of computing, forward and backward.
-        again: Of recomputing.
-        least: Of computing, where any of the layers may stay whole, which saves their exchanges.
-        exchanged: Of exchanges over the tensor axis, forward and backward.
+        passes: Seconds of computing: forward, gradients of inputs, gradients of weights.
+        least: Seconds of computing, where any of the layers may stay whole, which saves their exchanges.
+        again: Seconds of recomputing the blocks that are recomputed without a pipeline.
+        least_again: The same, where any of the layers may stay whole.
+        exchanged: Seconds of exchanges over the tensor axis, forward and backward.
+        exchanged_again: Seconds of the exchanges that recomputing repeats.
         forward: The least share of a block's seconds that its forward pass takes.
+        each: Seconds of each block, with its exchanges.
+        each_forward: Seconds of each block's forward pass, with its exchanges.
+        given: Bytes of the longest message between blocks.
+        units: Blocks that are gathered by themselves.
         kept: Bytes that autograd keeps.
-        taken: The same with recompute.
+        taken: The same with recompute, without a pipeline.
+        working: Bytes that a block needs meanwhile, at most.
         numel: Elements of parameters.
+        largest: Elements of the block that has most.
+        values: Parameters.
     """
 
-    seconds: float
+    passes: tuple[float, float, float]
     least: float
     again: float
-    exchanged: float
+    least_again: float
+    exchanged: tuple[float, float]
+    exchanged_again: float
     forward: float
+    each: tuple[float, ...]
+    each_forward: tuple[float, ...]
+    given: int
+    units: int
     kept: int
     taken: int
+    working: int
     numel: int
+    largest: int
+    values: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of computing, forward and backward."""
+        return sum(self.passes)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a placement of ranks costs, whatever their microbatches are.
+
+    Attributes:
+        turns: How much longer than alone a rank computes.
+        spins: Whether ranks that wait keep their cores.
+        hides: Whether communication lies under computation.
+        python: Seconds of Python for a step of a pipeline's schedule.
+        halving: Seconds of Python for dividing a backward pass in halves.
+        inside: Whether a pipeline lies on one node.
+        beside: Messages that leave a node at the same time.
+        reduced: Seconds of reducing all gradients.
+        gathered: Seconds of gathering all units.
+        once: Seconds of what comes once a step after the gradients.
+    """
+
+    turns: float
+    spins: bool
+    hides: bool
+    python: float
+    halving: float
+    inside: bool
+    beside: int
+    reduced: float
+    gathered: float
+    once: float
 
 
 class Bounds:
@@ -60,7 +123,8 @@ class Bounds:
     def __init__(self, predictor: Predictor) -> None:
         self._of = predictor
         self._work = lru_cache(maxsize=None)(self._sums)
-        self._comm = lru_cache(maxsize=None)(self._communication)
+        self._around = lru_cache(maxsize=None)(self._beside)
+        self._slowest = lru_cache(maxsize=None)(_slowest)
 
     def predict(self, layout: ParallelLayout) -> Prediction:
         """Everything of a layout; InputError where it is impossible."""
@@ -76,26 +140,49 @@ class Bounds:
 
     def at_least(self, layout: ParallelLayout) -> float:
         """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining."""
-        return self._seconds(layout, self._waited(layout), bound=True)
+        return self._seconds(layout, self._waited(layout))
 
     def guess(self, layout: ParallelLayout) -> float:
-        """About the seconds of a step: the order in which layouts are looked at."""
-        count, stages = self._count(layout), layout.pipeline
-        known = replace(layout, slices=1, sequence=False)  # a pass through each division of the model would take long
-        idle = 1.0
-        if stages > 1:
-            pieces = {"zero-bubble": 3.0}.get(layout.schedule, 1.0) * layout.chunks * layout.slices
-            idle += (stages - 1) / (count * pieces)
-        compute = self._seconds(known, 0.0) * idle
-        each_pass, once = self._comm(
-            layout.data, stages, layout.tensor, layout.zero, layout.share_node, layout.shard_within, layout.reshard
+        """About the seconds of a step, with the best cut: the order in which layouts are looked at."""
+        work = self._work_of(layout)
+        around = self._around(
+            *(layout.data, layout.pipeline, layout.tensor),
+            *(layout.zero, layout.share_node, layout.shard_within, layout.offload),
         )
-        talk = each_pass * count + once
-        if self._of.places(layout).overlaps:
-            talk = max(talk - _HIDDEN * compute, 0.1 * talk)
-        work = self._work_of(known)
-        shards = layout.data if layout.zero else 1
-        return compute + talk + work.numel / stages / shards / self._of.machine.update_rate
+        share = -(-self._of.model.batch // layout.data)
+        count = -(-share // layout.microbatch)
+        if layout.pipeline > 1:
+            seconds = self._pipeline(layout, work, around, count * layout.slices) + around.reduced
+            return seconds + around.once
+        forward, input_, weight = (s * around.turns for s in work.passes)
+        backward = input_ + weight + work.again * around.turns * layout.recompute
+        talk = sum(work.exchanged) + work.exchanged_again * layout.recompute
+        ways = [around.gathered, around.gathered if layout.reshard else 0.0]
+        reduced = around.reduced
+        if around.hides:
+            ways = [max(0.0, way - meanwhile) for way, meanwhile in zip(ways, (forward, backward), strict=True)]
+            reduced = max(reduced - backward, reduced / (1 + work.units))
+        seconds = (forward + backward) * share / layout.microbatch + (talk + sum(ways)) * count
+        return seconds + reduced * (count if layout.zero >= 2 else 1) + around.once
+
+    def _pipeline(self, layout: ParallelLayout, work: _Work, around: _Around, count: int) -> float:
+        """Seconds of so many microbatches, or slices of them, through the stages."""
+        ranks, stages = layout.pipeline, layout.pipeline * layout.chunks
+        halving = around.halving * (layout.schedule == "zero-bubble")
+        forward, input_, weight = work.passes
+        forward += work.exchanged[0]
+        input_ += work.exchanged[1] + forward * layout.recompute
+        spread = [
+            (seconds + stages * python) / ranks
+            for seconds, python in ((forward, around.python), (input_, around.python), (weight, halving))
+        ]
+        uneven = self._slowest(work, layout.recompute, stages) - sum(spread) / layout.chunks
+        slowest = sum(spread) + max(0.0, uneven + 2 * around.python + halving)  # one of the rank's stages is longer
+        if around.spins:
+            spread, slowest = [seconds * around.turns for seconds in spread], slowest * around.turns
+        message = self._of.collectives.message(work.given, around.inside, around.beside)
+        seconds = estimate(layout.schedule, ranks, count, layout.chunks, spread, slowest, message)
+        return seconds if around.spins else max(seconds, sum(spread) * count * around.turns)
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that the rank that needs most takes at least, by category."""
@@ -106,14 +193,28 @@ class Bounds:
         shared = bool(layout.zero) and layout.share_node and not device
         copies = places.data.nodes.count(places.data.nodes[0]) if shared else shards if stage.parameters else 1
         states = elements * (4 * self._of.model.moments + (4 if itemsize < 4 else 0))
-        kept = work.taken if layout.recompute else work.kept
+        apart = elements * itemsize if stage.gradients and layout.pipeline > 1 else 0.0
         return {
             "parameters": elements * itemsize / copies,
-            "gradients": elements * itemsize / (shards if stage.gradients else 1),
+            "gradients": elements * itemsize / (shards if stage.gradients else 1) + apart,
             "states": 0.0 if layout.offload and device else states / (shards if stage.states else 1),
-            "activations": kept / layout.pipeline,
+            "activations": self._kept(layout, work),
             "process": float(self._of.machine.process),
         }
+
+    def _kept(self, layout: ParallelLayout, work: _Work) -> float:
+        """Bytes of activations of the rank of a pipeline that holds most, at least.
+
+        Ranks that hold h_1, h_2, ... microbatches hold equally much if their blocks keep K / (h_s sum of 1 / h_j) each
+        of the model's K; with any other cut one of them holds more.
+        """
+        if layout.pipeline == 1:
+            return float(work.taken + work.working if layout.recompute else work.kept + work.working)
+        if layout.recompute:
+            return work.kept / layout.pipeline / layout.chunks
+        count = self._of.microbatches(-(-self._of.model.batch // layout.data), layout)
+        held = held_at_most(layout.pipeline, 1, count, "gpipe" if layout.schedule == "gpipe" else "1f1b")
+        return work.kept / sum(1 / each for each in held)
 
     # -- what they are made of
 
@@ -129,13 +230,13 @@ class Bounds:
             return 1.0
         return self._work_of(layout).forward if layout.schedule == "zero-bubble" else 0.0
 
-    def _seconds(self, layout: ParallelLayout, waited: float, *, bound: bool = False) -> float:
-        """Of all passes through a stage. bound: of the variant of the layout that takes least."""
+    def _seconds(self, layout: ParallelLayout, waited: float) -> float:
+        """Seconds of all passes through a stage, of the variant of the layout that takes least."""
         work, stages = self._work_of(layout), layout.pipeline
         turns = self._of.turns(self._of.places(layout))
-        each = (work.seconds + work.again * layout.recompute) * turns + work.exchanged
-        if bound and layout.tensor > 1 and not layout.sequence:
-            each = (work.least + work.again * layout.recompute) * turns
+        each = (work.seconds + work.least_again * layout.recompute) * turns + sum(work.exchanged)
+        if layout.tensor > 1 and not layout.sequence:
+            each = (work.least + work.least_again * layout.recompute) * turns
         count = self._of.model.batch / layout.data / layout.microbatch
         each *= layout.slices
         if stages == 1 or waited == 0.0:
@@ -155,48 +256,121 @@ class Bounds:
         shape = (1, rest, tensor) if alone else (rest, 1, tensor)
         layout = ParallelLayout(*shape, microbatch=microbatch, sequence=sequence, slices=slices, whole=whole)
         places = self._of.places(layout)
-        blocks = self._of.blocks(layout, places)
+        blocks = self._blocks(layout, places)
         undivided = blocks
         if tensor > 1 and not sequence:
             undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
-        totals = [(block.forward, block.forward + block.input + block.weight) for block in blocks]
+        totals = [(block.forward, _seconds(block)) for block in blocks]
+        simulated = StepSimulation(self._of, places)
+        talk = [(simulated.exchanges(block.forwards), simulated.exchanges(block.backwards)) for block in blocks]
+        again = [
+            (block, other, f) for block, other, (f, _) in zip(blocks, undivided, talk, strict=True) if is_unit(block)
+        ]
+        own = [sum(weight.numel for weight in block.weights if not weight.same_as) for block in blocks]
         return _Work(
-            seconds=sum(total for _, total in totals),
+            passes=(sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)),
             least=sum(min(_seconds(a), _seconds(b)) for a, b in zip(blocks, undivided, strict=True)),
-            again=sum(min(a.forward, b.forward) for a, b in zip(blocks, undivided, strict=True) if is_unit(a)),
-            exchanged=sum(
-                self._of.collectives.seconds(each.operation, each.nbytes, places.tensor)
-                for block in blocks
-                for each in (*block.forwards, *block.backwards)
-                if each.axis == "tensor"
-            ),
+            again=sum(block.forward for block, _, _ in again),
+            least_again=sum(min(block.forward, other.forward) for block, other, _ in again),
+            exchanged=(sum(f for f, _ in talk), sum(b for _, b in talk)),
+            exchanged_again=sum(f for _, _, f in again),
             forward=min((forward / total for forward, total in totals if total > 0), default=1.0),
+            each=tuple(total + sum(both) for (_, total), both in zip(totals, talk, strict=True)),
+            each_forward=tuple(forward + f for (forward, _), (f, _) in zip(totals, talk, strict=True)),
+            given=max((block.given for block in blocks[:-1]), default=0),
+            units=len(again),
             kept=sum(block.kept for block in blocks),
-            taken=sum(min(block.taken, block.kept) for block in blocks),
-            numel=sum(weight.numel for block in blocks for weight in block.weights if not weight.same_as),
+            taken=sum(min(block.taken, block.kept) if is_unit(block) else block.kept for block in blocks),
+            working=max((block.working for block in blocks), default=0),
+            numel=sum(own),
+            largest=max(own),
+            values=sum(not weight.same_as for block in blocks for weight in block.weights),
         )
 
-    def _communication(
-        self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, reshard: bool
-    ) -> tuple[float, float]:
-        """About the seconds of communication of gradients and parameters: of each pass, and once a step."""
-        layout = ParallelLayout(data, pipeline, tensor, zero, share_node, within, reshard)
-        if data == 1:
-            return 0.0, 0.0
-        places, links = self._of.places(layout), self._of.machine.links
-        nbytes = self._work(1, tensor, False, 1, (), True).numel / pipeline * ITEMSIZE[self._of.model.precision]
-        local = places.data.nodes.count(places.data.nodes[0])
-        inside = nbytes / min(links.local_bandwidth, links.memory_rate / places.each) if local > 1 else 0.0
-        across = nbytes * places.each / local / links.bandwidth if data > local else 0.0
-        steps = links.latency * places.nodes.bit_length()
-        way = inside + across + steps  # to reduce and scatter, or to gather
-        if zero == 3 and (not share_node or self._of.machine.device is not None):
-            return way * (3 if reshard else 2), 0.0
-        if within == "node":
-            return (inside, across * 2 + inside + steps) if zero > 1 else (0.0, 2 * way)
-        return (way, way) if zero > 1 else (0.0, 2 * way)
+    def _blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
+        """The blocks of a layout; of tensor ranks on several nodes, those of one node's ranks made thinner.
+
+        A pass through each division of the model would take long, and few of these layouts are worth it.
+        """
+        near = max(n for n in range(1, min(layout.tensor, places.each) + 1) if layout.tensor % n == 0)
+        divided = replace(layout.divided, tensor=near)
+        if near in (1, layout.tensor) or not self._of.model.takes(divided):
+            return self._of.blocks(layout, places)
+        blocks = self._of.model.blocks(layout.microbatch, divided, places.threads)
+        return tuple(_thinner(block, near, layout.tensor) for block in blocks)
+
+    def _beside(
+        self, data: int, pipeline: int, tensor: int, zero: int, share_node: bool, within: str, offload: str
+    ) -> _Around:
+        layout = ParallelLayout(data, pipeline, tensor, zero, share_node, within, offload=offload)
+        places = self._of.places(layout)
+        step, (shard, replicas) = StepSimulation(self._of, places), places.shards()
+        work = self._work(1, tensor, False, 1, (), True)
+        numel = max(work.numel / pipeline, work.largest)
+        nbytes = numel * ITEMSIZE[self._of.model.precision]
+        units = sum(map(is_unit, self._of.model.blocks(1)))
+        pieces = max(1, units if step.means.gathers else round(nbytes / (self._of.bucket_mb * MIB)))
+
+        def took(operation: str, of: float, group: Group | None, many: int = pieces) -> float:
+            if group is None or group.size == 1:
+                return 0.0
+            return many * (step.seconds(operation, of / many, group, "arena") + step.meeting(group))
+
+        values = pieces if zero else math.ceil(work.values / pipeline)
+        update = step.updating(numel / (shard.size if zero else 1), numel / data, values)
+        replicated = took("all_reduce", nbytes / shard.size, replicas)
+        shown = 0.0
+        if zero and step.means.shared and replicas is None:
+            shown = took("all_gather", nbytes / places.data.nodes.count(places.data.nodes[0]), places.carriers())
+        elif zero and not step.means.shared and not step.means.gathers:
+            shown = took("all_gather", nbytes, shard)
+        whole = zero == 0 and not places.overlaps
+        inside, beside = step.on_the_way()
+        return _Around(
+            turns=step.turns,
+            spins=step.spins,
+            hides=places.overlaps,
+            python=step.python,
+            halving=step.halving,
+            inside=inside,
+            beside=beside,
+            reduced=took("reduce_scatter" if zero else "all_reduce", nbytes, shard, 1 if whole else pieces),
+            gathered=took("all_gather", nbytes, shard) if step.means.gathers else 0.0,
+            once=replicated + shown + update + self._of.machine.overhead * step.turns,
+        )
+
+
+def _thinner(block: BlockCost, ranks: int, more: int) -> BlockCost:
+    """A block that is divided over some ranks as if it were over more, with the same exchanges."""
+    part = ranks / more
+    return replace(
+        block,
+        **{name: getattr(block, name) * part for name in ("forward", "input", "weight", "later")},
+        kept=int(block.kept * part),
+        weights=tuple(w if w.replicated else replace(w, numel=int(w.numel * part)) for w in block.weights),
+    )
 
 
 def _seconds(block: BlockCost) -> float:
     """Of a block, forward and backward."""
     return block.forward + block.input + block.weight
+
+
+def _slowest(work: _Work, recompute: bool, stages: int) -> float:
+    """Seconds of the slowest of so many stages, cut as evenly as blocks allow."""
+    each = [s + f * recompute for s, f in zip(work.each, work.each_forward, strict=True)]
+    low, high = max(max(each), sum(each) / stages), sum(each)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _stages_of(each, middle) <= stages else (middle, high)
+    return high
+
+
+def _stages_of(each: Sequence[float], most: float) -> int:
+    """How many stages there are if none may take longer."""
+    count, now = 1, 0.0
+    for seconds in each:
+        if now + seconds > most:
+            count, now = count + 1, 0.0
+        now += seconds
+    return count

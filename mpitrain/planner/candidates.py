@@ -7,7 +7,6 @@ Left out, because another layout is always as good or cannot be told from it:
     reshard false, but where zero 3 gathers                 it says nothing elsewhere
     offload without a device                                states are in the host's memory already
     slices of a sequence that is divided already            a block takes its lengths from a part of what it attends to
-    tensor groups across nodes                              each layer would wait for the network; as long as others fit
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def candidates(
         rules: What the rest of the configuration allows.
     """
     blocks = len(model.blocks(1))
-    for data, pipeline, tensor in shapes(model, nodes * ranks_per_node, ranks_per_node, blocks, rules):
+    for data, pipeline, tensor in shapes(model, nodes * ranks_per_node, blocks, rules):
         base = ParallelLayout(data, pipeline, tensor)
         placed = [
             placement
@@ -96,9 +95,7 @@ def candidates(
                 )
 
 
-def shapes(
-    model: ModelProfile, ranks: int, ranks_per_node: int, blocks: int, rules: LayoutRules
-) -> list[tuple[int, int, int]]:
+def shapes(model: ModelProfile, ranks: int, blocks: int, rules: LayoutRules) -> list[tuple[int, int, int]]:
     """(data, pipeline, tensor) of all meshes that the model and its batch can be divided over."""
     found = []
     for tensor in _divisors(ranks):
@@ -111,8 +108,7 @@ def shapes(
             uneven = any(size % data for size in (model.batch, *rules.warmup))
             if data <= model.batch and not (model.synchronous and uneven):
                 found.append((data, pipeline, tensor))
-    inside = [shape for shape in found if ranks_per_node % shape[2] == 0]
-    return inside or found
+    return found
 
 
 def placements(base: ParallelLayout, nodes: int, ranks_per_node: int, device: bool) -> list[ParallelLayout]:

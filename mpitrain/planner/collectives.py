@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.serving import serving
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.planner.machine import Measured
+
+if TYPE_CHECKING:
+    from mpitrain.planner.device_links import DeviceLinks
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
 _LARGE = 1 << 24  # bytes: beyond twice as many, time goes on in a straight line, as long as the algorithm is the same
@@ -70,10 +74,12 @@ class CollectiveTimes:
         links: The speeds.
         measured: Operations that were measured on this machine. Where as many ranks on as many nodes were, what is
             simulated is multiplied by what was measured over what is simulated of that.
+        devices: The links of the devices that hold the vectors, whose formulas then serve; None: vectors are in host
+            memory.
     """
 
-    def __init__(self, links: Machine, measured: Sequence[Measured] = ()) -> None:
-        self._links = links
+    def __init__(self, links: Machine, measured: Sequence[Measured] = (), devices: DeviceLinks | None = None) -> None:
+        self._links, self._devices = links, devices
         self._rows: dict[tuple[str, str, int, int, str], list[Measured]] = {}
         for row in measured:
             self._rows.setdefault((row.operation, row.algorithm, row.ranks, row.nodes, row.memory), []).append(row)
@@ -91,6 +97,8 @@ class CollectiveTimes:
         """
         if group.size == 1 or nbytes <= 0:
             return 0.0
+        if self._devices is not None:
+            return self._devices.seconds(operation, nbytes, group)
         exponent = math.log2(max(nbytes, _LEAST))
         low = math.floor(exponent)
         first = self._at(operation, 1 << low, group, memory)
@@ -113,6 +121,8 @@ class CollectiveTimes:
             inside: Whether both are on one node.
             beside: Messages that leave a node at the same time.
         """
+        if self._devices is not None:
+            return self._devices.message(nbytes, inside, beside)
         links = self._links
         if inside:
             return links.local_latency + nbytes / links.local_bandwidth

@@ -15,7 +15,8 @@ from mpitrain.pipe.schedule import BackwardInput, BackwardWeight, Forward, Sched
 from mpitrain.pipe.schedules import SCHEDULES, make_schedule
 from mpitrain.pipe.simulate import Costs, needs
 
-ROUNDS = 8  # microbatches for each rank of the pipeline from which on rounds are alike
+ROUNDS = 8  # microbatches for each rank of the pipeline from which on rounds take equally long
+_FULL = 4  # the same from which on ranks hold as many as ever, or as many more in each round
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
 
 
@@ -96,27 +97,26 @@ class Flow:
     """A schedule's numbers of microbatches, whole or extrapolated. The arguments are those of `make_schedule`.
 
     Attributes:
-        shape: A schedule with the same ranks and stages, of as many or fewer microbatches.
         microbatches: That the steps of the whole schedule count (slices of them, where there are slices).
     """
 
     def __init__(self, name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
-        self._name, self._more = name, (chunks, slices)
-        few = microbatches
-        if name in SCHEDULES and microbatches > ROUNDS * ranks:
-            few = (ROUNDS - 1) * ranks + microbatches % ranks
-        self._rounds = (microbatches - few) // ranks
+        self._name = name
         self._count = microbatches
         self.microbatches = microbatches * slices
-        self._short = _prepared(name, ranks, few, chunks, slices)
-        self._long = _prepared(name, ranks, few + ranks, chunks, slices) if self._rounds else self._short
-        self.shape = self._short.schedule
+        self._shape = ranks, chunks, slices
         self._held = lru_cache(maxsize=64)(self._find_held)
+
+    @property
+    def shape(self) -> Schedule:
+        """A schedule with the same ranks and stages, of as many or fewer microbatches."""
+        return self._rounds(_FULL)[0].schedule
 
     @property
     def whole(self) -> Schedule:
         """The schedule with all microbatches."""
-        return make_schedule(self._name, self.shape.ranks, self._count, *self._more)
+        ranks, chunks, slices = self._shape
+        return make_schedule(self._name, ranks, self._count, chunks, slices)
 
     def ends(self, costs: Costs) -> list[float]:
         """When each rank of the pipeline is done with its last step, in the unit of the costs.
@@ -124,25 +124,67 @@ class Flow:
         Raises:
             ScheduleError: Steps wait for each other in a circle.
         """
-        return self._extended(self._short.ends(costs), lambda: self._long.ends(costs))
+        return self._extended(ROUNDS, lambda prepared: prepared.ends(costs))
 
     def held(self, activations: tuple[float, ...]) -> list[float]:
         """Bytes of activations that each rank holds at most. activations: that each stage keeps of a microbatch."""
         return self._held(activations)
 
     def _find_held(self, activations: tuple[float, ...]) -> list[float]:
-        return self._extended(self._short.held(activations), lambda: self._long.held(activations))
+        return self._extended(_FULL, lambda prepared: prepared.held(activations))
 
-    def _extended(self, few: list[float], more: Callable[[], list[float]]) -> list[float]:
-        if not self._rounds:
-            return few
-        return [a + (b - a) * self._rounds for a, b in zip(few, more(), strict=True)]
+    def _rounds(self, most: int) -> tuple[_Prepared, _Prepared, int]:
+        """The schedule with fewer microbatches, with a round more, and how many more rounds the whole one has."""
+        ranks, chunks, slices = self._shape
+        few = self._count
+        if self._name in SCHEDULES and few > most * ranks:
+            few = (most - 1) * ranks + few % ranks
+        more = (self._count - few) // ranks
+        short, long = (_prepared(self._name, ranks, few + n * (more > 0) * ranks, chunks, slices) for n in (0, 1))
+        return short, long, more
+
+    def _extended(self, most: int, of: Callable[[_Prepared], list[float]]) -> list[float]:
+        short, long, more = self._rounds(most)
+        return [a + (b - a) * more for a, b in zip(of(short), of(long), strict=True)] if more else of(short)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _prepared(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> _Prepared:
     return _Prepared(make_schedule(name, ranks, microbatches, chunks, slices))
 
 
 def _each(cost: float | Sequence[float], stages: int) -> list[float]:
     return [float(cost)] * stages if isinstance(cost, int | float) else list(cost)
+
+
+def estimate(
+    name: str, ranks: int, count: int, chunks: int, spread: Sequence[float], slowest: float, message: float
+) -> float:
+    """About the end of a schedule, in closed form: its microbatches on the slowest rank, and what fills and drains it.
+
+    With equal stages and no messages it is what `Flow.ends` simulates, as far as `pipe.schedules` says how long its
+    ranks are idle; a schedule of the user's is taken for 1f1b.
+
+    Args:
+        name: The schedule.
+        ranks: Of the pipeline.
+        count: Microbatches.
+        chunks: Stages of a rank.
+        spread: Seconds of a microbatch's forward, input and weight passes through a rank, if all ranks were equal.
+        slowest: Seconds of a microbatch on the slowest rank.
+        message: Seconds of a message between two stages.
+    """
+    forward, input_, weight = spread
+    short = max(0, ranks - count)  # microbatches that a rank lacks to be busy while the others fill
+    idle, sent = (ranks - 1) * (forward + input_ + weight), 2 * (ranks - 1)
+    if name == "interleaved":
+        idle = (idle + short * (forward + input_ + weight) * (chunks - 1)) / chunks
+        sent = 2 * (ranks * chunks - 1)
+    elif name == "zero-bubble" and chunks == 1:
+        idle, sent = (ranks - 1) * max(0.0, forward + input_ - weight) + short * weight, 4 * (ranks - 1)
+    elif name == "zero-bubble":
+        idle = (ranks - 1) * max(spread) + (short + max(0, 2 * ranks - 1 - count)) * weight
+        idle, sent = idle / chunks, 2 * ranks * chunks
+    elif name != "gpipe":
+        sent += 2 * (ranks - 1) * count // ranks  # each rank sends and waits in turns
+    return count * slowest + idle + sent * message

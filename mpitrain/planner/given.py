@@ -32,9 +32,7 @@ def given(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in _OPEN or value != _OPEN[key]}
 
 
-def best_with(
-    predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any], count: int, patience: float
-) -> LayoutPlan:
+def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any], count: int) -> LayoutPlan:
     """The best layouts with given settings.
 
     Args:
@@ -42,7 +40,6 @@ def best_with(
         rules: What the rest of the configuration allows.
         wanted: What the layouts must have, as `given` finds it.
         count: How many are wanted.
-        patience: Seconds after which no more layouts are predicted, if one was found.
 
     Raises:
         InputError: There is no such layout.
@@ -63,7 +60,7 @@ def best_with(
             whole = _list(wanted["whole"]) if "whole" in wanted and variant.tensor > 1 else variant.whole
             yield replace(variant, cut=cut, whole=whole)
 
-    return best_of(Bounds(predictor), layouts, count, refined, patience)
+    return best_of(Bounds(predictor), layouts, count, refined)
 
 
 def settings(layout: ParallelLayout, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -19,8 +19,9 @@ class Device:
         matrix: By precision, (size, operations per second) of products of square matrices of that size.
         memory_rate: Bytes per second of its own memory, reads and writes together.
         host_rate: Bytes per second between it and the host, one way.
-        link_rate: Bytes per second of a message between two devices of a node.
-        link_latency: Seconds of such a message.
+        link_rate: Bytes per second of a message between two devices of a node; 0: no direct link, so that messages pass
+            through host memory.
+        link_latency: Seconds of a message over that link, or of a copy between a device and the host.
     """
 
     kind: str

@@ -159,6 +159,8 @@ def values_of(profile: MachineProfile) -> Values:
         for key, of in keys.items():
             attribute, holder = _place(of, profile, profile.links, profile.device)
             value = getattr(holder, attribute)
+            if value == 0:  # what is not there is left out
+                continue
             if of.table:
                 value = {precision: dict(table) for precision, table in value.items()}
             values[section][key] = value if of.table or of.unit is None else value / of.factor

@@ -90,9 +90,11 @@ SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
         "count": MachineKey(COUNT, "device.count", "of a node"),
         "memory": MachineKey(BYTES, "device.memory", "of one"),
         "memory_bandwidth": MachineKey(BYTE_RATE, "device.memory_rate", "of its own memory, reads and writes together"),
-        "host_bandwidth": MachineKey(BYTE_RATE, "device.host_rate", "to or from the host"),
-        "link_bandwidth": MachineKey(BYTE_RATE, "device.link_rate", "of a message between two devices of a node"),
-        "link_latency": MachineKey(SECONDS, "device.link_latency", "of such a message"),
+        "host_bandwidth": MachineKey(BYTE_RATE, "device.host_rate", "to or from the host, one way"),
+        "link_bandwidth": MachineKey(
+            BYTE_RATE, "device.link_rate", "between two of a node; left out: through the host"
+        ),
+        "link_latency": MachineKey(SECONDS, "device.link_latency", "of such a message, or of a copy to the host"),
         "matrix": MachineKey(OPERATIONS, "device.matrix", "of one", table=True),
     },
 }
@@ -134,8 +136,7 @@ def derived(given: Mapping[str, float]) -> dict[str, float]:
         "folder.write_limit": max(1e11, write),
     }
     if "device.count" in given:
-        host = given.get("device.host_bandwidth", 20e9)
-        found |= {"device.host_bandwidth": host, "device.link_bandwidth": host, "device.link_latency": 1e-5}
+        found |= {"device.host_bandwidth": 20e9, "device.link_bandwidth": 0.0, "device.link_latency": 1e-5}
     return found | dict(given)
 
 

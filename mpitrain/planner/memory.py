@@ -81,7 +81,7 @@ def account(
     wide = 4.0 if held.itemsize < 4 or (layout.offload and means.device) else 0.0
     elements = held.flat.numel if stage.states else held.numel
     states = elements * (4.0 * means.moments + wide) / shards
-    gathered = _gathered(held) if means.gathers else 0.0
+    gathered = _gathered(layout, held) if means.gathers else 0.0
     activations, peak = _activations(layout, held, flying)
     if flow is not None:
         peak += _gradients_apart(layout, held, flow.shape, rank)
@@ -96,7 +96,8 @@ def account(
         "allocator": 0.0 if means.device else _HOLES * max((b.working for s in held.stages for b in s), default=0),
         "process": float(means.process),
     }
-    building = 4.0 * (means.whole + held.numel * (means.whole > held.numel))
+    # a rank builds the whole model in fp32 in the host's memory, and then moves or copies its part of it
+    building = 4.0 * (held.numel if means.device else means.whole + held.numel * (means.whole > held.numel))
     found["working"] += max(0.0, building - total(found) + means.process)
     return found
 
@@ -126,10 +127,10 @@ def _tensor_slots(layout: ParallelLayout, held: StageHoldings) -> float:
     return 2.0 * max((e.nbytes for b in blocks for e in (*b.forwards, *b.backwards) if e.axis == "tensor"), default=0)
 
 
-def _gathered(held: StageHoldings) -> float:
-    """Bytes that units are gathered into: the root, the one that computes and the one that comes next."""
+def _gathered(layout: ParallelLayout, held: StageHoldings) -> float:
+    """Bytes that units are gathered into: the root, and the one that computes and the next, or all if they are kept."""
     *units, root = held.buckets
-    return root + 2.0 * max(units, default=0)
+    return root + (2.0 * max(units, default=0) if layout.reshard else float(sum(units)))
 
 
 def in_flight(layout: ParallelLayout, flow: Flow, holds: Sequence[StageHoldings]) -> list[float]:

@@ -50,8 +50,8 @@ class LayoutPlaces:
 
     @property
     def threads(self) -> int:
-        """That a rank computes with."""
-        return max(1, int(self.known_cores // self.each))
+        """Threads of a rank that compute at the same time, whatever cores it believes to have."""
+        return max(1, int(min(self.known_cores, self.cores) // self.each))
 
     @property
     def data(self) -> Group:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpitrain.errors import refusal
 from mpitrain.planner.collectives import CollectiveTimes
+from mpitrain.planner.device_links import DeviceLinks
 from mpitrain.planner.flow import Flow
 from mpitrain.planner.held import StageHoldings, bounds_of, held
 from mpitrain.planner.layouts import ParallelLayout
@@ -44,8 +45,9 @@ class Predictor:
         bucket_mb: float = 25.0,
     ) -> None:
         self.model, self.machine = model, machine
-        self.nodes, self.ranks_per_node, self._room, self._bucket_mb = nodes, ranks_per_node, memory, bucket_mb
-        self._collectives = CollectiveTimes(machine.links, machine.collectives)
+        self.nodes, self.ranks_per_node, self._room, self.bucket_mb = nodes, ranks_per_node, memory, bucket_mb
+        devices = DeviceLinks(machine.links, machine.device, self._sharing()) if machine.device is not None else None
+        self._collectives = CollectiveTimes(machine.links, machine.collectives, devices)
         self._numel: int | None = None
         self._held = lru_cache(maxsize=4096)(self._find_held)
         self._flow = lru_cache(maxsize=256)(Flow)
@@ -150,7 +152,7 @@ class Predictor:
         means = Means(places, self.machine.device is not None, 0, 0)
         parts = places.shards()[0].size if layout.zero else 1
         cached = layout.zero >= 2 and not places.overlaps and places.nodes == 1 and self.machine.device is None
-        bucket_mb = min(self._bucket_mb, CACHED_MB) if cached else self._bucket_mb
+        bucket_mb = min(self.bucket_mb, CACHED_MB) if cached else self.bucket_mb
         stages = tuple(blocks[lo:hi] for lo, hi in spans)
         key = layout.divided, spans, parts, bucket_mb, means.gathers
         if key not in self._flat:  # where parameters lie is the same for every microbatch

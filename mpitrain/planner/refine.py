@@ -18,7 +18,7 @@ from mpitrain.shard.placement import STAGES, formula
 
 
 class Refinement:
-    """Gives the variants of a layout, itself among them.
+    """Gives the variants of a layout, the most promising first and itself last.
 
     Args:
         predictor: Whose model is cut and divided, and whose machine tells what messages cost.
@@ -33,7 +33,7 @@ class Refinement:
         found = [layout]
         if layout.tensor > 1 and not layout.sequence:
             whole = self._whole(_plain(layout))
-            found += [replace(layout, whole=whole)] if whole else []
+            found = ([replace(layout, whole=whole)] if whole else []) + found
         if layout.pipeline > 1:
             cuts = [(each, self._cut(_plain(each), self._per_element(each))) for each in found]
             found = [replace(each, cut=cut) for each, cut in cuts if cut] + found

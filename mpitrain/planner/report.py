@@ -82,12 +82,23 @@ def report(plan: LayoutPlan, title: str) -> str:
         parts += [table(plan.found), details(plan.found[0], plan.room)]
     if not math.isinf(plan.beyond):
         parts.append(
-            f"not looked at, as time was up: {plan.left:,} layouts of about {seconds_text(plan.beyond)} or more a step"
+            f"not simulated: {plan.left:,} layouts, expected to take {seconds_text(plan.beyond)} or more a step"
         )
     if plan.excess:
-        head = "faster, maybe, but too large" if plan.found else "nothing fits; what lacks least"
+        head = "faster, maybe, but too large" if plan.found else "closest to fitting"
         parts.append(f"{head}:\n{refused(plan.excess)}")
     return "\n\n".join(parts)
+
+
+def nothing_fits(plan: LayoutPlan) -> str:
+    """Why a plan has no layout, in a sentence."""
+    if not plan.excess:
+        return f"none of {plan.layouts:,} layouts can be trained"
+    least = plan.excess[0]
+    return (
+        f"no layout fits in the {bytes_text(plan.room)} of a rank; {text(least.layout)} is closest, and takes "
+        f"{math.ceil(least.missing):,} bytes ({bytes_text(least.missing)}) more, most of it {_blame(least)}"
+    )
 
 
 def _parts(prediction: Prediction) -> str:

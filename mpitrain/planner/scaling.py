@@ -69,7 +69,7 @@ def scaling(
     weak: bool,
     memory: float | None = None,
     rules: LayoutRules = LayoutRules(),
-    patience: float = float("inf"),
+    seconds: float = float("inf"),
     told: Callable[[Sequence[Point]], None] = lambda points: None,
 ) -> list[Point]:
     """The best layout at each number of nodes.
@@ -82,14 +82,14 @@ def scaling(
         weak: Whether the batch grows with the nodes.
         memory: Bytes that a rank may take.
         rules: What the rest of the configuration allows.
-        patience: Seconds for each number of nodes, as `search.best` says.
+        seconds: Seconds for each number of nodes, as `search.best` says.
         told: Called with the points so far, once another is known.
     """
     points = []
     for count in nodes:
         batch = model.batch * count // nodes[0] if weak else model.batch
         predictor = Predictor(WithBatch(model, batch), machine, count, ranks_per_node, memory)
-        found = best(predictor, rules, 1, patience).found
+        found = best(predictor, rules, 1, seconds=seconds).found
         points.append(Point(count, predictor.ranks, found[0] if found else None))
         told(points)
     return points

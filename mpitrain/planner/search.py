@@ -1,17 +1,20 @@
-"""The best layouts of all, without a prediction of each.
+"""The best layouts of all, without a simulation of each.
 
-Layouts are taken in the order of a guess of their seconds. What does not fit into memory is set aside, what fits is
-predicted in full, and a layout is left out if as many as are wanted are faster than a lower bound of it: so the result
-is that of predicting all (branch and bound), unless time is up before. A layout that only saves memory compared with
-another (offload) is looked at where that one does not fit. Layouts come first as they are, then the variants of each
-(stages of unequal length, layers kept whole), those of the fastest first: where time is short, the best are refined.
+Layouts are looked at in the order of a guess of their seconds, each in its best variant first (stages of unequal
+length, layers kept whole); the other variants come when nothing else is guessed to be faster than the first. What does
+not fit into memory is set aside, what fits is simulated, and a layout is left out if as many as are wanted are faster
+than a lower bound of it: so the result is that of simulating all (branch and bound), unless the number of simulations
+reaches its limit before. That limit counts work and not time, so that an answer does not depend on how busy the machine
+is. A layout that only saves memory compared with another (offload) is looked at where that one does not fit.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.errors import InputError
@@ -25,10 +28,12 @@ if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
 COUNT = 10
-_PLAIN = 0.75  # of the patience, for layouts as they are; the rest is for variants of the best
+SIMULATED = 200  # layouts and variants that a search simulates at most
+_REFUSED = 10  # times as many may turn out not to fit before the search asks which layout is closest to fitting
 _NEAR = 6  # layouts that do not fit that a plan tells of
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
+_Waiting = tuple[float, int, ParallelLayout, tuple[ParallelLayout, ...] | None]
 
 
 class Estimates(Protocol):
@@ -89,9 +94,9 @@ class LayoutPlan:
         excess: The fastest layouts that do not fit, by their bounds; where nothing fits, those that lack least.
         room: Bytes that a rank may take.
         layouts: How many there are.
-        predicted: How many were predicted.
-        beyond: Where time was up: the least guess of the seconds of a layout that was not looked at; else infinite, and
-            the result is that of predicting all.
+        predicted: How many were simulated, variants counted.
+        beyond: Where the search ended at its limit: the least guess of the seconds of a layout that was not looked at;
+            else infinite, and the result is that of simulating all.
         left: Layouts that were not looked at.
     """
 
@@ -104,35 +109,24 @@ class LayoutPlan:
     left: int = 0
 
 
-@dataclass
-class _Looked:
-    """What a search has seen."""
-
-    best: list[Prediction] = field(default_factory=list)
-    excess: list[Excess] = field(default_factory=list)
-    predicted: int = 0
-    beyond: float = float("inf")
-    left: int = 0
-
-    def slower_than(self, count: int, at_least: float) -> bool:
-        """Whether so many are known that are faster."""
-        return len(self.best) >= count and _rounded(at_least) > _rounded(self.best[count - 1].seconds)
-
-
 def best(
-    predictor: Predictor, rules: LayoutRules = LayoutRules(), count: int = COUNT, patience: float = float("inf")
+    predictor: Predictor,
+    rules: LayoutRules = LayoutRules(),
+    count: int = COUNT,
+    limit: int = SIMULATED,
+    seconds: float = float("inf"),
 ) -> LayoutPlan:
-    """The best layouts of all that a model can be trained in.
+    """Return the best layouts of all that a model can be trained in.
 
     Args:
         predictor: Of seconds and bytes on so many ranks of a machine.
         rules: What the rest of the configuration allows.
         count: How many are wanted.
-        patience: Seconds after which no more layouts are predicted, if one was found.
+        limit: Simulations at most.
+        seconds: Seconds after which the search ends, too, if it has found a layout.
     """
     layouts = candidates(predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node, rules)
-    bounds, refinement = Bounds(predictor), Refinement(predictor)
-    return best_of(bounds, layouts, count, refinement, patience, predictor.model.measures)
+    return best_of(Bounds(predictor), layouts, count, Refinement(predictor), limit, seconds)
 
 
 def best_of(
@@ -140,66 +134,36 @@ def best_of(
     layouts: Iterable[ParallelLayout],
     count: int = COUNT,
     variants: Variants = lambda layout: (layout,),
-    patience: float = float("inf"),
-    ahead: bool = False,
+    limit: int = SIMULATED,
+    seconds: float = float("inf"),
 ) -> LayoutPlan:
-    """The best of some layouts.
+    """Return the best of some layouts.
 
     Args:
         predictor: Of their seconds and bytes.
         layouts: To choose from.
         count: How many are wanted.
-        variants: Of a layout, the ways to cut it into stages and to divide its layers: what its bound holds for.
-        patience: Seconds after which no more layouts are predicted, if one was found.
-        ahead: Ask for all bounds first, before time is counted: where blocks are timed for them.
+        variants: The ways to cut a layout into stages and to divide its layers, the most promising first: what its
+            bound holds for.
+        limit: Simulations at most.
+        seconds: Seconds after which the search ends, too, if it has found a layout.
     """
-    room, begin = predictor.room(), time.monotonic()
-    entries = _guessed(predictor, layouts, ahead)
-    begin = time.monotonic() if ahead else begin
-    seen, fitting = _Looked(), set[ParallelLayout]()
-    plain: dict[ParallelLayout, float] = {}  # of each layout as it is, its seconds, or a guess where it does not fit
-    for number, (guess, layout) in enumerate(entries):
-        now = time.monotonic() - begin
-        if now > patience * _PLAIN and (seen.best or now > 2 * patience):
-            seen.beyond, seen.left = guess, len(entries) - number
-            break
-        try:
-            at_least = predictor.at_least(layout)
-        except InputError:
-            continue
-        if seen.slower_than(count, at_least) or (layout.offload and replace(layout, offload="") in fitting):
-            continue
-        least = predictor.least_memory(layout)
-        if sum(least.values()) > room:
-            seen.excess.append(Excess(layout, least, room, at_least))
-            continue
-        found = _look(predictor, (layout,), at_least, room, seen)
-        plain[layout] = max(at_least, found or guess)
-        if found:
-            fitting.add(layout)
-        seen.best = ranked(seen.best)[:count]
-    for number, layout in enumerate(sorted(plain, key=plain.__getitem__)):
-        at_least = predictor.at_least(layout)
-        if time.monotonic() - begin > patience and seen.best:
-            seen.beyond, seen.left = min(seen.beyond, plain[layout]), seen.left + len(plain) - number
-            break
-        if not seen.slower_than(count, at_least):
-            _look(predictor, (each for each in variants(layout) if each != layout), at_least, room, seen)
-            seen.best = ranked(seen.best)[:count]
-    fit = {replace(each.layout, cut=(), whole=()) for each in seen.best}
-    seen.excess = [each for each in seen.excess if replace(each.layout, cut=(), whole=()) not in fit]
-    return LayoutPlan(seen.best, _nearest(seen, count), room, len(entries), seen.predicted, seen.beyond, seen.left)
+    entries = _guessed(predictor, layouts)
+    search = _Search(predictor, entries, count, variants)
+    search.run(limit, seconds)
+    if not search.best:
+        search.look_for_the_smallest()
+    fit = {replace(each.layout, cut=(), whole=()) for each in search.best}
+    search.excess = [each for each in search.excess if replace(each.layout, cut=(), whole=()) not in fit]
+    beyond, left = (search.waiting[0][0], len(search.waiting)) if search.waiting else (float("inf"), 0)
+    return LayoutPlan(search.best, search.nearest(), predictor.room(), len(entries), search.predicted, beyond, left)
 
 
-def _guessed(
-    predictor: Estimates, layouts: Iterable[ParallelLayout], ahead: bool
-) -> list[tuple[float, ParallelLayout]]:
-    """Possible layouts with guesses of their seconds, the fastest first. ahead: ask for their bounds, too."""
+def _guessed(predictor: Estimates, layouts: Iterable[ParallelLayout]) -> list[tuple[float, ParallelLayout]]:
+    """Return possible layouts with guesses of their seconds, the fastest first."""
     entries = []
     for layout in layouts:
         try:
-            if ahead:
-                predictor.at_least(layout)
             entries.append((predictor.guess(layout), simplicity(layout), layout))
         except InputError:
             continue
@@ -207,26 +171,106 @@ def _guessed(
     return [(guess, layout) for guess, _, layout in entries]
 
 
-def _look(
-    predictor: Estimates, variants: Iterable[ParallelLayout], at_least: float, room: float, seen: _Looked
-) -> float:
-    """Predict what fits of a layout's variants; returns the seconds of the fastest, 0 where none fits."""
-    fits, too_large = 0.0, []
-    for variant in dict.fromkeys(variants):
-        try:
-            memory = predictor.memory(variant)
-            if sum(memory.values()) > room:
-                too_large.append(Excess(variant, memory, room, at_least))
+class _Search:
+    """A search under way.
+
+    Attributes:
+        waiting: A heap of (guess, number, layout, variants of it to look at; None: all).
+        best: The best predictions, as many as are wanted.
+        excess: What does not fit.
+        predicted: Simulations so far.
+        refused: Layouts so far whose bytes were added up and do not fit.
+    """
+
+    def __init__(
+        self, predictor: Estimates, entries: Sequence[tuple[float, ParallelLayout]], count: int, variants: Variants
+    ) -> None:
+        self._predictor, self._count, self._variants, self._room = predictor, count, variants, predictor.room()
+        self._layouts = [layout for _, layout in entries]
+        self.waiting: list[_Waiting] = [(guess, n, layout, None) for n, (guess, layout) in enumerate(entries)]
+        self._number = len(entries)
+        self._fitting: set[ParallelLayout] = set()
+        self.best: list[Prediction] = []
+        self.excess: list[Excess] = []
+        self.predicted = self.refused = 0
+
+    def run(self, limit: int, seconds: float) -> None:
+        """Look at layouts until there are no more, or a limit is reached."""
+        end = time.monotonic() + seconds
+        while self.waiting and self.predicted < limit:
+            if self.refused > _REFUSED * limit or (self.best and time.monotonic() > end):
+                return
+            _, _, layout, left = heapq.heappop(self.waiting)
+            try:
+                at_least = self._predictor.at_least(layout)
+            except InputError:
                 continue
-            found = predictor.predict(variant)
-        except InputError:
-            continue
-        seen.best.append(found)
-        seen.predicted += 1
-        fits = min(fits or found.seconds, found.seconds)
-    if too_large and not fits:
-        seen.excess.append(min(too_large, key=lambda each: each.missing))
-    return fits
+            if self._slower_than_best(at_least) or (layout.offload and replace(layout, offload="") in self._fitting):
+                continue
+            if left is None:
+                least = self._predictor.least_memory(layout)
+                if sum(least.values()) > self._room:
+                    self.excess.append(Excess(layout, least, self._room, at_least))
+                    continue
+                left = tuple(dict.fromkeys(self._variants(layout)))
+            self._look(layout, left, at_least)
+
+    def _look(self, layout: ParallelLayout, variants: Sequence[ParallelLayout], at_least: float) -> None:
+        """Simulate the first variant that fits; the others wait until nothing is guessed to be faster than that."""
+        too_large = []
+        for number, variant in enumerate(variants, 1):
+            try:
+                memory = self._predictor.memory(variant)
+                if sum(memory.values()) > self._room:
+                    too_large.append(Excess(variant, memory, self._room, at_least))
+                    self.refused += 1
+                    continue
+                found = self._predictor.predict(variant)
+            except InputError:
+                continue
+            self.predicted += 1
+            self._fitting.add(layout)
+            self.best = ranked([*self.best, found])[: self._count]
+            if variants[number:]:
+                heapq.heappush(self.waiting, (found.seconds, self._number, layout, tuple(variants[number:])))
+                self._number += 1
+            return
+        if too_large and layout not in self._fitting:
+            self.excess.append(min(too_large, key=lambda each: each.missing))
+
+    def look_for_the_smallest(self) -> None:
+        """Find the layout that takes the fewest bytes, and simulate it if it fits."""
+        entries: list[tuple[float, int, ParallelLayout]] = []
+        for layout in self._layouts:
+            with suppress(InputError):
+                entries.append((sum(self._predictor.least_memory(layout).values()), len(entries), layout))
+        self.excess, least_missing = [], float("inf")
+        for least, _, layout in sorted(entries, key=lambda entry: entry[:2]):
+            if least - self._room >= least_missing:
+                break
+            self._look(layout, tuple(dict.fromkeys(self._variants(layout))), 0.0)
+            if self.best:
+                return
+            least_missing = min([least_missing, *(each.missing for each in self.excess[-1:])])
+        self.waiting = []  # nothing fits
+
+    def nearest(self) -> list[Excess]:
+        """Return what did not fit and is worth telling: one of a mesh and stage of ZeRO."""
+        if not self.best:
+            self.excess.sort(key=lambda each: each.missing)
+        told: dict[tuple[int, ...], Excess] = {}
+        for each in self.excess:
+            if self._slower_than_best(each.seconds):
+                continue
+            layout = each.layout
+            kind = (layout.data, layout.pipeline, layout.tensor, layout.zero)
+            if kind not in told or each.missing < told[kind].missing:
+                told[kind] = each
+        return list(told.values())[:_NEAR]
+
+    def _slower_than_best(self, at_least: float) -> bool:
+        """Whether as many as are wanted are known that are faster."""
+        return len(self.best) >= self._count and _rounded(at_least) > _rounded(self.best[-1].seconds)
 
 
 def ranked(found: Iterable[Prediction]) -> list[Prediction]:
@@ -246,18 +290,3 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     own = (not layout.share_node, not layout.reshard, bool(layout.cut), len(layout.whole))
     sizes = (layout.chunks, layout.slices, layout.tensor, layout.pipeline, -layout.microbatch)
     return (axes, layout.zero, sum(options), *own, layout.schedule not in ("1f1b", "gpipe"), *sizes, layout.schedule)
-
-
-def _nearest(seen: _Looked, count: int) -> list[Excess]:
-    """What did not fit and is worth telling: one of a mesh and stage of ZeRO."""
-    if not seen.best:
-        seen.excess.sort(key=lambda each: each.missing)
-    told: dict[tuple[int, ...], Excess] = {}
-    for each in seen.excess:
-        if seen.slower_than(count, each.seconds):
-            continue
-        layout = each.layout
-        kind = (layout.data, layout.pipeline, layout.tensor, layout.zero)
-        if kind not in told or each.missing < told[kind].missing:
-            told[kind] = each
-    return list(told.values())[:_NEAR]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,11 @@ from mpitrain.pipe.simulate import Costs
 from mpitrain.planner import turns
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import StageHoldings, bounds_of, is_unit
+from mpitrain.planner.held import ITEMSIZE, StageHoldings, bounds_of, is_unit
 from mpitrain.planner.memory import Means
 from mpitrain.planner.model import AxisExchange, BlockCost
 from mpitrain.planner.places import LayoutPlaces
+from mpitrain.shard.offload import HOST
 
 if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
@@ -49,7 +51,6 @@ class StepSimulation:
         self.predictor, self.places, self.layout = predictor, places, places.layout
         self.model, self.machine = predictor.model, predictor.machine
         self.means = Means(places, self.machine.device is not None, self.model.moments, 0)
-        self.blocks = predictor.blocks(self.layout, places)
         self.turns = predictor.turns(places)
         # ranks that do not know of others on their cores keep them while they wait
         self.spins = self.turns > 1.0 and not places.oversubscribed and not self.means.device
@@ -57,17 +58,23 @@ class StepSimulation:
         self.shard, self.replicas = places.shards()
         self.seconds = predictor.collectives.seconds
         self.groups = {"tensor": (places.tensor, "arena"), "data": (places.data, "private")}  # and where vectors lie
+        self.python, self.halving = (0.0, 0.0) if self.means.device else (_STEP, _HALVES)
+
+    @cached_property
+    def blocks(self) -> tuple[BlockCost, ...]:
+        """The blocks for a microbatch, or a slice of one."""
+        return self.predictor.blocks(self.layout, self.places)
 
     def run(self) -> dict[str, float]:
         """Seconds by part, see `PARTS`."""
         flow = self.predictor.flow(self.layout)
         if flow is None:
             self._passes()
-            position = 0
         else:
-            position = self._through_pipeline(flow)
-        holds = self.predictor.held(self.layout, self.places, position)
-        self._update(holds)
+            self._through_pipeline(flow)
+        # all ranks meet for the norm of the gradients, and then wait for the one that updates most
+        positions = (self.predictor.held(self.layout, self.places, rank) for rank in range(self.layout.pipeline))
+        self._update(max(positions, key=lambda holds: holds.numel))
         self.parts["other"] += self.machine.overhead * self.turns
         return self.parts
 
@@ -101,7 +108,7 @@ class StepSimulation:
         even = self.model.batch / self.layout.data / share
         return max(1.0, math.ceil(self.turns - 1e-3) * even)
 
-    def _meeting(self, group: Group) -> float:
+    def meeting(self, group: Group) -> float:
         """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
         if group.size == 1 or self.means.device:
             return 0.0
@@ -119,7 +126,7 @@ class StepSimulation:
         units = self._gathers(holds) if self.means.gathers else {}
         for block in blocks:
             compute += block.forward * pace
-            tensor += self._exchanges(block.forwards)
+            tensor += self.exchanges(block.forwards)
             gathers += self._gather(units.get(block.name, 0.0), block.forward * pace)
         clock = compute + tensor + gathers
         costs = self._reductions(holds) if reduces else []
@@ -129,8 +136,8 @@ class StepSimulation:
             again = block.forward if self.layout.recompute and is_unit(block) else 0.0
             added = 0.0 if first or each_pass else block.later
             here = (block.input + block.weight + added + again) * pace
-            talk = self._exchanges(block.backwards) + (self._exchanges(block.forwards) if again else 0.0)
-            wait = self._gather(units.get(block.name, 0.0), here)
+            talk = self.exchanges(block.backwards) + (self.exchanges(block.forwards) if again else 0.0)
+            wait = self._gather(units.get(block.name, 0.0), here) if self.layout.reshard else 0.0
             compute, tensor, gathers, clock = compute + here, tensor + talk, gathers + wait, clock + here + talk + wait
             while at < len(costs) and holds.ready[at] >= number:
                 if overlaps:
@@ -149,7 +156,7 @@ class StepSimulation:
         if self.layout.data == 1:
             return []
         operation = "reduce_scatter" if self.layout.zero else "all_reduce"
-        return [self.seconds(operation, n, self.shard) + self._meeting(self.shard) for n in holds.buckets]
+        return [self.seconds(operation, n, self.shard) + self.meeting(self.shard) for n in holds.buckets]
 
     def _reduce_after(self, holds: StageHoldings) -> None:
         """The reduction of whole gradients after backward, where nothing was reduced under it."""
@@ -167,7 +174,7 @@ class StepSimulation:
 
     def _gathers(self, holds: StageHoldings) -> dict[str, float]:
         """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
-        meeting = self._meeting(self.shard)
+        meeting = self.meeting(self.shard)
         *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
         names = [block.name for block in reversed(holds.stages[0]) if is_unit(block)]
         found = dict(zip(names, units, strict=True))
@@ -186,11 +193,11 @@ class StepSimulation:
         """
         group, memory = self.groups[exchange.axis]
         links, nbytes = self.machine.links, float(exchange.nbytes)
-        seconds = self.seconds(exchange.operation, nbytes, group, memory) + self._meeting(group)
+        seconds = self.seconds(exchange.operation, nbytes, group, memory) + self.meeting(group)
         if exchange.axis != "tensor" or len(set(group.nodes)) > 1 or self.means.device or group.size == 1:
             return seconds
         copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
-        meets = self.predictor.collectives.barrier(group) + self._meeting(group)
+        meets = self.predictor.collectives.barrier(group) + self.meeting(group)
         if exchange.operation == "all_gather":
             return meets + copied / group.size + copied
         if exchange.operation == "reduce_scatter":
@@ -199,22 +206,23 @@ class StepSimulation:
             return meets + copied + added * (group.size - 1)
         return seconds + 2 * copied
 
-    def _exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
+    def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
+        """Seconds of the exchanges of a block's pass."""
         return sum(map(self._exchanged, exchanges))
 
     # -- with a pipeline
 
-    def _through_pipeline(self, flow: Flow) -> int:
-        """All microbatches through all stages, then the gradients; the position whose ranks come last."""
+    def _through_pipeline(self, flow: Flow) -> None:
+        """All microbatches through all stages, then the gradients."""
         schedule = flow.shape
         cuts = list(pairwise(bounds_of(self.layout, len(self.blocks))))
         stages = [self.blocks[lo:hi] for lo, hi in cuts]
         tensor = [
-            (sum(self._exchanges(b.forwards) for b in stage), sum(self._exchanges(b.backwards) for b in stage))
+            (sum(self.exchanges(b.forwards) for b in stage), sum(self.exchanges(b.backwards) for b in stage))
             for stage in stages
         ]
         halves = any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps)
-        python, splitting = (0.0, 0.0) if self.means.device else (_STEP, _HALVES * halves)
+        python, splitting = self.python, self.halving * halves
         forward = [sum(b.forward for b in stage) + t[0] + python for stage, t in zip(stages, tensor, strict=True)]
         back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
         early = [0.0, *back[1:]]  # nobody waits for the gradient of the first stage's input: it is left to the weights
@@ -233,15 +241,14 @@ class StepSimulation:
         self.parts["compute"] += compute
         self.parts["tensor"] += talk
         self.parts["pipeline"] += ends[here] - compute - talk
-        return self._reduce_stages(schedule, ends)
+        self._reduce_stages(schedule, ends)
 
     def _ends(
         self, flow: Flow, passes: Sequence[Sequence[float]], stages: Sequence[Sequence[BlockCost]]
     ) -> Sequence[float]:
         """When each rank of a pipeline has done its last step. passes: seconds of each stage's three kinds of steps."""
         nodes, schedule = self.places.pipeline, flow.shape
-        local = nodes.count(nodes[0])
-        beside = self.places.each // max(1, local)  # pipelines (and tensor ranks) whose messages leave a node at once
+        local, (_, beside) = nodes.count(nodes[0]), self.on_the_way()
 
         def message(stage: int, to: int) -> float:
             nbytes = stages[min(stage, to)][-1].given
@@ -255,8 +262,14 @@ class StepSimulation:
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
         return flow.ends(Costs(forward, input_, weight, longest))
 
-    def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> int:
-        """The gradients of each position's ranks, from when those are done; the position that is done last."""
+    def on_the_way(self) -> tuple[bool, int]:
+        """Whether the pipeline lies on one node, and how many pipelines' messages leave a node at the same time."""
+        nodes = self.places.pipeline
+        local = nodes.count(nodes[0])
+        return local == len(nodes), self.places.each // max(1, local)
+
+    def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
+        """The gradients of each position's ranks, from when those are done."""
         reduced = []
         for rank, end in enumerate(ends):
             holds = self.predictor.held(self.layout, self.places, rank)
@@ -266,7 +279,6 @@ class StepSimulation:
         last = max(range(len(reduced)), key=lambda rank: reduced[rank])
         self.parts["gradients"] += max(reduced) - max(ends)
         self._among_replicas(self.predictor.held(self.layout, self.places, last))
-        return last
 
     def _tied(self, schedule: Schedule, rank: int) -> float:
         """Seconds of adding up the gradients of parameters that the first and the last stage share."""
@@ -284,15 +296,11 @@ class StepSimulation:
 
     def _update(self, holds: StageHoldings) -> None:
         """Norm and update of this rank's elements, and what shows the others their result."""
-        layout, machine, places = self.layout, self.machine, self.places
+        layout, places = self.layout, self.places
         shards = self.shard.size if layout.zero else 1
         elements = (holds.flat.numel if layout.zero else holds.numel) / shards
-        rate, values = self._update_rate(), holds.flat.buckets if layout.zero else len(holds.weights)
-        self.parts["update"] += (elements / rate + values * _VALUE) * self.turns
-        if not self.means.device:  # gradients are clipped by a pass over them
-            self.parts["update"] += elements * 4 / machine.links.copy_rate * self.turns
-        summed = holds.numel / max(shards, layout.data) * 4 / machine.links.copy_rate
-        self.parts["update"] += summed * self.turns
+        values = holds.flat.buckets if layout.zero else len(holds.weights)
+        self.parts["update"] += self.updating(elements, holds.numel / max(shards, layout.data), values)
         axes = [places.data, places.tensor, Group(places.pipeline, 1, places.oversubscribed)]
         self.parts["other"] += sum(self.seconds("all_reduce", 8, axis, "private") for axis in [places.data, *axes])
         if not layout.zero or layout.data == 1:
@@ -307,6 +315,34 @@ class StepSimulation:
         elif not self.means.gathers:
             gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
         self.parts["parameters"] += gather
+
+    def updating(self, elements: float, squared: float, values: int) -> float:
+        """Seconds of the gradients' norm and of the update.
+
+        Args:
+            elements: Elements that this rank updates.
+            squared: Elements whose squares it adds up.
+            values: Tensors that the optimizer is given.
+        """
+        device, seconds = self.machine.device, values * _VALUE + elements / self._update_rate()
+        if device is None:  # gradients are clipped by a pass over them
+            seconds += (squared + elements) * 4 / self.machine.links.copy_rate
+        else:
+            seconds += squared * 4 / device.memory_rate
+        return seconds * self.turns + self._offloading(elements)
+
+    def _offloading(self, elements: float) -> float:
+        """Seconds of moving gradients and parameters between a device and the host, and of states into a folder."""
+        layout, machine, seconds = self.layout, self.machine, 0.0
+        if layout.offload and machine.device is not None:
+            moved = 2.0 * elements * ITEMSIZE[self.model.precision]
+            seconds += moved * self.turns / machine.device.host_rate  # ranks that share a device share its bus
+        if layout.offload and layout.offload != HOST:
+            wide = machine.device is not None or ITEMSIZE[self.model.precision] < 4
+            states = elements * 4.0 * (self.model.moments + wide)
+            node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
+            seconds += states / min(machine.rank_write_rate, node, every)
+        return seconds
 
     def _update_rate(self) -> float:
         """Elements per second of one rank."""

@@ -30,7 +30,6 @@ from mpitrain.planner.machine_file import profile_of as profile_of_values
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.speeds import kept
 
-_PATIENCE = 3.0  # seconds of predictions
 _MEASURING = 5.0  # seconds, after which costs of divided models are reckoned from those that were measured
 _TAG = 31_600  # apart from those of training's messages
 _PAUSE = 0.01  # seconds between two looks of a rank that waits
@@ -57,7 +56,7 @@ def planned(config: Config, world: Communicator, device: torch.device) -> Config
             "nodes; start as many on each, or set parallel.auto to false"
         )
     on_device = devices.is_accelerator(device)
-    machine = _machine(config, world, on_device)
+    machine = _machine(config, world, device)
     values, text = while_others_sleep(world, lambda: _chosen(config, machine(), world.num_nodes, each, on_device))
     if world.rank == 0:
         print(f"parallel.auto: {text} (planned in {lasting(time.perf_counter() - began)})", flush=True)
@@ -96,6 +95,7 @@ def _chosen(
     from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
+    from mpitrain.planner.report import nothing_fits
 
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
@@ -105,16 +105,9 @@ def _chosen(
         closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model,
     ):
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
-        plan = best_with(predictor, rules_of(config), wanted, 1, _PATIENCE)
+        plan = best_with(predictor, rules_of(config), wanted, 1)
     if not plan.found:
-        if not plan.excess:
-            raise refusal(f"parallel.auto: none of {plan.layouts} layouts can be trained; set parallel.auto to false")
-        least = plan.excess[0]
-        raise refusal(
-            f"parallel.auto: no layout fits in the {plan.room / 2**20:,.0f} MiB of a rank; "
-            f"{notation.text(least.layout)} lacks least, {least.missing / 2**20:,.0f} MiB; "
-            "take a smaller model or more nodes"
-        )
+        raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
     best = plan.found[0]
     values = config.model_dump()
     for section, keys in settings(best.layout, wanted).items():
@@ -125,11 +118,11 @@ def _chosen(
     return values, f"{notation.text(best.layout)}, predicted {lasting(best.seconds)} a step"
 
 
-def _machine(config: Config, world: Communicator, on_device: bool) -> Callable[[], MachineProfile]:
+def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
     """What gives rank 0 the profile to plan with, once what is not known is measured. Collective."""
-    file = config.parallel.machine
+    file, on_device = config.parallel.machine, devices.is_accelerator(device)
     if file:
-        return lambda: _fitting(read_machine(file), f"parallel.machine {file}", config.run.device, on_device)
+        return lambda: fitting(read_machine(file), f"parallel.machine {file}", config.run.device, device)
     values = kept.kept() if world.rank == 0 else {}
     if not world.on_root(lambda: kept.tells(values, world, on_device)):
         values = kept.measured(world, on_device, config.run.device)
@@ -138,8 +131,14 @@ def _machine(config: Config, world: Communicator, on_device: bool) -> Callable[[
     return lambda: profile_of_values(values, str(kept.profile_path()))
 
 
-def _fitting(machine: MachineProfile, where: str, kind: str, on_device: bool) -> MachineProfile:
-    """A given profile, if it has what ranks compute on."""
+def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device) -> MachineProfile:
+    """Return a given profile if it has what ranks compute on. Raises InputError otherwise."""
+    on_device = devices.is_accelerator(device)
+    if machine.device is not None and on_device and machine.device.kind != device.type:
+        raise refusal(
+            f"{where} has devices of kind {machine.device.kind}, and this job computes on {device.type}; give another "
+            "profile, or leave it out to have this machine measured"
+        )
     if (machine.device is not None) != on_device:
         has = "no device" if machine.device is None else "devices"
         raise refusal(

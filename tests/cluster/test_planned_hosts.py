@@ -36,7 +36,7 @@ LAYOUTS = "6x1x1 mb4;3x1x2 mb8;3x2x1 mb4 1f1b;1x1x6 mb24"
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp_path: Path) -> None:
     if reason := why_not(LINK):
         impossible("namespaces", reason)
@@ -53,7 +53,7 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
     told = {row["layout"]: (row["seconds"], min(map(min, row["measured"]["seconds"]))) for row in rows}
     print({layout: [round(seconds, 3) for seconds in both] for layout, both in told.items()})
     chosen = next(row["layout"] for row in rows if row["choice"] == 0)
-    assert re.match(r"\d+x\d+x[12]\b", chosen), chosen  # a host has two ranks
+    assert re.match(r"\d+x\d+x[12]\b", chosen), chosen  # a host has two ranks; 3 and 6 were candidates, too
     across = told.pop("1x1x6 mb24")
     assert all(across[0] > 2 * predicted and across[1] > 2 * measured for predicted, measured in told.values()), told
     assert told[chosen][1] < 1.5 * min(measured for _, measured in told.values()), told
@@ -61,6 +61,6 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
 
 def _done(command: list[str], folder: Path) -> None:
     found = subprocess.run(
-        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=150, check=False
+        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert found.returncode == 0, found.stdout + found.stderr

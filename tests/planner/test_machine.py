@@ -110,12 +110,12 @@ def test_the_later_file_wins_key_by_key_and_need_not_be_whole(sheet, tmp_path):
 
 @pytest.mark.serial
 def test_the_given_machines_are_what_their_names_say():
-    assert given_machines() == ["cpu-128", "gpu-4", "gpu-8"]
+    assert given_machines() == ["cpu-128", "gpu-4", "gpu-8", "gpu-8x8"]
     for name in given_machines():
         machine = read_machine(name)
         assert "data sheet" in machine.origin
         count = machine.cores if machine.device is None else machine.device.count
-        assert name.endswith(f"-{count:g}")
+        assert name.removesuffix("x8").endswith(f"-{count:g}")
         tables = [machine.matrix, *([machine.device.matrix] if machine.device else [])]
         assert all(set(table) == {"fp32", "bf16", "fp16"} for table in tables)
 

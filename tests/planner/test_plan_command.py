@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from planner_support import MadeUpModel
+from support import clean_environment
 
 import mpitrain.plan as command
 from mpitrain.config.settings import Config
@@ -17,7 +22,6 @@ def made_up(monkeypatch, tmp_path):
     """A model with made-up costs in the place of the configuration's, which nothing is read or built for."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "description_of", lambda config: None)
-    monkeypatch.setattr(command, "PATIENCE", 1.0)
     monkeypatch.setattr(profile, "profile_of", lambda config, *_, **__: MadeUpModel(6, batch=config.train.batch))
 
 
@@ -36,8 +40,13 @@ def test_the_best_layouts_are_told_and_the_first_is_written(tmp_path, capsys):
 
 def test_what_does_not_fit_is_told_with_its_reason(tmp_path, capsys):
     assert command.main([*ASKED, "--memory", "300MiB", "--train.batch", "8"]) == 2
-    told = capsys.readouterr().out
-    assert "nothing fits" in told and "too much; most of it process" in told and not (tmp_path / "plan.toml").exists()
+    told, error = capsys.readouterr()
+    assert error.count("\n") == 1 and "no layout fits in the 300 MiB of a rank" in error and " bytes (" in error
+    assert (
+        "closest to fitting" in told
+        and "too much; most of it process" in told
+        and not (tmp_path / "plan.toml").exists()
+    )
 
 
 def test_one_layout_is_explained(tmp_path, capsys):
@@ -98,3 +107,70 @@ def test_scaling_is_a_table_and_a_picture(tmp_path, capsys):
     for wrong, why in ((("--scale", "6"), "multiples of 4"), (("--scale", "8", "--nodes", "2"), "leave out --nodes")):
         assert command.main([*asked, *wrong]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_busy_machine_gets_the_same_answer(capsys, monkeypatch, tmp_path):
+    asked = (*ASKED, "--train.batch", "16", "--out", str(tmp_path / "out.toml"))
+    assert command.main(asked) == 0
+    calm = capsys.readouterr().out
+    now = iter(range(0, 1 << 40, 1000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))  # each step takes a quarter of an hour
+    assert command.main(asked) == 0
+    assert capsys.readouterr().out == calm
+    assert command.main((*asked, "--seconds", "60")) == 0
+    assert " 1 simulated" in capsys.readouterr().out  # on request
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(200)
+def test_the_example_of_the_page_is_what_the_command_prints(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    (tmp_path / "gpt.toml").write_text(page.split("```toml\n# gpt.toml\n")[1].split("```")[0])
+    asked, printed = page.split("```bash\npython -m mpitrain.plan gpt.toml ")[1].split("```text\n")[:2]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpitrain.plan", "gpt.toml", *asked.split("\n")[0].split()],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    begin, end = printed.split("```")[0].split("[...]\n")
+    assert done.returncode == 0 and done.stdout.startswith(begin) and done.stdout.endswith(end), done.stdout
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_a_plan_is_the_same_byte_for_byte_whatever_the_load_and_the_order_of_sets(tmp_path):
+    asked = [
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "4",
+        "--machine",
+        "gpu-8",
+        "--model.layers",
+        "4",
+        "--train.batch",
+        "64",
+    ]
+    told = []
+    for seed, load in (("1", 0), ("2", 20)):
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "mpitrain.plan", *asked],
+                cwd=tmp_path,
+                env=clean_environment() | {"PYTHONHASHSEED": seed},
+                capture_output=True,
+                timeout=500,
+                check=False,
+            )
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+        assert done.returncode == 0, done.stderr
+        told.append((done.stdout, (tmp_path / "plan.toml").read_bytes()))
+    assert told[0] == told[1]

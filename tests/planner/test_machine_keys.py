@@ -1,0 +1,127 @@
+"""Every number that a machine file may have changes what is predicted, for the worse where the machine is worse."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.errors import InputError
+from mpitrain.planner import notation
+from mpitrain.planner.machine_file import profile_of as machine_of
+from mpitrain.planner.machine_file import values_of
+from mpitrain.planner.machine_keys import SECTIONS
+from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.profile import BlockProfile, profile_of
+from mpitrain.planner.units import SECONDS
+from mpitrain.trainer.planned import fitting
+
+INT = np.dtype("int64")
+TOKENS = Description("tokens", "train", 1000, (32,), INT, (32,), INT, 256, None, "x")
+MODEL = {"name": "gpt", "layers": 2, "width": 256, "heads": 4, "sequence": 32}
+HOST = {
+    "node": {"cores": 6.0, "memory": 64e9, "memory_bandwidth": 50e9},
+    "core": {"matrix": {"fp32": {0: 5e10}, "bf16": {0: 5e10}}},
+    "folder": {"rank_write_rate": 5e8, "write_rate": 1e9, "write_limit": 2e9},
+}
+DEVICE = {
+    "kind": "cuda",
+    "count": 2.0,
+    "memory": 16e9,
+    "memory_bandwidth": 1e12,
+    "host_bandwidth": 2e10,
+    "link_latency": 1e-5,
+    "matrix": {"bf16": {0: 1e14}},
+}
+MACHINES: dict[str, dict[str, Any]] = {
+    "processors": HOST,
+    "one core": HOST | {"node": HOST["node"] | {"cores": 1.0}},
+    "linked devices": HOST | {"device": DEVICE | {"link_bandwidth": 1e11}},
+    "devices": HOST | {"device": DEVICE},
+}
+LAYOUTS = ["4x1x1 zero1 mb2", "4x1x1 zero3 private mb2 offload:host", "4x1x1 zero1 mb2 offload:/scratch"]
+LAYOUTS += ["2x1x2 mb2", "2x2x1 mb2", "1x4x1 mb2", "1x2x2 mb1"]
+KEYS = [(section, key) for section, keys in SECTIONS.items() for key, of in keys.items() if of.unit is not None]
+BIGGER_IS_WORSE = {
+    "node.seen_cores",
+    "rank.process",
+}  # ranks that wait keep cores that others need; bytes that are taken
+
+
+def worse(machine: dict[str, Any], section: str, key: str) -> dict[str, Any]:
+    """The machine with less of a speed or a size, or with more of a time."""
+    unit = SECTIONS[section][key].unit
+    factor = 50.0 if unit is SECONDS or f"{section}.{key}" in BIGGER_IS_WORSE else 1 / 50
+    factor = {"node.cores": 1 / 3, "node.seen_cores": 2.0, "device.count": 1 / 2}.get(f"{section}.{key}", factor)
+    changed = copy.deepcopy(machine)
+    said = changed.setdefault(section, {})
+    if SECTIONS[section][key].table:
+        said[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in said[key].items()}
+    else:
+        said[key] = complete(machine)[section][key] * factor
+    return changed
+
+
+def complete(machine: dict[str, Any]) -> dict[str, Any]:
+    """All that a machine has, with what is derived."""
+    return values_of(machine_of(machine, "a test"))
+
+
+def answers(values: dict[str, Any]) -> np.ndarray:
+    """Seconds of all layouts, the bytes of a process, and the bytes that a rank may take, as a negative number."""
+    machine = machine_of(values, "a test")
+    model = copy.copy(observed())  # which counts the same operations by the speeds of this machine
+    model._machine, model._made = machine, lru_cache(None)(model._make)
+    predictor = Predictor(model, machine, 2, 2)
+    found = [predictor.predict(notation.read(line)) for line in LAYOUTS]
+    return np.array([*(each.seconds for each in found), found[0].memory["process"], -predictor.room()])
+
+
+@lru_cache
+def observed() -> BlockProfile:
+    """The model, whose operations are counted once for all machines."""
+    config = Config.from_dict({"model": MODEL, "train": {"batch": 8, "precision": "bf16"}})
+    return profile_of(config, TOKENS, machine_of(HOST, "a test"), measure=False)
+
+
+@lru_cache
+def usual(name: str) -> np.ndarray:
+    return answers(MACHINES[name])
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS, ids=".".join)
+def test_a_machine_that_is_worse_in_one_thing_is_slower_or_smaller_somewhere_and_better_nowhere(section, key):
+    """Better by less than 2 % that is: reductions that a lack of cores keeps from overlapping are less cut up."""
+    changed = False
+    for name, machine in MACHINES.items():
+        if section == "device" and (
+            section not in machine or (key == "link_bandwidth" and key not in machine["device"])
+        ):
+            continue
+        before, after = usual(name), answers(worse(machine, section, key))
+        assert (after >= before - 0.02 * np.abs(before)).all(), name
+        changed |= bool((np.abs(after - before) > 1e-3 * np.abs(before)).any())
+    assert changed
+
+
+def test_devices_without_a_link_of_their_own_are_staged_through_the_host():
+    slow = copy.deepcopy(MACHINES["devices"])
+    slow["device"]["host_bandwidth"] = 1e9
+    tensor = LAYOUTS.index("2x1x2 mb2")
+    assert usual("linked devices")[tensor] < usual("devices")[tensor] < answers(slow)[tensor]
+    linked = copy.deepcopy(slow) | {"device": slow["device"] | {"link_bandwidth": 1e11}}
+    assert answers(linked)[tensor] < answers(slow)[tensor]
+
+
+def test_a_profile_of_another_kind_of_device_is_refused_where_a_job_plans_for_itself():
+    cuda = machine_of(MACHINES["devices"], "a test")
+    assert fitting(cuda, "parallel.machine a.toml", "auto", torch.device("cuda", 0)) is cuda
+    for device, told in (("xpu", "kind cuda, and this job computes on xpu"), ("cpu", "none")):
+        with pytest.raises(InputError, match=told):
+            fitting(cuda, "parallel.machine a.toml", "auto", torch.device(device))

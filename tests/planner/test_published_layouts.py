@@ -1,0 +1,51 @@
+"""Language models on 16 nodes of 8 H100, beside the layouts published for models of their sizes (docs/planner.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.profile import profile_of
+from mpitrain.planner.search import LayoutPlan, best
+
+INT = np.dtype("int64")
+LLAMA = {"name": "gpt", "sequence": 4096, "vocabulary": 32000, "norm": "rmsnorm", "mlp": "swiglu"}
+LLAMA |= {"bias": False, "tied": False}
+SIZES = {
+    "7b": {"layers": 32, "width": 4096, "heads": 32, "hidden": 11008},
+    "13b": {"layers": 40, "width": 5120, "heads": 40, "hidden": 13824},
+    "70b": {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672},
+}
+
+
+def planned(size: str) -> LayoutPlan:
+    """The ten best layouts on 128 devices."""
+    machine = read_machine("gpu-8x8")
+    config = Config.from_dict({"model": LLAMA | SIZES[size], "train": {"batch": 1024, "precision": "bf16"}})
+    tokens = Description("tokens", "train", 10_000, (4096,), INT, (4096,), INT, 256, None, "x")
+    return best(Predictor(profile_of(config, tokens, machine, measure=False), machine, 16, 8))
+
+
+def sharded(layout: ParallelLayout) -> bool:
+    """Data parallel with sharded states: ZeRO, FSDP, Megatron's distributed optimizer."""
+    return layout.data == 128 and layout.zero > 0
+
+
+def tensor_and_pipeline(layout: ParallelLayout) -> bool:
+    """Megatron's layout: tensor ranks inside a node, and a pipeline over nodes."""
+    return layout.tensor in (4, 8) and layout.pipeline >= 4
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "published"), [("7b", sharded), ("13b", sharded), ("70b", tensor_and_pipeline)])
+def test_a_published_layout_is_among_the_first_ten_and_within_a_tenth_of_the_first(size, published):
+    plan = planned(size)
+    near = [each for each in plan.found if each.seconds < 1.1 * plan.found[0].seconds]
+    assert any(published(each.layout) for each in near)
+    assert all(each.layout.tensor <= 8 for each in plan.found)  # though tensor ranks across nodes were looked at
