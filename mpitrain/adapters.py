@@ -18,6 +18,7 @@ import torch
 
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.folders import temporary_name
+from mpitrain.checkpoint.tensor_files import save_torch
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
 from mpitrain.loading import BASE, saved_in
@@ -90,7 +91,7 @@ def write_merged(run: Path, out: Path) -> str:
                 task.module.inner.save_pretrained(temporary, state_dict=state)
             _copy_beside(Path(section.factory.removeprefix(PREFIX)).expanduser(), temporary)
         elif out.suffix == ".pt":
-            torch.save(state, temporary)
+            save_torch(state, temporary)
         else:
             _save_safetensors({name: tensor.clone() for name, tensor in state.items()}, temporary)
 

@@ -32,6 +32,7 @@ from mpitrain.planner.machine_keys import (
     device_matrix,
 )
 from mpitrain.planner.units import BYTES, SECONDS
+from mpitrain.storage.disk import write_whole
 
 Values = dict[str, Any]  # {"name": text, section: {key: number, or by precision {size: number}}, "collectives": ...}
 
@@ -183,7 +184,7 @@ def write_machine(profile: MachineProfile, path: Path) -> None:
 
 def write_values(values: Values, path: Path) -> None:
     """Write what values say, and nothing that is derived."""
-    path.write_text("\n".join(_lines(values)) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(_lines(values)) + "\n")
 
 
 # -- reading

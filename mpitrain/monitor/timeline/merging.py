@@ -18,7 +18,7 @@ from mpitrain.monitor.rank_file import SERVER, rank_name
 from mpitrain.monitor.timeline.spans import TIMELINE, read_ranks
 from mpitrain.monitor.timeline.summary import summarize
 from mpitrain.monitor.timeline.trace_events import trace_of
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reason, replacing, write_whole
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,16 @@ def merge(folder: Path) -> Merged:
     summary = summarize(ranks)
     trace, path = folder / "trace.json", folder / "summary.json"
     try:
-        trace.write_text(json.dumps(trace_of(ranks), separators=(",", ":")), encoding="utf-8")
-        path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_whole(trace, json.dumps(trace_of(ranks), separators=(",", ":")))
+        write_whole(path, json.dumps(summary, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({reason(error)}); make room") from None
     picture, note = folder / "timeline.png", ""
     try:
         from mpitrain.monitor.timeline.picture import draw
 
-        draw(ranks, summary, picture)
+        with replacing(picture) as aside:
+            draw(ranks, summary, aside)
     except ImportError as error:
         note = f'no picture was drawn ({error}); pip install "mpitrain[monitor]"'
     except OSError as error:

@@ -17,14 +17,13 @@ The kinds of spans are part, forward and backward (of a module), and action (of 
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import read_plain, reason
+from mpitrain.storage.disk import read_plain, reason, write_whole
 
 TIMELINE = "timeline"
 _NOTHING: dict[str, Any] = {}
@@ -92,11 +91,9 @@ def recording_folder(run: Path, steps: tuple[int, int]) -> Path:
 def write_rank(folder: Path, recording: dict[str, Any]) -> None:
     """Write what a rank has recorded. Raises InputError where that fails."""
     path = folder / f"rank-{recording['rank']:05d}.json"
-    temporary = path.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(recording, separators=(",", ":")), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(recording, separators=(",", ":")))
     except OSError as error:
         raise InputError(f"{path} cannot be written ({reason(error)}); make room, or choose another run.dir") from None
 
