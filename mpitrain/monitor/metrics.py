@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import read_lines, whole_object
+from mpitrain.monitor.json_lines import lines_within, read_lines, whole_object
 from mpitrain.storage.disk import free_name, open_plain, reason, replacing
 
 METRICS = "metrics.jsonl"
@@ -101,9 +101,9 @@ def _cut_after(path: Path, resume_step: int) -> int:
     """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
     last = -1
     with replacing(path) as aside, open_plain(path) as lines, open(aside, "wb") as file:
-        for line in lines:
-            value = whole_object(line)
-            if value is not None and last < value["step"] <= resume_step:
+        for line in lines_within(lines):
+            value = whole_object(line) if line is not None else None
+            if line is not None and value is not None and last < value["step"] <= resume_step:
                 last = value["step"]
                 file.write(line)
     return last

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 def short(number: float) -> str:
     """At most 5 characters up to a thousand billions: 7.5, 950, 12.3k, 4.07M, 1.21G, 3.1T."""
+    if abs(number) >= 1e18:
+        return f"{max(-1e300, min(number, 1e300)):.3g}"
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # from where rounding would give 1000 of the next smaller unit
         if abs(number) >= factor * 0.9995:
