@@ -95,7 +95,7 @@ def message_of(error: BaseException) -> str:
 
 
 @contextmanager
-def refusing(what: str, mend: str) -> Iterator[None]:
+def refusing(what: str, mend: str, *, agreed: bool = False) -> Iterator[None]:
     """Turn whatever a parser raises about the content of a file into an InputError of one line.
 
     For parsers that do not say what they raise. OSErrors, and errors that are ours already, pass.
@@ -103,16 +103,17 @@ def refusing(what: str, mend: str) -> Iterator[None]:
     Args:
         what: The file, and what it is not, as "array x.npy is not a plain .npy array".
         mend: How to fix it.
+        agreed: Whether every rank reads the same (see `MpitrainError`).
     """
     try:
         yield
     except (OSError, MpitrainError):
         raise
     except MemoryError:
-        raise InputError(f"{what} (it asks for more memory than there is); {mend}") from None
+        raise InputError(f"{what} (it asks for more memory than there is); {mend}", agreed=agreed) from None
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{what} ({printable(reason)}); {mend}") from None
+        raise InputError(f"{what} ({printable(reason)}); {mend}", agreed=agreed) from None
 
 
 def exit_code_of(act: Callable[[], int]) -> int:

@@ -23,7 +23,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class MemoryAccount(BaseModel):
+class MemoryFigures(BaseModel):
     """Rank 0's bytes by category."""
 
     parameters: Number
@@ -49,7 +49,7 @@ class StepLine(_Line):
     time: Time | None = None
     skipped: bool = False
     memory_bytes: Number | None = None
-    memory: MemoryAccount | None = None
+    memory: MemoryFigures | None = None
     between_groups_bytes: Number | None = None
     staleness_mean: Number | None = None
     staleness_max: Number | None = None
