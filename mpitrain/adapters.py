@@ -20,7 +20,7 @@ from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.folders import temporary_name
 from mpitrain.checkpoint.tensor_files import save_torch
 from mpitrain.config.training import ModelSection
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
 from mpitrain.models.adapters import adapted_layers
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def act() -> int:
-        print(arguments.act(arguments))
+        tell(arguments.act(arguments))
         return EXIT_DONE
 
     return exit_code_of(act)

@@ -83,6 +83,11 @@ def _escaped(letter: str, allowed: str) -> str:
     return letter if letter in allowed else letter.encode("unicode_escape").decode()
 
 
+def tell(*lines: object) -> None:
+    """Print lines for a person on standard output, without anything that would control the terminal."""
+    print(*(printable(line, None, as_text=True) for line in lines), sep="\n", flush=True)
+
+
 def message_of(error: BaseException) -> str:
     """Return the message of an error for a terminal: printable, with values of thousands of characters shortened.
 

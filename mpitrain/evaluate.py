@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpitrain.comm import Communicator, init
-from mpitrain.errors import EXIT_DONE, InputError, refusal
+from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
 from mpitrain.monitor.text import aligned, counted, spoken
 from mpitrain.storage.disk import reason, replacing, write_whole
 from mpitrain.trainer.held_out.evaluating import Asked, Evaluation, Evaluator, checkpoint_of
@@ -106,8 +106,8 @@ def _found(options: argparse.Namespace) -> tuple[str, str]:
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:
     """Print the figures and write the files that are asked for. By one rank."""
     split = options.split.replace("_", "-")
-    print(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
-    print(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]), flush=True)
+    tell(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
+    tell(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
     try:
         if options.confusion is not None:
             _write_confusion(options.confusion, told)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from mpitrain.errors import printable
+
+_LONGEST = 2000  # characters of a text
+
 
 def short(number: float) -> str:
     """At most 5 characters up to a thousand billions: 7.5, 950, 12.3k, 4.07M, 1.21G, 3.1T."""
@@ -45,6 +49,7 @@ def spoken(figure: str) -> str:
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:
-    """Lines of `  label   text`, the texts under one another."""
+    """Lines of `  label   text`, the texts under one another, each on one line."""
+    rows = [(printable(label, _LONGEST), printable(text, _LONGEST)) for label, text in rows]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:{width}}   {text}".rstrip() for label, text in rows)

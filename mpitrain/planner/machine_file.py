@@ -18,7 +18,7 @@ from typing import Any
 
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.config.toml_file import read_toml
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import InputError, printable, refusal
 from mpitrain.planner.machine import Device, MachineProfile, Measured
 from mpitrain.planner.machine_keys import (
     HEAD,
@@ -320,8 +320,7 @@ def _table(of: MachineKey, table: Mapping[int, float]) -> str:
 
 
 def _quoted(text: object) -> str:
-    plain = "".join(letter if letter.isprintable() else " " for letter in str(text))
-    return '"{}"'.format(plain.replace("\\", "\\\\").replace('"', '\\"'))
+    return '"{}"'.format(printable(text, None).replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def _many(number: int, what: str) -> str:
