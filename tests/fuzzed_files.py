@@ -9,11 +9,14 @@ import random
 import re
 import shutil
 import struct
+import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from rich.console import Console
 
 from mpitrain.checkpoint.__main__ import main as checkpoint
 from mpitrain.checkpoint.contents import load_tensor
+from mpitrain.checkpoint.convert import os_errors
 from mpitrain.checkpoint.manifest import read_manifest as read_checkpoint
 from mpitrain.checkpoint.tensor_files import read_tensors
 from mpitrain.checkpoint.verify import damages
@@ -40,10 +44,8 @@ from mpitrain.monitor.report.compare import Named, comparison
 from mpitrain.monitor.report.findings import findings
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.report.summary import summary
-from mpitrain.monitor.timeline.merging import timelines, told
-from mpitrain.monitor.timeline.spans import read_ranks, write_rank
-from mpitrain.monitor.timeline.summary import summarize
-from mpitrain.monitor.timeline.trace_events import trace_of
+from mpitrain.monitor.timeline.merging import merge, told
+from mpitrain.monitor.timeline.spans import write_rank
 from mpitrain.monitor.watch.view import frame, line
 from mpitrain.monitor.watch.watched import Watched
 from mpitrain.planner.machine_file import read_machine
@@ -208,19 +210,22 @@ def _timeline(folder: Path) -> list[Path]:
     return sorted(folder.glob("rank-*.json"))
 
 
-def _read_timeline(folder: Path) -> int:
-    from mpitrain.monitor.timeline.merging import Merged
-
-    ranks = timelines(read_ranks(folder))
-    figures = summarize(ranks)
-    told(Merged(folder, figures, None, ""))
-    return len(json.dumps([figures, trace_of(ranks)]))
+def _read_timeline(folder: Path) -> list[str]:
+    with without_pictures():
+        return told(merge(folder))
 
 
 def _dataset(folder: Path) -> list[Path]:
     (folder / "source.txt").write_bytes(bytes(range(1, 250)))
     prepare([str(folder / "source.txt")], folder / "set", held_out=0.0)
     return [path for path in (folder / "set").iterdir() if path.is_file()]
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """As if matplotlib were not installed: a picture takes seconds."""
+    with patch.dict(sys.modules, {"mpitrain.monitor.timeline.picture": None}):
+        yield
 
 
 def _read_dataset(folder: Path) -> Any:
@@ -242,6 +247,11 @@ def _read_checkpoint(folder: Path) -> Any:
         raise InputError(problem)
     manifest = read_checkpoint(step)
     return [(name, load_tensor(step, manifest, name).tolist()) for name in sorted(manifest.tensors)]
+
+
+def _read_weights(file: Path) -> int:
+    with os_errors(file):
+        return len(read_tensors(file))
 
 
 def _torch_file(folder: Path) -> list[Path]:
@@ -302,10 +312,10 @@ KINDS: dict[str, FileKind] = {
     ),
     "data set": FileKind(_dataset, _read_dataset, exact=True),
     "checkpoint": FileKind(_checkpoint, _read_checkpoint, exact=True),
-    "torch file": FileKind(_torch_file, lambda folder: len(read_tensors(folder / "w.pt"))),
+    "torch file": FileKind(_torch_file, lambda folder: _read_weights(folder / "w.pt")),
     "safetensors": FileKind(
         _one("w.safetensors", len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(16)),
-        lambda folder: len(read_tensors(folder / "w.safetensors")),
+        lambda folder: _read_weights(folder / "w.safetensors"),
     ),
     "CSV": _source({"t.csv": _CSV}),
     "CSV, compressed": _source({"t.csv.gz": gzip.compress(_CSV)}),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusing
 from mpitrain.monitor.rank_file import SERVER, rank_name
 from mpitrain.monitor.timeline.spans import TIMELINE, read_ranks
 from mpitrain.monitor.timeline.summary import summarize
@@ -117,12 +117,14 @@ def merge(folder: Path) -> Merged:
     Raises:
         InputError: The folder has no such files, or the results cannot be written.
     """
-    ranks = timelines(read_ranks(folder))
-    summary = summarize(ranks)
+    with refusing(f"{folder} has a recording that is damaged", "record the steps again"):
+        ranks = timelines(read_ranks(folder))
+        summary = summarize(ranks)
+        texts = json.dumps(trace_of(ranks), separators=(",", ":")), json.dumps(summary, indent=1) + "\n"
     trace, path = folder / "trace.json", folder / "summary.json"
     try:
-        write_whole(trace, json.dumps(trace_of(ranks), separators=(",", ":")))
-        write_whole(path, json.dumps(summary, indent=1) + "\n")
+        write_whole(trace, texts[0])
+        write_whole(path, texts[1])
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({reason(error)}); make room") from None
     picture, note = folder / "timeline.png", ""

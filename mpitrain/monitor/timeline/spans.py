@@ -29,6 +29,7 @@ TIMELINE = "timeline"
 _NOTHING: dict[str, Any] = {}
 _LARGEST = 4 << 30  # bytes of a rank's file
 _MOST = 2_000_000  # spans that are kept
+_MOST_RANKS = 1 << 24
 
 Span = tuple[str, str, float, float, dict[str, Any]]
 
@@ -140,6 +141,8 @@ _ROWS: Sequence[tuple[str, int]] = (("offsets", 3), ("steps", 4), ("spans", 5), 
 
 def _whole(recording: Any) -> bool:
     if not isinstance(recording, dict) or any(not isinstance(recording.get(k), kind) for k, kind in _KEYS.items()):
+        return False
+    if not 0 < recording["world_size"] <= _MOST_RANKS:
         return False
     rows = [(row, length) for key, length in _ROWS for row in recording[key]]
     return bool(recording["offsets"]) and all(isinstance(row, list) and len(row) == length for row, length in rows)
