@@ -18,8 +18,9 @@ import torch
 
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.folders import temporary_name
+from mpitrain.checkpoint.tensor_files import save_torch
 from mpitrain.config.training import ModelSection
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
 from mpitrain.models.adapters import adapted_layers
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def act() -> int:
-        print(arguments.act(arguments))
+        tell(arguments.act(arguments))
         return EXIT_DONE
 
     return exit_code_of(act)
@@ -90,7 +91,7 @@ def write_merged(run: Path, out: Path) -> str:
                 task.module.inner.save_pretrained(temporary, state_dict=state)
             _copy_beside(Path(section.factory.removeprefix(PREFIX)).expanduser(), temporary)
         elif out.suffix == ".pt":
-            torch.save(state, temporary)
+            save_torch(state, temporary)
         else:
             _save_safetensors({name: tensor.clone() for name, tensor in state.items()}, temporary)
 

@@ -29,7 +29,7 @@ from mpitrain.comm.process.cores import sharing
 from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.comm.selection.tuning import describe
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, message_of, tell
 from mpitrain.monitor.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         try:
             return clean(arguments)
         except InputError as error:
-            print(f"mpitrain: {error}", file=sys.stderr)
+            print(f"mpitrain: {message_of(error)}", file=sys.stderr)
             return error.exit_code
     world = init(timeout=60)
     lines = [*software(world), *placement(world), *memory(world), *devices(world)]
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     lines += [*reached, *(() if any(verdict == BAD for verdict, _, _ in reached) else speed(world)), *algorithms(world)]
     if world.rank == 0:
         for verdict, subject, finding in lines:
-            print(f"{verdict:4}  {subject:16} {finding}", flush=True)
+            tell(f"{verdict:4}  {subject:16} {finding}")
         bad = sum(verdict == BAD for verdict, _, _ in lines)
         print(f"{bad} wrong, {sum(v == WARN for v, _, _ in lines)} to look at")
     return EXIT_FAILED if any(verdict == BAD for verdict, _, _ in lines) else EXIT_DONE

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpitrain.comm import Communicator, init
-from mpitrain.errors import EXIT_DONE, InputError, refusal
+from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
 from mpitrain.monitor.text import aligned, counted, spoken
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reason, replacing, write_whole
 from mpitrain.trainer.held_out.evaluating import Asked, Evaluation, Evaluator, checkpoint_of
 
 
@@ -106,13 +106,13 @@ def _found(options: argparse.Namespace) -> tuple[str, str]:
 def _tell(told: Evaluation, options: argparse.Namespace) -> None:
     """Print the figures and write the files that are asked for. By one rank."""
     split = options.split.replace("_", "-")
-    print(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
-    print(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]), flush=True)
+    tell(f"{told.checkpoint} on {counted(told.samples, f'{split} sample')} of {told.data or 'data.path'}")
+    tell(aligned([(spoken(name), f"{value:.6g}") for name, value in told.figures.items()]))
     try:
         if options.confusion is not None:
             _write_confusion(options.confusion, told)
         if options.json is not None:
-            options.json.write_text(json.dumps(_values(told, options), allow_nan=False) + "\n", encoding="utf-8")
+            write_whole(options.json, json.dumps(_values(told, options), allow_nan=False) + "\n")
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {reason(error)}; choose another file") from None
 
@@ -120,7 +120,7 @@ def _tell(told: Evaluation, options: argparse.Namespace) -> None:
 def _write_confusion(path: Path, told: Evaluation) -> None:
     """A line for each right class, a column for each that was found."""
     assert told.confusion is not None
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with replacing(path) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["right \\ found", *told.classes])
         for name, row in zip(told.classes, told.confusion.tolist(), strict=True):

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import EXIT_DONE, refusal
+from mpitrain.errors import EXIT_DONE, printable, refusal
 from mpitrain.inference.commands import Job, add_run, parse, run_as_job
 from mpitrain.inference.output import json_lines, require_new
+from mpitrain.monitor.terminal import terminal_behind
 
 if TYPE_CHECKING:
     from mpitrain.inference.placing import LanguageModel
@@ -127,6 +128,7 @@ class _Screen:
 
     def __init__(self, prompt: str, codec: TextCodec) -> None:
         self._decoder = codec.decoder()
+        self._on_terminal = terminal_behind(sys.stdout.fileno()) is not None  # a file gets the text as it is
         self._write(prompt)
 
     def add(self, number: int, token: int) -> None:
@@ -141,7 +143,7 @@ class _Screen:
         from mpitrain.inference.prompts import utf8
 
         if text:
-            sys.stdout.buffer.write(utf8(text))
+            sys.stdout.buffer.write(utf8(printable(text, None, as_text=True) if self._on_terminal else text))
             sys.stdout.buffer.flush()
 
 

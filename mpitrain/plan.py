@@ -22,6 +22,7 @@ from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import details, nothing_fits, refused, report
 from mpitrain.planner.scaling import HEAD, picture, row, scaling
 from mpitrain.planner.search import COUNT, SIMULATED, Excess, best
+from mpitrain.storage.disk import write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
@@ -150,7 +151,7 @@ def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     values["parallel"]["auto"] = False
     text = Config.from_dict(values, "plan").to_toml()
     try:
-        out.write_text(f"# {notation.text(layout)}\n{text}", encoding="utf-8")
+        write_whole(out, f"# {notation.text(layout)}\n{text}")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, message_of, tell
 
 Run = Callable[[argparse.Namespace], int | None]  # the exit code; None where all is well
 _PROGRAM = "python -m mpitrain.report"
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(arguments) or EXIT_DONE
     except InputError as error:
-        print(f"mpitrain: {error}", file=sys.stderr)
+        print(f"mpitrain: {message_of(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
@@ -85,7 +85,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
     if len(folders) == 1 and not (arguments.out or arguments.png):
         from mpitrain.monitor.report.summary import summary
 
-        print(summary(folders[0]))
+        tell(summary(folders[0]))
         return None
     from mpitrain.monitor.report.compare import Named, comparison, short_names  # NumPy, which a summary does without
     from mpitrain.monitor.report.reading import read_run
@@ -97,13 +97,13 @@ def _report(arguments: argparse.Namespace) -> int | None:
         from mpitrain.monitor.report.page import write_page
 
         size = write_page(runs, arguments.out)
-        print(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
+        tell(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
     if arguments.png:
         from mpitrain.monitor.report.png import write_pictures
 
-        print(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
+        tell(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
     if not (arguments.out or arguments.png):
-        print(comparison(runs))
+        tell(comparison(runs))
     return None
 
 
@@ -125,7 +125,7 @@ def _merge_timelines(arguments: argparse.Namespace) -> None:
     if not folders:
         raise InputError(f'{arguments.run} has no timeline; record one with monitor.timeline = "A:B"')
     for folder in folders:
-        print("\n".join(told(merge(folder))))
+        tell(*told(merge(folder)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,3 +138,26 @@ def little_memory(extra: int = 2 << 30) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of this size, as 700k, in a new folder; skips the test where mounting one is not allowed."""
+    import pytest
+
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def fill(ballast: Path, free: int = 0) -> None:
+    """Leave `free` bytes on the file system of a file, in whole pages."""
+    with open(ballast, "wb", buffering=0) as file:
+        with suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        file.truncate(max(0, file.tell() - free))

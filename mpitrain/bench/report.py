@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpitrain.storage.disk import replacing, write_whole
+
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
@@ -114,8 +116,8 @@ def write(
         "results": results,
     }
     data, text = folder / f"BENCH-{name}.json", folder / f"BENCH-{name}.md"
-    data.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    text.write_text(markdown(report, header, quick), encoding="utf-8")
+    write_whole(data, json.dumps(values, indent=1) + "\n")
+    write_whole(text, markdown(report, header, quick))
     written = [data, text]
     if report.draw is not None:
         picture = folder / f"BENCH-{name}.png"
@@ -179,5 +181,6 @@ def _plot(draw: Callable[[Any], None], path: Path) -> bool:
         return False
     figure = Figure(layout="constrained")
     draw(figure)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=120)
     return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
 from mpitrain.storage import locks
 
 
@@ -71,12 +71,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    print(*contents.listing(arguments.path), sep="\n")
+    tell(*contents.listing(arguments.path))
     return EXIT_DONE
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    print(*contents.description(contents.only(arguments.path), arguments.tensors), sep="\n")
+    tell(*contents.description(contents.only(arguments.path), arguments.tensors))
     return EXIT_DONE
 
 
@@ -84,9 +84,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     bad = 0
     for folder in contents.found(arguments.path):
         problems = list(damages(folder))
-        print(f"{folder}: {contents.counted(len(problems), 'damaged place') if problems else 'all right'}")
+        tell(f"{folder}: {contents.counted(len(problems), 'damaged place') if problems else 'all right'}")
         for problem in problems:
-            print(f"  {problem}")
+            tell(f"  {problem}")
         bad += bool(problems)
     return EXIT_FAILED if bad else EXIT_DONE
 
@@ -94,7 +94,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     count = 0
     for line in contents.differences(contents.only(arguments.a), contents.only(arguments.b)):
-        print(line)
+        tell(line)
         count += 1
     print(f"{contents.counted(count, 'tensor')} not the same" if count else "bitwise the same")
     return EXIT_FAILED if count else EXIT_DONE
@@ -108,7 +108,7 @@ def _export(arguments: argparse.Namespace) -> int:
         count = export_folder(folder, arguments.out, arguments.shard_size)
     else:
         count = convert.export(folder, arguments.out)
-    print(f"{arguments.out}: {count} tensors of {folder}")
+    tell(f"{arguments.out}: {count} tensors of {folder}")
     return EXIT_DONE
 
 
@@ -125,7 +125,7 @@ def _import(arguments: argparse.Namespace) -> int:
             folder = import_plain(arguments.file, arguments.run, arguments.settings)
     settings = arguments.run / "config.toml"
     how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
-    print(f"{folder}; train on from it with {how}")
+    tell(f"{folder}; train on from it with {how}")
     return EXIT_DONE
 
 
@@ -157,9 +157,9 @@ def _prune(arguments: argparse.Namespace) -> int:
             name = folders.folder_name(step)
             if folders.is_checkpoint(root / name):
                 folders.discard(root / name)
-                print(f"removed {name}")
+                tell(f"removed {name}")
             else:
-                print(f"left {name}, which is no checkpoint")
+                tell(f"left {name}, which is no checkpoint")
     print(f"{len(folders.finished_steps(root))} left; {folders.folder_name(verified[0])} verifies")
     return EXIT_DONE
 

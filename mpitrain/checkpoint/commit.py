@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.exchange import quiet_min
 from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, begin_file, make_structure, write_parts
-from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import (
     Extent,
     Manifest,
@@ -31,6 +30,7 @@ from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.storage.commit import begin_folder
 from mpitrain.storage.disk import write_durably
+from mpitrain.storage.hdf5 import image_bytes
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -24,7 +24,7 @@ from mpitrain.checkpoint.manifest import (
     require_files,
 )
 from mpitrain.checkpoint.reading import plan, read
-from mpitrain.errors import CheckpointError, InputError
+from mpitrain.errors import CheckpointError, InputError, printable
 from mpitrain.layout import Piece
 from mpitrain.storage.room import readable
 
@@ -123,7 +123,7 @@ def description(folder: Path, pattern: str = "*") -> Iterator[str]:
         yield f"  {name}  {readable(size):>11}  {counted(pieces, 'piece')}"
     names = sorted(name for name in manifest.tensors if fnmatch(name, pattern))
     yield f"tensors      {len(names)} of {len(manifest.tensors)}"
-    shown = {name: name if name.isprintable() else ascii(name) for name in names}
+    shown = {name: printable(name) for name in names}
     width = max(map(len, shown.values()), default=0)
     for name in names:
         spec = manifest.tensors[name]

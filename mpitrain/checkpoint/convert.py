@@ -14,13 +14,13 @@ from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
 from mpitrain.checkpoint.contents import load_tensor, readable, whole
 from mpitrain.checkpoint.files import Part, begin_file, make_structure, write_parts
-from mpitrain.checkpoint.image import image_bytes
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, Values
-from mpitrain.checkpoint.tensor_files import read_tensors, write_safetensors
+from mpitrain.checkpoint.tensor_files import read_tensors, save_torch, write_safetensors
 from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError
 from mpitrain.layout import Piece
-from mpitrain.storage.disk import open_plain, sync
+from mpitrain.storage.disk import open_plain, reason, replacing
+from mpitrain.storage.hdf5 import image_bytes
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _LONGEST_NAME = 1000
@@ -52,20 +52,14 @@ def export(folder: Path, out: Path) -> int:
     write = {".safetensors": _write_safetensors}.get(out.suffix, _write_torch if out.suffix in _TORCH else None)
     if write is None:
         raise InputError(f"{out}: the kind of file is told by its ending; use .safetensors or .pt")
-    with os_errors(out):
-        temporary = out.with_name(folders.temporary_name(out.name))
-        try:
-            write(temporary, folder, manifest, sources | ties)
-            sync(temporary)
-            os.rename(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with os_errors(out), replacing(out) as temporary:
+        write(temporary, folder, manifest, sources | ties)
     return len(sources | ties)
 
 
 def _write_torch(path: Path, folder: Path, manifest: Manifest, sources: Mapping[str, str]) -> None:
     loaded = {source: load_tensor(folder, manifest, source) for source in set(sources.values())}
-    torch.save({name: loaded[source] for name, source in sources.items()}, path)
+    save_torch({name: loaded[source] for name, source in sources.items()}, path)
 
 
 def _write_safetensors(path: Path, folder: Path, manifest: Manifest, sources: Mapping[str, str]) -> None:
@@ -191,4 +185,4 @@ def os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
+        raise InputError(f"{path}: {reason(error)}") from None

@@ -18,13 +18,13 @@ import h5py
 import numpy as np
 import torch
 
-from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
+from mpitrain.checkpoint.image import hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
 from mpitrain.layout import Piece
 from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import ExtentHasher, write_at
-from mpitrain.storage.hdf5 import contiguous
+from mpitrain.storage.hdf5 import Image, contiguous, hdf5_image
 
 PlannedPiece = tuple[TensorSpec, Piece]  # a piece in a file that is yet to be written, and its tensor
 _WRITTEN = 8 << 20  # bytes of one write

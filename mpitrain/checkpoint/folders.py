@@ -213,7 +213,11 @@ def publish(temporary: Path, final: Path, *, trusted: bool = False) -> None:
             require_free(final)
         discard(final)
     os.rename(temporary, final)
-    sync(final.parent)
+    try:
+        sync(final.parent)
+    except OSError:  # a save that is said to have failed leaves no checkpoint
+        os.rename(final, temporary)
+        raise
 
 
 def point_to(final: Path, name: str = LATEST) -> None:

@@ -31,7 +31,7 @@ from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySe
 from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import remove_folder
-from mpitrain.storage.disk import read_plain, reason, sync
+from mpitrain.storage.disk import read_plain, reason, sync, write_whole
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -304,7 +304,7 @@ def _identity(shared: Path) -> str:
     try:
         path = shared / IDENTITY
         if not path.exists():
-            path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+            write_whole(path, secrets.token_hex(8) + "\n")
         identity = read_plain(path).decode(errors="replace").strip()
     except OSError as error:
         raise InputError(f"{shared / IDENTITY} cannot be used: {reason(error)}; choose another run.dir") from None

@@ -7,6 +7,7 @@ data_offsets after the header), and the tensors' bytes one after the other
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 import zipfile
@@ -84,6 +85,36 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name in specs:
             file.write(bytes_of(load(name).reshape(-1)))
+
+
+def save_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a file that torch.load reads.
+
+    A full disk is a RuntimeError of torch's own writer, which does not say why it failed: here it is an OSError.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    failed: list[OSError] = []
+
+    class Told(io.FileIO):
+        def write(self, data: Any) -> int:
+            view, done = memoryview(data).cast("B"), 0
+            try:
+                while done < len(view):
+                    done += super().write(view[done:]) or 0
+            except OSError as error:
+                failed.append(error)
+                raise
+            return done
+
+    try:
+        with Told(path, "x") as file:
+            torch.save(dict(state), file)
+    except Exception:
+        if failed:
+            raise failed[0] from None
+        raise
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:

@@ -23,10 +23,11 @@ import h5py
 import numpy as np
 
 from mpitrain.checkpoint.files import dataset_names
-from mpitrain.checkpoint.image import Image, hdf5_image, hdf5_type, link
+from mpitrain.checkpoint.image import hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Extent, TensorSpec, grouped
 from mpitrain.checkpoint.reading import distinct
 from mpitrain.layout import Box, Piece
+from mpitrain.storage.hdf5 import Image, hdf5_image
 
 VIEW = "model.h5"
 

@@ -15,6 +15,7 @@ COMMAND_LINE = "command line"
 _NEAR = 0.6  # of a section's name
 _OWN_SECTION = 0.1  # how much likelier a key of the same section is meant than one spelled alike elsewhere
 _SHOWN = 3  # keys in one answer
+_LONGEST = 100  # characters of a name that are compared
 _SPELLED = {
     "dict_type": '; write {a = 1} or {"a": 1}',
     "list_type": "; write [{a = 1}]",
@@ -85,7 +86,7 @@ def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> 
     if "." in name:
         return unknown(name, sections, origin)
     sure, found = _nearest(name, keys[0], sections) if keys else _nearest("", name, sections)
-    near = difflib.get_close_matches(name, sections, n=1, cutoff=_NEAR)
+    near = difflib.get_close_matches(name[:_LONGEST], sections, n=1, cutoff=_NEAR)
     if keys and near and (sure < 1 or keys[0] in sections[near[0]]):  # else the key alone says what is meant
         return _mistaken(name, near, origin)
     if keys:
@@ -93,13 +94,13 @@ def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> 
     if near and _alike(name, near[0]) >= sure:
         return _mistaken(name, near, origin)
     if sure < _NEAR:
-        return refusal(f"{origin}: unknown key {name!r}; see --help for the list")
+        return refusal(f"{origin}: unknown key {name!r:.200}; see --help for the list")
     return _mistaken(name, found, origin)
 
 
 def _mistaken(name: str, found: list[str], origin: str) -> InputError:
     meant = " or ".join(map(repr, found))
-    return refusal(f"{origin}: unknown key {name!r}; did you mean {meant}?")
+    return refusal(f"{origin}: unknown key {name!r:.200}; did you mean {meant}?")
 
 
 def _nearest(section: str, key: str, sections: Sections) -> tuple[float, list[str]]:
@@ -115,4 +116,4 @@ def _nearest(section: str, key: str, sections: Sections) -> tuple[float, list[st
 
 def _alike(one: str, other: str) -> float:
     """1 for the same word, 0 for words without a common letter."""
-    return difflib.SequenceMatcher(None, one.lower().replace("-", "_"), other).ratio()
+    return difflib.SequenceMatcher(None, one[:_LONGEST].lower().replace("-", "_"), other).ratio()

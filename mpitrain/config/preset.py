@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusing
+from mpitrain.storage.disk import read_plain
 
 CONFIG_JSON = "config.json"
 _LONGEST = 1 << 20  # bytes
@@ -25,8 +26,9 @@ def with_preset(given: Mapping[str, Any]) -> Values:
     Raises:
         InputError: The preset cannot be read, or is of a model that gpt cannot be.
     """
-    path = Path(str(given["preset"])).expanduser()
-    found = preset_values(path)
+    path = Path(str(given["preset"]))
+    with refusing(f"model.preset {path} is no config.json", "give that of a model"):
+        found = preset_values(path := path.expanduser())
     other = [key for key, value in found.items() if given.get(key, value) != value]
     if other and found.keys() <= given.keys():
         raise InputError(
@@ -48,9 +50,10 @@ def preset_values(path: Path) -> Values:
     file = path / CONFIG_JSON if path.is_dir() else path
     source = _Source(file, _read(file))
     family = source.values.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise InputError(
-            f"model.preset {file}: model_type {family!r} is none of {', '.join(_FAMILIES)}; use model.factory for it"
+            f"model.preset {file}: model_type {family!r:.80} is none of {', '.join(_FAMILIES)}; use model.factory for "
+            "it"
         )
     source.only("quantization_config", None)
     return _FAMILIES[family](source)
@@ -180,14 +183,14 @@ class _Source:
         """A positive integer. Raises InputError for anything else, and where it is missing without `otherwise`."""
         value = self.values.get(key)
         value = otherwise if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**53:
             raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
         return value
 
     def real(self, key: str, otherwise: float, within: Mapping[str, Any] | None = None) -> float:
         """A positive number. within: the keys among which it is looked for; None: all."""
         value = (self.values if within is None else within).get(key, otherwise)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
             raise InputError(f"model.preset {self.file}: {key} is {value!r:.80}, not a positive number; mend it there")
         return float(value)
 
@@ -249,7 +252,8 @@ def _qwen3(source: _Source) -> Values:
     source.only("attention_bias", False)
     if source.values.get("head_dim") is None:
         source.values["head_dim"] = 128  # theirs, whatever the width
-    if set(source.values.get("layer_types") or ()) - {"full_attention"}:
+    layers = source.values.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
         source.only("layer_types", None)
     return _like_llama(source, hidden=22016, kv_heads=32, positions=32768, vocabulary=151936) | {"qk_norm": True}
 
@@ -288,7 +292,7 @@ def _rope_base(source: _Source) -> float:
         if rope is None:
             continue
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-        if kind != "default":
+        if kind != "default" or not isinstance(rope, dict):
             raise InputError(
                 f"model.preset {source.file}: {key} of kind {kind!r:.80} is not among what gpt has (plain rotary "
                 "positions); use model.factory for it"
@@ -306,8 +310,7 @@ _FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen
 
 def _read(file: Path) -> Values:
     try:
-        with open(file, encoding="utf-8") as opened:
-            values = json.loads(opened.read(_LONGEST))
+        values = json.loads(read_plain(file, _LONGEST).decode("utf-8"))
     except OSError as error:
         raise InputError(
             f"model.preset {file}: {error.strerror or error}; give a folder with a config.json, or that file"

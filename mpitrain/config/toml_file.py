@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ else:
     import tomli as tomllib
 
 
+_LARGEST = 2 << 20  # bytes of a file
+_PART = r"""(?<![\w-])(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
+_DEEP_KEY = re.compile(rf"(?:{_PART}\.[ \t]*){{64}}")  # for which the parser takes quadratic time
+
+
 def read_toml(path: str) -> dict[str, Any]:
     """The values in a TOML file. Raises InputError where there is none that can be read."""
     try:
-        return dict(tomllib.loads(read_plain(Path(path)).decode("utf-8")))
+        return _loads(read_plain(Path(path), _LARGEST).decode("utf-8"))
     except FileNotFoundError:
         raise refusal(f"config file {path} does not exist; give an existing TOML file") from None
     except OSError as error:
@@ -31,4 +37,10 @@ def read_toml(path: str) -> dict[str, Any]:
 
 def toml_value(text: str) -> Any:
     """The value that TOML spells so (3, 0.1, true, {a = 1}). Raises ValueError, RecursionError."""
-    return tomllib.loads(f"value = {text}")["value"]
+    return _loads(f"value = {text}")["value"]
+
+
+def _loads(text: str) -> dict[str, Any]:
+    if _DEEP_KEY.search(text):
+        raise ValueError("a key has more than 64 parts")
+    return dict(tomllib.loads(text))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from mpitrain.data.choices import Categories, Missing, Scale
-from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
+from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 
 _SOURCES = """\
 sources (all of one kind):
@@ -143,9 +143,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
             progress=progress if sys.stderr.isatty() else None,
             more=more,
         )
-    print(*describe(arguments.out, manifest), sep="\n")
+    tell(*describe(arguments.out, manifest))
     packed = f" --model.sequence {manifest.pack}" if manifest.pack else ""
-    print(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}{packed}")
+    tell(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}{packed}")
     return EXIT_DONE
 
 
@@ -156,8 +156,8 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
     named = {key: getattr(arguments, key) for key in ("text", "prompt", "completion", "encoding")}
     made = train_tokenizer(arguments.sources, arguments.out, arguments.vocabulary, PrepareOptions(**named))
     fewer = f" (the text gives no more than that, of {arguments.vocabulary:,})" if made < arguments.vocabulary else ""
-    print(f"{arguments.out}: {made:,} tokens{fewer}")
-    print(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
+    tell(f"{arguments.out}: {made:,} tokens{fewer}")
+    tell(f"\nuse it: python -m mpitrain.data prepare SOURCE... --tokenizer {arguments.out} --out DIR")
     return EXIT_DONE
 
 
@@ -168,10 +168,10 @@ def _info(arguments: argparse.Namespace) -> int:
 
     folder = arguments.dir
     manifest = read_manifest(folder)
-    print(*describe(folder, manifest), sep="\n")
+    tell(*describe(folder, manifest))
     damages = list(verify(folder, manifest)) if arguments.verify else []
     if damages:
-        print(*damages, sep="\n")
+        tell(*damages)
         raise InputError(f"data set {folder}: {len(damages)} damaged places, listed above; restore or prepare it again")
     print(f"hashes      {'all right' if arguments.verify else 'not checked (--verify reads everything)'}")
     return EXIT_DONE

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, DatasetManifest, FieldSpec, SplitSpec
+from mpitrain.errors import printable
 from mpitrain.storage.room import readable
 
 _MOST_CLASSES = 12  # shown by name
+_LONGEST, _LONGEST_NAME = 1000, 100  # characters of a value, and of a class
 _TITLES = {TRAIN: "train", HELD_OUT: "held out"}
 _GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"}
 
@@ -16,7 +18,7 @@ _GIVEN = {"integer": "int64", "float": "float32", "unit": "float32 of value/255"
 def describe(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
     """Lines about a data set, each of which is a label and a value, with the values under one another."""
     for label, value in _facts(folder, manifest):
-        yield f"{label:<12}{value}"
+        yield f"{printable(label):<12}{printable(value, _LONGEST)}"
 
 
 def _facts(folder: Path, manifest: DatasetManifest) -> Iterator[tuple[str, str]]:
@@ -72,6 +74,10 @@ def _classes(manifest: DatasetManifest, classes: tuple[str, ...]) -> Iterator[tu
     headings = ", ".join(_TITLES.get(name, name) for name in manifest.splits)
     yield "classes", f"{len(classes):,}; samples of each ({headings}):"
     for number, name in list(enumerate(classes))[:_MOST_CLASSES]:
-        yield "", f"{number:>3}  {name:<20} " + " ".join(f"{count[number]:>9,}" for count in counts)
+        yield (
+            "",
+            f"{number:>3}  {printable(name, _LONGEST_NAME):<20} "
+            + " ".join(f"{count[number]:>9,}" for count in counts),
+        )
     if len(classes) > _MOST_CLASSES:
         yield "", f"...  and {len(classes) - _MOST_CLASSES:,} more"

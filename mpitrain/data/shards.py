@@ -3,7 +3,7 @@
 HDF5 makes the structure of a shard and says where the bytes of each field lie (its data sets are contiguous, see
 format.py); the bytes themselves are written and read with positioned calls on the plain file:
 
-    create_structure   HDF5 creates the data sets, gives their offsets, closes the file: a few KiB of metadata
+    create_structure   HDF5 creates the data sets in memory and gives their offsets; we write its few KiB of metadata
     ShardWriter        pwrite of rows at the offsets, then of the tables of hashes, then fsync
     OpenShard          pread; reader threads need no lock and so do not wait for each other as in the HDF5 library
 
@@ -29,9 +29,8 @@ from mpitrain.errors import InputError
 from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import open_plain
 from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
-from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
+from mpitrain.storage.hdf5 import SIGNATURE, Image, contiguous, hdf5_image
 
-_METADATA_BYTES = 64 << 10  # more than HDF5 needs for the structure of a shard
 _COPY_BYTES = 8 << 20
 _TABLE = np.dtype("<u4")
 
@@ -129,24 +128,22 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
     Returns:
         Where each field lies.
     """
-    # A full disk or a file over the allowed size must be met here, not by HDF5: see above. The space goes back to
-    # HDF5 the moment it opens the file.
-    extents = {field: -(-rows // field.extent_rows(EXTENT_BYTES)) for field in fields}
-    with open(path, "wb") as file:
-        file.write(bytes(_METADATA_BYTES))
-        content = sum(rows * field.row_bytes + extents[field] * _TABLE.itemsize for field in fields)
-        file.truncate(_METADATA_BYTES + content)
-        os.fsync(file.fileno())
-    # locking=False: the file is ours alone, in a temporary folder, and locks fail on many network file systems
-    with h5py.File(path, "w", libver=VERSIONS, locking=False) as shard:
+    image = Image()
+    with hdf5_image(image) as shard:
         shard.create_group("crc32")
-        return [
+        places = [
             FieldPlace(
                 _create_data_set(shard, field.name, (rows, *field.shape), field.stored),
-                _create_data_set(shard, f"crc32/{field.name}", (extents[field],), _TABLE),
+                _create_data_set(shard, f"crc32/{field.name}", (-(-rows // field.extent_rows(EXTENT_BYTES)),), _TABLE),
             )
             for field in fields
         ]
+    with open(path, "wb") as file:
+        file.truncate(image.size)
+        for offset, data in image.content():
+            write_at(file.fileno(), memoryview(data), offset)
+        os.fsync(file.fileno())
+    return places
 
 
 def _create_data_set(file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

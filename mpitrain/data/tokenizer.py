@@ -20,7 +20,7 @@ from mpitrain.data.sources.documents import documents_of
 from mpitrain.data.sources.encoder import BYTES, ENDS
 from mpitrain.data.sources.text import encoding_of, text_pieces
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import write_durably
+from mpitrain.storage.disk import write_whole
 
 END = ENDS[0]
 
@@ -63,7 +63,7 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     _train(tokenizer, texts, trainer)
     with os_errors(f"output file {out} cannot be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(out, f"{tokenizer.to_str(pretty=True)}\n".encode())
+        write_whole(out, f"{tokenizer.to_str(pretty=True)}\n")
     return int(tokenizer.get_vocab_size())
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.comm.process.starting import is_due, launched_rank
-from mpitrain.errors import exit_code_of
+from mpitrain.errors import exit_code_of, printable
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class Job:
     def say(self, text: str) -> None:
         """Tell the person something on standard error, once."""
         if self.first:
-            print(f"mpitrain: {text}", file=sys.stderr, flush=True)
+            print(f"mpitrain: {printable(text, None)}", file=sys.stderr, flush=True)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import reason, sync
+from mpitrain.storage.disk import reason, replacing
 
 
 def require_new(path: Path) -> None:
@@ -27,16 +26,12 @@ def require_new(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """A name to write a file under, which gets its own when all went well inside, and is removed otherwise."""
     require_new(path)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
     try:
-        yield aside
-        sync(aside)
-        require_new(path)
-        os.rename(aside, path)
+        with replacing(path) as aside:
+            yield aside
+            require_new(path)
     except OSError as error:
         raise InputError(f"--out {path} cannot be written: {reason(error)}; make room, or give another name") from None
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def json_lines(path: Path | None, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpitrain.data.sources.encoder import without_surrogates
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import open_plain, reason
+from mpitrain.storage.disk import read_plain, reason
 
 BYTES = 256
 _HALF = "\ufffd"  # what a tokenizer gives for a character of which bytes lack
@@ -156,8 +156,7 @@ def read_prompts(path: Path) -> list[str]:
         InputError: The file cannot be read, or has a line without a prompt, or none at all.
     """
     try:
-        with open_plain(path) as file:
-            text = file.read().decode("utf-8")
+        text = read_plain(path).decode("utf-8")
     except OSError as error:
         raise InputError(f"--prompts {path} cannot be read: {reason(error)}; give a file of prompts") from None
     except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpitrain.data import Description
 from mpitrain.data.sources.documents import LINES, TextFields, documents_of
-from mpitrain.data.sources.streams import opened, plain_suffix
+from mpitrain.data.sources.streams import lines_of, opened, plain_suffix
 from mpitrain.errors import InputError
 from mpitrain.inference.inputs import Array, Samples
 from mpitrain.inference.prompts import TextCodec
@@ -88,7 +88,7 @@ def _texts_of(path: Path, fields: TextFields) -> Iterator[Sequence[str]]:
         yield from documents_of(path, fields)
         return
     with opened(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in lines_of(file, path):
             try:
                 text = line.decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import read_lines, whole_object
+from mpitrain.monitor.json_lines import read_lines
+from mpitrain.monitor.line_kinds import EventLine, parsed_object
 from mpitrain.storage.disk import reason
 
 EVENTS = "events.jsonl"
@@ -116,11 +117,8 @@ def why_no_step(folder: Path) -> str:
 
 def parsed_event(line: bytes) -> dict[str, Any] | None:
     """The event of a whole line; None for a torn or foreign one."""
-    value = whole_object(line)
-    if value is None or not isinstance(value.get("event"), str):
-        return None
-    when = value.get("time")
-    return value if isinstance(when, (int, float)) and not isinstance(when, bool) and math.isfinite(when) else None
+    value = parsed_object(EventLine, line)
+    return value if value is not None and "step" in value else None
 
 
 def _cut_torn(file: io.FileIO) -> None:

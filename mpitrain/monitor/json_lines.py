@@ -1,14 +1,23 @@
-"""Files of JSON lines that a job appends to, and that a kill may leave with a torn last line."""
+"""Files of JSON lines that a job appends to, and that a kill may leave with a torn last line.
+
+They are read line by line, so memory is that of one line, whatever the size of the file; a line that is longer than any
+that a job writes is damage.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
-from mpitrain.errors import InputError
+from pydantic import BaseModel, ValidationError
+
+from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import open_plain, reason
+
+LONGEST = 16 << 20  # bytes of a line
+M = TypeVar("M", bound=BaseModel)
 
 
 def whole_object(line: bytes) -> dict[str, Any] | None:
@@ -20,6 +29,20 @@ def whole_object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and type(value.get("step")) is int else None
+
+
+def lines_within(file: IO[bytes], most: int = LONGEST) -> Iterator[bytes | None]:
+    """Yield the lines of a stream, and None in place of one that has more than `most` bytes.
+
+    The rest of such a line is passed over after None was given, so whoever stops there has read `most` bytes of it.
+    """
+    while line := file.readline(most + 1):
+        if len(line) <= most:
+            yield line
+            continue
+        yield None
+        while line and not line.endswith(b"\n"):
+            line = file.readline(most)
 
 
 def read_lines(
@@ -37,16 +60,64 @@ def read_lines(
         InputError: It cannot be read, or a line inside it is damaged.
     """
     found: list[dict[str, Any]] = []
+    for number, line in _numbered(path, what):
+        if (value := parsed(line)) is None:
+            raise _damaged(path, what, number)
+        found.append(value)
+    return found
+
+
+def _never(line: Any) -> bool:
+    return False
+
+
+def lines_of(path: Path, what: str, kind: type[M], after_torn: Callable[[M], bool] = _never) -> Iterator[M]:
+    """The lines of a file of JSON lines, checked. A torn last line is left out.
+
+    Args:
+        path: The file.
+        what: What a message calls it.
+        kind: What each line must be.
+        after_torn: Whether a line can follow one that a killed job left torn: the first of the next job.
+
+    Raises:
+        InputError: The file cannot be read, or a line inside it is damaged.
+        FileNotFoundError: It is not there.
+    """
+    torn: InputError | None = None
+    for number, line in _numbered(path, what):
+        try:
+            value = kind.model_validate(json.loads(line))
+        except ValidationError as error:
+            problem = first_problem(error)
+            raise InputError(f"{what} {path}, line {number}: {problem}; mend that line") from None
+        except (ValueError, RecursionError):
+            if torn is not None:
+                raise torn from None
+            torn = _damaged(path, what, number)
+            continue
+        if torn is not None and not after_torn(value):
+            raise torn
+        torn = None
+        yield value
+    if torn is not None:
+        raise torn
+
+
+def _numbered(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a file with their numbers."""
     try:
         with open_plain(path) as file:
-            for number, line in enumerate(file, 1):
-                value = parsed(line)
-                if value is not None:
-                    found.append(value)
-                elif line.endswith(b"\n"):
-                    raise InputError(f"{what} {path}: line {number} is damaged; remove it")
+            for number, line in enumerate(lines_within(file), 1):
+                if line is None:
+                    raise InputError(f"{what} {path}: line {number} has more than {LONGEST >> 20} MiB; remove it")
+                if line.endswith(b"\n"):
+                    yield number, line
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InputError(f"{what} {path} cannot be read ({reason(error)}); give a run folder you may read") from None
-    return found
+
+
+def _damaged(path: Path, what: str, number: int) -> InputError:
+    return InputError(f"{what} {path}: line {number} is damaged; remove it")

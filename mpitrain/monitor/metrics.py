@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import read_lines, whole_object
-from mpitrain.storage.disk import free_name, open_plain
+from mpitrain.monitor.json_lines import lines_within, read_lines, whole_object
+from mpitrain.storage.disk import free_name, open_plain, reason, replacing
 
 METRICS = "metrics.jsonl"
 
@@ -99,17 +99,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def _cut_after(path: Path, resume_step: int) -> int:
     """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
-    temporary = path.with_name(path.name + ".tmp")
     last = -1
-    with open_plain(path) as lines, open(temporary, "wb") as file:
-        for line in lines:
-            value = whole_object(line)
-            if value is not None and last < value["step"] <= resume_step:
+    with replacing(path) as aside, open_plain(path) as lines, open(aside, "wb") as file:
+        for line in lines_within(lines):
+            value = whole_object(line) if line is not None else None
+            if line is not None and value is not None and last < value["step"] <= resume_step:
                 last = value["step"]
                 file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
     return last
 
 
@@ -118,5 +114,4 @@ def _finite(value: Any) -> Any:
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
-    reason = error.strerror or str(error)
-    return InputError(f"metrics {path} cannot be written ({reason}); make room, or choose another run.dir")
+    return InputError(f"metrics {path} cannot be written ({reason(error)}); make room, or choose another run.dir")

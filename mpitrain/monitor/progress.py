@@ -18,6 +18,7 @@ import sys
 import time
 from typing import TextIO
 
+from mpitrain.errors import printable
 from mpitrain.monitor.terminal import terminal_behind, terminal_columns
 from mpitrain.monitor.text import duration, short
 
@@ -63,6 +64,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar where there is one."""
+        text = printable(text, None, as_text=True)
         if self._bar is not None:
             self._bar.say(text)
         else:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from mpitrain.errors import printable
+
+_LONGEST = 2000  # characters of a text
+
 
 def short(number: float) -> str:
     """At most 5 characters up to a thousand billions: 7.5, 950, 12.3k, 4.07M, 1.21G, 3.1T."""
+    if abs(number) >= 1e18:
+        return f"{max(-1e300, min(number, 1e300)):.3g}"
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # from where rounding would give 1000 of the next smaller unit
         if abs(number) >= factor * 0.9995:
@@ -43,6 +49,7 @@ def spoken(figure: str) -> str:
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:
-    """Lines of `  label   text`, the texts under one another."""
+    """Lines of `  label   text`, the texts under one another, each on one line."""
+    rows = [(printable(label, _LONGEST), printable(text, _LONGEST)) for label, text in rows]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:{width}}   {text}".rstrip() for label, text in rows)

@@ -14,6 +14,7 @@ from typing import Any
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from mpitrain.pipe.simulate import Simulation
+from mpitrain.storage.disk import replacing
 
 _LOOKS: dict[type, tuple[str, str, str]] = {  # letter, colour, meaning
     Forward: ("F", "#4c78a8", "forward"),
@@ -82,7 +83,8 @@ def picture(simulation: Simulation, path: Path, unit: str) -> None:
         handles=patches, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, frameon=False
     )
     try:
-        figure.savefig(path, dpi=150)
+        with replacing(path) as aside:
+            figure.savefig(aside, dpi=150)
     except (OSError, ValueError) as error:
         raise InputError(f"the picture cannot be written to {path}: {error}") from None
 

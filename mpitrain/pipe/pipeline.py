@@ -33,6 +33,7 @@ from mpitrain.pipe.slices import require_look_back, slice_sequences
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.tied import Tied, find_tied
 from mpitrain.pipe.wire import Wire, look
+from mpitrain.storage.disk import write_whole
 
 _REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
 _STEADY = 3  # the training batch that is recorded into a file: memory is touched and shapes are known by then
@@ -209,7 +210,7 @@ class Pipeline:
 
         def write() -> None:
             try:
-                path.write_text(json.dumps(recording), encoding="utf-8")
+                write_whole(path, json.dumps(recording))
             except OSError as error:
                 raise InputError(f"the recording cannot be written to {path}: {error.strerror}") from None
 

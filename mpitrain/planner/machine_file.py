@@ -18,7 +18,7 @@ from typing import Any
 
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.config.toml_file import read_toml
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import InputError, printable, refusal
 from mpitrain.planner.machine import Device, MachineProfile, Measured
 from mpitrain.planner.machine_keys import (
     HEAD,
@@ -32,6 +32,7 @@ from mpitrain.planner.machine_keys import (
     device_matrix,
 )
 from mpitrain.planner.units import BYTES, SECONDS
+from mpitrain.storage.disk import write_whole
 
 Values = dict[str, Any]  # {"name": text, section: {key: number, or by precision {size: number}}, "collectives": ...}
 
@@ -185,7 +186,7 @@ def write_machine(profile: MachineProfile, path: Path) -> None:
 
 def write_values(values: Values, path: Path) -> None:
     """Write what values say, and nothing that is derived."""
-    path.write_text("\n".join(_lines(values)) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(_lines(values)) + "\n")
 
 
 # -- reading
@@ -321,8 +322,7 @@ def _table(of: MachineKey, table: Mapping[int, float]) -> str:
 
 
 def _quoted(text: object) -> str:
-    plain = "".join(letter if letter.isprintable() else " " for letter in str(text))
-    return '"{}"'.format(plain.replace("\\", "\\\\").replace('"', '\\"'))
+    return '"{}"'.format(printable(text, None).replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def _many(number: int, what: str) -> str:

@@ -19,6 +19,7 @@ from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import bytes_text, seconds_text
 from mpitrain.planner.search import best
+from mpitrain.storage.disk import replacing
 
 GIB = 1 << 30
 
@@ -144,4 +145,5 @@ def picture(path: Path, strong: Sequence[Point], weak: Sequence[Point], title: s
 
     figure = Figure(layout="constrained")
     draw(figure, strong, weak, title)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=120)

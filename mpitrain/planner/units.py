@@ -12,6 +12,7 @@ from mpitrain.errors import refusal
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}
 _SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "n": 1e-9}
+_TOO_LARGE = 1e300  # for any quantity; TOML's whole numbers have no bounds
 _NUMBER = re.compile(r"([-+]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*(.*)")
 _DIGITS = 4  # of a number as it is written: no measurement is better
 
@@ -49,7 +50,7 @@ class Unit:
 
     def _number(self, value: object) -> float | None:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return float(value) if value < _TOO_LARGE else None
         match = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
             return None

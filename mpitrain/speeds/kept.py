@@ -37,11 +37,9 @@ def kept() -> Values:
 def keep(values: Values) -> Path | None:
     """Keep a profile instead of the one before; its path, or None where the folder cannot be written."""
     path = profile_path()
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_values(values, unfinished)
-        unfinished.replace(path)
+        write_values(values, path)
         return path
     return None
 

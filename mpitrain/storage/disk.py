@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,43 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a name beside `path` to write a new version of the file under; afterwards that version takes its place.
+
+    The new version is on the disk before it is renamed, so a full disk or a kill leaves the earlier file whole. Where
+    anything fails inside, the new version is removed. A link stays: what it points to is replaced. What is no plain
+    file, as /dev/stdout, cannot be replaced, and is written itself.
+
+    Raises OSError.
+    """
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    mode = os.stat(path).st_mode if path.exists() else None
+    if mode is not None and not stat.S_ISREG(mode):
+        yield path
+        return
+    aside = path.with_name(f".{path.stem[:40]}.{secrets.token_hex(4)}{path.suffix[:16]}")
+    try:
+        yield aside
+        if mode is not None:
+            os.chmod(aside, stat.S_IMODE(mode))
+        sync(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes | str) -> None:
+    """Write a file, or its new version, so that it is there whole or not at all (see `replacing`). Raises OSError.
+
+    Args:
+        path: The file.
+        data: The content; text is written in UTF-8.
+    """
+    with replacing(path) as aside, open(aside, "wb") as file:
+        file.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
 def free_name(path: Path) -> Path:
     """The path with the first of .1, .2, … appended under which there is nothing yet."""
     number = 1
@@ -65,6 +103,7 @@ def open_plain(path: Path) -> BinaryIO:
 def read_plain(path: Path, most: int = 64 << 20) -> bytes:
     """The bytes of a plain file. most: how many there may be. Raises OSError."""
     with open_plain(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
             raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
-        return file.read(most)
+        return file.read(size)  # not `most`: a read reserves as many bytes as it is asked for

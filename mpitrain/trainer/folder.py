@@ -28,7 +28,7 @@ from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.loading import CONFIG
 from mpitrain.monitor import open_rank_log
 from mpitrain.storage import locks
-from mpitrain.storage.disk import free_name, reason
+from mpitrain.storage.disk import free_name, reason, write_whole
 
 CHECKPOINTS = "checkpoints"
 _DYING = 5.0  # seconds
@@ -137,7 +137,7 @@ class RunFolder:
         try:
             if os.path.lexists(path) and not _is_resolved(path):
                 os.rename(path, free_name(path))
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
         except OSError as error:
             raise InputError(
                 f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
@@ -154,9 +154,7 @@ class RunFolder:
                 return
             if os.path.lexists(path):
                 os.rename(path, free_name(path))
-            aside = path.with_name(f"{TOKENIZER}.tmp")
-            aside.write_bytes(text)
-            os.replace(aside, path)
+            write_whole(path, text)
         except OSError as error:
             raise InputError(
                 f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"

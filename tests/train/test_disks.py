@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
 
 import pytest
 import warm
-from support import clean_environment, job, one_line, train_command
+from support import clean_environment, fill, job, one_line, small_disk, train_command
 
 from mpitrain.checkpoint.folders import more_room
 from mpitrain.monitor import read_metrics
@@ -32,17 +31,6 @@ def arguments(text, run, **more):
     return [word for key, value in options.items() for word in (f"--{key}", value)]
 
 
-@contextmanager
-def small_disk(folder, size):
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
 @pytest.mark.timeout(120)
 def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp_path, forked, sentence):
     with small_disk(tmp_path / "disk", "700k") as disk:
@@ -54,9 +42,7 @@ def test_room_for_the_checkpoints_to_come_is_asked_for_before_the_first_step(tmp
         local = arguments(sentence, tmp_path / "s", checkpoint__local=disk / "l", checkpoint__flush_every=9)
         one_line(forked.run("train", *local), "checkpoint.local", "2 checkpoints of")
         shutil.rmtree(disk / "r")
-        with open(disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError, match="No space"):
-            while True:
-                ballast.write(bytes(4096))
+        fill(disk / "ballast")
         full = warm.job(2, train_command(*arguments(sentence, disk / "full")))
         one_line(full, "the disk is full", alone=False)
 

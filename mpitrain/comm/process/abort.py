@@ -20,7 +20,7 @@ import numpy as np
 from mpitrain.comm.process import last_word
 from mpitrain.comm.process.leaving import note_exit_status
 from mpitrain.comm.process.mpi import MPI
-from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError
+from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError, message_of, printable
 
 _FAILED = 7  # message tag
 _GATHER = 0.3  # seconds in which ranks that fail together find each other
@@ -84,7 +84,7 @@ class Faults:
         """
         where = "" if alone else f"rank {self._comm.rank}: "
         if isinstance(error, MpitrainError):
-            return f"mpitrain: {where}{error}"
+            return f"mpitrain: {where}{message_of(error)}"
         if isinstance(error, KeyboardInterrupt):
             return f"mpitrain: {where}interrupted"
         trace = "".join(traceback.format_exception(error)).rstrip()
@@ -139,7 +139,7 @@ def exit_code(error: BaseException) -> int:
 def say(text: str) -> None:
     """One write to stderr, so that ranks' messages do not mix."""
     sys.stdout.flush()
-    os.write(2, (text + "\n").encode(errors="replace"))
+    os.write(2, (printable(text, None, as_text=True) + "\n").encode(errors="replace"))
 
 
 def abort(comm: MPI.Intracomm, code: int) -> None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.comm.process import launcher
+from mpitrain.errors import printable
 
 _AGAIN = "the cause, from above: "
 _PATIENCE = 60  # seconds in which mpirun ends, once a rank has failed
@@ -49,7 +50,7 @@ def repeat(text: str) -> None:
         mpirun = launcher.find()
         if not mpirun or not _is_screen(mpirun) or not hasattr(os, "pidfd_open"):
             return
-        line = text.partition("\n")[0].removeprefix("mpitrain: ")
+        line = printable(text.partition("\n")[0].removeprefix("mpitrain: "), None)
         # not to wait for somebody who reads a pipe, and not to be given a terminal of one's own
         screen = os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from mpitrain.comm.process import connections, last_word
 from mpitrain.early import launched_first
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, message_of
 
 
 class MissingMPI(InputError, ImportError):
@@ -37,6 +37,6 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
         return
     if launched_first():
-        print(f"mpitrain: {error}", file=sys.stderr, flush=True)
+        print(f"mpitrain: {message_of(error)}", file=sys.stderr, flush=True)
         last_word.repeat(str(error))
     raise SystemExit(error.exit_code)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpitrain.comm.selection.registry import Algorithms
 from mpitrain.comm.selection.setting import Setting
-from mpitrain.storage.disk import read_plain
+from mpitrain.storage.disk import read_plain, write_whole
 
 KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
@@ -160,9 +160,7 @@ def keep(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> P
     path = table_path(machine)
     table = Tuning({**load(machine).measured, **measured}, origin)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(table.to_json(), encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, table.to_json())
     return path
 
 

@@ -61,10 +61,13 @@ def _section(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
+        if not isinstance(key, str):
+            findings.wrong(f"{prefix}{key!r:.80} is no name", "write keys as texts")
+            continue
         name = prefix + key
         if isinstance(value, Mapping):
             found[key] = _section(value, f"{name}.", config, findings, told)
-        elif value != AUTO:
+        elif not isinstance(value, str) or value != AUTO:
             found[key] = value
         elif (ours := _of(name, config)) is not None:
             found[key], whence = ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from mpitrain.config.deepspeed.keys import INSTEAD, ONE_IS_OFF
 from mpitrain.errors import InputError, refusal
 
 _NEAR = 0.8  # of a misspelled key and the one that is meant
+_MOST_COMPARED, _LONGEST = 1000, 100  # keys of a section, and characters of one, which are compared to what is known
 
 
 def is_off(value: Any) -> bool:
@@ -50,12 +52,20 @@ class Findings:
     def number(self, name: str, given: Any) -> float:
         """What should be a number, also one that is written as text; 0 where it is something else."""
         try:
-            if not isinstance(given, bool):
-                return float(given)
-        except (TypeError, ValueError):
+            if not isinstance(given, bool) and math.isfinite(value := float(given)):
+                return value
+        except (TypeError, ValueError, OverflowError):
             pass
         self.wrong(f"{name} {given!r:.80} is no number", "give one")
         return 0.0
+
+    def whole(self, name: str, given: Any, least: int = 0) -> int:
+        """What should be a whole number of at least so much; the least where it is something else."""
+        value = self.number(name, given)
+        if value == int(value) and least <= value < 2**53:
+            return int(value)
+        self.wrong(f"{name} {given!r:.80} is no whole number", f"give one from {least:,} on")
+        return least
 
     @contextmanager
     def noting(self, where: str = "") -> Iterator[None]:
@@ -83,11 +93,12 @@ class Findings:
             harmless: Keys that mean nothing, whatever they say.
             refused: Keys that are refused unless they are off; None: all that are neither taken nor harmless.
         """
-        for key in section:
+        known = [*taken, *harmless, *(refused or ())]
+        for number, key in enumerate(section):
             if key in taken:
                 continue
-            known = [*taken, *harmless, *(refused or ())]
-            meant = difflib.get_close_matches(key, known, n=1, cutoff=_NEAR) if key not in known else []
+            near = number < _MOST_COMPARED and key not in known
+            meant = difflib.get_close_matches(key[:_LONGEST], known, n=1, cutoff=_NEAR) if near else []
             if meant and meant[0] not in harmless:
                 self.wrong(f"{name}{key} is unknown", f"did you mean {meant[0]!r}?")
             elif key in harmless or meant or is_off(section[key]) or section[key] == ONE_IS_OFF.get(key):

@@ -16,7 +16,9 @@ from mpitrain.config.deepspeed.optimizers import read_optimizer
 from mpitrain.config.deepspeed.schedules import read_schedule
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
+from mpitrain.errors import refusing
 
+_LARGEST_POWER = 1000  # of 2
 _LEAST_BUCKET = 1.0  # MiB: some ask for buckets of nothing, so that each tensor goes by itself
 
 
@@ -39,15 +41,20 @@ def read_deepspeed(
     Raises:
         InputError: Keys cannot be taken over, or contradict each other; one message names them all.
     """
-    findings = Findings(origin)
+    with refusing(f"{origin} cannot be taken for a DeepSpeed configuration", "compare it with its manual", agreed=True):
+        return _read(values, ranks, Findings(origin), auto)
+
+
+def _read(values: Mapping[str, Any], ranks: int, findings: Findings, auto: Config | None) -> DeepSpeedConfig:
     values, put_in = filled(values, auto or Config(), findings)
     findings.look(values, "", keys.TAKEN, keys.HARMLESS, keys.UNSUPPORTED)
     _look_at_others(values, findings)
     if not values.get(keys.MANAGED, True):
         findings.unsupported(f"{keys.MANAGED} false")
     micro, steps = 0, 1
+    given = [None if values.get(key) is None else findings.whole(key, values[key], 1) for key in keys.BATCH]
     with findings.noting():
-        micro, steps = accumulation(*(values.get(key) for key in keys.BATCH), ranks=ranks, names=keys.BATCH)
+        micro, steps = accumulation(*given, ranks=ranks, names=keys.BATCH)
     zero = _zero_section(values.get("zero_optimization"))
     stage, offload, offload_parameters = _zero(zero, findings)
     precision, scale = _precision(values, findings)
@@ -72,7 +79,7 @@ def read_deepspeed(
         offload=offload,
         offload_parameters=offload_parameters,
         reduce_dtype=_reduce_dtype(values, findings),
-        bucket_mb=_bucket_mb(zero.get("reduce_bucket_size"), 4 if precision == "fp32" else 2),
+        bucket_mb=_bucket_mb(zero.get("reduce_bucket_size"), 4 if precision == "fp32" else 2, findings),
         any_optimizer=bool(values.get("zero_allow_untested_optimizer", False)),
         optimizer=optimizer,
         schedule=schedule,
@@ -96,10 +103,10 @@ def _look_at_others(values: Mapping[str, Any], findings: Findings) -> None:
             findings.look(section, f"{key}.", (), harmless)
 
 
-def _bucket_mb(elements: Any, itemsize: int) -> float:
+def _bucket_mb(elements: Any, itemsize: int, findings: Findings) -> float:
     if elements is None:
         return float(CommSection().bucket_mb)
-    return max(_LEAST_BUCKET, float(elements) * itemsize / (1 << 20))
+    return max(_LEAST_BUCKET, findings.number("zero_optimization.reduce_bucket_size", elements) * itemsize / (1 << 20))
 
 
 def _recompute(section: Mapping[str, Any] | None, findings: Findings) -> bool:
@@ -117,8 +124,8 @@ def _reduce_dtype(values: Mapping[str, Any], findings: Findings) -> Precision | 
     found: set[Precision] = set()
     sent = values.get("communication_data_type", "fp32" if values.get("fp32_allreduce") else None)
     for name in (sent, section.get("grad_accum_dtype")):
-        if name is not None and name not in keys.DTYPES:
-            findings.wrong(f"{name!r} is no type to reduce in", f"use one of {sorted(keys.DTYPES)}")
+        if name is not None and (not isinstance(name, str) or name not in keys.DTYPES):
+            findings.wrong(f"{name!r:.80} is no type to reduce in", f"use one of {sorted(keys.DTYPES)}")
         elif name is not None:
             found.add(keys.DTYPES[name])
     if len(found) > 1:
@@ -141,8 +148,8 @@ def _zero(section: Mapping[str, Any], findings: Findings) -> tuple[int, str, str
     if not section.get("ignore_unused_parameters", True):
         findings.unsupported("zero_optimization.ignore_unused_parameters false")
     stage = section.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        findings.wrong(f"zero_optimization.stage {stage!r} is not a stage", "give 0, 1, 2 or 3")
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        findings.wrong(f"zero_optimization.stage {stage!r:.80} is not a stage", "give 0, 1, 2 or 3")
         stage = 0
     states = _offload(section, "offload_optimizer", "cpu_offload", findings)
     parameters = _offload(section, "offload_param", "cpu_offload_params", findings)
@@ -154,8 +161,8 @@ def _zero(section: Mapping[str, Any], findings: Findings) -> tuple[int, str, str
 
 def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findings) -> str:
     """`host`, a folder, or empty for nothing. before: what the key was called in DeepSpeed's first versions."""
-    offload = section.get(key) or ({"device": "cpu"} if section.get(before) else {})
     name = f"zero_optimization.{key}"
+    offload = findings.section(name, section.get(key)) or ({"device": "cpu"} if section.get(before) else {})
     findings.look(offload, f"{name}.", {"device", "nvme_path"}, keys.OFFLOAD_HARMLESS)
     device = offload.get("device", "none")
     if device == "none" and offload:
@@ -165,7 +172,7 @@ def _offload(section: Mapping[str, Any], key: str, before: str, findings: Findin
             findings.wrong(f"{name}.device nvme needs an nvme_path", "give a folder")
         return str(offload.get("nvme_path") or "")
     if device not in ("none", "cpu"):
-        findings.wrong(f"{name}.device {device!r} is unknown", "give none, cpu or nvme")
+        findings.wrong(f"{name}.device {device!r:.80} is unknown", "give none, cpu or nvme")
     return "host" if device == "cpu" else ""
 
 
@@ -181,14 +188,18 @@ def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision
     if not fp16.get("enabled"):
         return "fp32", None
     findings.look(fp16, "fp16.", keys.FP16_TAKEN, keys.FP16_HARMLESS)
-    if fixed := fp16.get("loss_scale", 0):
-        return "fp16", LossScaling(float(fixed))
+    if fixed := findings.number("fp16.loss_scale", fp16.get("loss_scale", 0)):
+        return "fp16", LossScaling(fixed)
+    power = findings.number("fp16.initial_scale_power", fp16.get("initial_scale_power", 16))
+    if abs(power) > _LARGEST_POWER:
+        findings.wrong(f"fp16.initial_scale_power {power:g} is out of range", "give a power of 2, as 16")
+        power = 0.0
     dynamic = LossScaling(
-        2.0 ** fp16.get("initial_scale_power", 16),
+        2.0**power,
         dynamic=True,
-        patience=fp16.get("loss_scale_window", 1000),
-        least=float(fp16.get("min_loss_scale", 1)),
-        spare=int(fp16.get("hysteresis", 2)) - 1,
+        patience=findings.whole("fp16.loss_scale_window", fp16.get("loss_scale_window", 1000)),
+        least=findings.number("fp16.min_loss_scale", fp16.get("min_loss_scale", 1)),
+        spare=findings.whole("fp16.hysteresis", fp16.get("hysteresis", 2)) - 1,
         refill=bool(fp16.get("consecutive_hysteresis", False)),
     )
     return "fp16", dynamic

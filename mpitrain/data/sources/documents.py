@@ -26,7 +26,7 @@ from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
 from mpitrain.data.sources.encoder import Encoder, Tokens, make_encoder
 from mpitrain.data.sources.packing import Packer
 from mpitrain.data.sources.split import held_out_mask
-from mpitrain.data.sources.streams import CHUNK, head, opened, os_errors_of, plain_stem, plain_suffix
+from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, os_errors_of, plain_stem, plain_suffix
 from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
@@ -225,7 +225,7 @@ def _encoded(documents: Sequence[tuple[str, ...]], encoder: Encoder) -> list[tup
 
 def _lines(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
     with opened(path, encoding) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in lines_of(file, path):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
@@ -252,13 +252,13 @@ def _elements(path: Path, fields: TextFields, encoding: str | None) -> Iterator[
         text = codecs.getreader("utf-8")(file)
         try:
             while more:
-                chunk = text.read(CHUNK)
+                chunk = text.read(max(CHUNK, len(rest)))  # twice as much each time: what is not whole is decoded again
                 rest, more, at = rest + chunk, bool(chunk), 0
                 while (start := _NEXT.match(rest, at)) and start.end() < len(rest) and rest[start.end()] != "]":
                     try:
                         content, end = decode(rest, start.end())
                     except (ValueError, RecursionError) as error:
-                        if more:
+                        if more and len(rest) - at <= LONGEST:
                             break  # it may go on in the next chunk
                         where = f"{path}, line {line + rest.count(chr(10), at, start.end())}"
                         reason = getattr(error, "msg", "nested too deeply")

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from mpitrain.data.sources.streams import is_compressed, opened, plain_suffix, size_of, skip
+from mpitrain.data.sources.streams import is_compressed, opened, plain_suffix, read_up_to, size_of, skip
 from mpitrain.errors import InputError
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -142,21 +142,23 @@ def common_end(pairs: Sequence[Pair]) -> int | None:
 
 def _read_index(index: Path, data: Path) -> Pair:
     with opened(index) as file:
-        content = file.read()
-    if not content.startswith(_MAGIC) or len(content) < len(_MAGIC) + _HEADER.size:
-        raise InputError(f"{index} is not an index of Megatron's; restore that file")
-    version, code, sequences, borders = _HEADER.unpack_from(content, len(_MAGIC))
-    if version != 1 or code not in _DTYPES:
-        raise InputError(f"{index} has version {version} and type {code} of tokens; give version 1 of whole numbers")
-    offset = len(_MAGIC) + _HEADER.size
-    if len(content) < offset + 12 * sequences + 8 * borders:
+        head = file.read(len(_MAGIC) + _HEADER.size)
+        if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
+            raise InputError(f"{index} is not an index of Megatron's; restore that file")
+        version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
+        if version != 1 or code not in _DTYPES:
+            raise InputError(
+                f"{index} has version {version} and type {code} of tokens; give version 1 of whole numbers"
+            )
+        content = read_up_to(file, 12 * sequences + 8 * borders)
+    if len(content) < 12 * sequences + 8 * borders:
         raise InputError(f"{index} ends too early; restore that file")
-    lengths = np.frombuffer(content, "<i4", sequences, offset)
-    offsets = np.frombuffer(content, "<i8", sequences, offset + 4 * sequences)
-    first = np.frombuffer(content, "<i8", borders, offset + 12 * sequences)
+    lengths = np.frombuffer(content, "<i4", sequences)
+    offsets = np.frombuffer(content, "<i8", sequences, 4 * sequences)
+    first = np.frombuffer(content, "<i8", borders, 12 * sequences)
     dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
     ordered = borders > 1 and first[0] == 0 and first[-1] == sequences and bool((np.diff(first) >= 0).all())
-    size = size_of(data)
-    if not ordered or (lengths < 0).any() or (offsets < 0).any() or (offsets + lengths * dtype.itemsize > size).any():
+    last = size_of(data) - lengths.astype(np.int64) * dtype.itemsize  # where a sequence can begin; nothing overflows
+    if not ordered or (lengths < 0).any() or (offsets < 0).any() or (offsets > last).any():
         raise InputError(f"{index} and {data} do not belong together; restore both files")
     return Pair(index, data, dtype, lengths, offsets, first)

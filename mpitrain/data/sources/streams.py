@@ -23,6 +23,7 @@ from mpitrain.data.commit import os_errors
 from mpitrain.errors import InputError
 
 CHUNK = 1 << 20
+LONGEST = 64 << 20  # bytes of a line, an element or a document: each is in memory as a whole
 _ZEROS = 0.3  # of the bytes of a file at least, where it is text in UTF-16 or UTF-32 without a byte order mark
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -207,6 +208,23 @@ def size_of(path: Path, encoding: str | None = None) -> int:
             return path.stat().st_size
     with opened(path, encoding) as file:
         return sum(len(chunk) for chunk in iter(lambda: file.read(CHUNK), b""))
+
+
+def lines_of(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a stream with their numbers, from 1. Raises InputError at one that is longer than `LONGEST`."""
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+        if len(line) > LONGEST:
+            raise InputError(f"{path}, line {number} has more than {LONGEST >> 20} MiB; split it or remove it")
+        yield number, line
+
+
+def read_up_to(file: IO[bytes], count: int) -> bytes:
+    """The next `count` bytes of a stream, or all that there are; memory is that of what is there."""
+    parts = []
+    while count and (part := file.read(min(CHUNK, count))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 def skip(file: IO[bytes], count: int) -> None:

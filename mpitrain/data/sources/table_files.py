@@ -61,7 +61,7 @@ class TableFile:
 
     def _lines(self, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
         rows = _lines(self.path, self.delimiter, skip=self.header is not None)
-        while block := list(islice(rows, max(1, _CELLS // self.columns))):
+        while block := _block(rows, max(1, _CELLS // self.columns)):
             for line, cells in block:
                 if len(cells) != self.columns:
                     raise InputError(
@@ -70,6 +70,17 @@ class TableFile:
                     )
             columns = list(zip(*(cells for _, cells in block), strict=True))
             yield [line for line, _ in block], [columns[i] for i in chosen]
+
+
+def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, list[str]]]:
+    """The next rows: `most`, or fewer where their cells are long."""
+    block, letters = [], 0
+    for row in islice(rows, most):
+        block.append(row)
+        letters += sum(map(len, row[1]))
+        if letters > _LONGEST_LINE:
+            break
+    return block
 
 
 def is_table(path: Path) -> bool:
@@ -127,11 +138,24 @@ def is_number(cell: Cell) -> bool:
 
 def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank; skip: but the first."""
+    row = 0  # characters of the lines of a row, which has several where a cell in quotes does
+
+    def bounded(text: io.TextIOWrapper) -> Iterator[str]:
+        nonlocal row
+        while line := text.readline(_LONGEST_LINE + 1):
+            row += len(line)
+            if row > _LONGEST_LINE:
+                raise csv.Error(f"a row of more than {_LONGEST_LINE >> 20} Mi characters")
+            yield line
+
     with opened(path) as file:
-        reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter)
+        reader = csv.reader(bounded(io.TextIOWrapper(file, "utf-8-sig", newline="")), delimiter=delimiter)
         try:
-            for cells in islice(filter(None, reader), int(skip), None):
-                yield reader.line_num, cells
+            for cells in reader:
+                row = 0
+                if cells and not skip:
+                    yield reader.line_num, cells
+                skip = skip and not cells
         except csv.Error as error:
             raise InputError(f"{path}, line {reader.line_num}: not CSV ({error}); mend it") from None
         except UnicodeDecodeError:

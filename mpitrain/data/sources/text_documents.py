@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mpitrain.data.sources.documents import TextFields, documents_source
+from mpitrain.data.sources.streams import LONGEST
 from mpitrain.data.sources.text import encoding_of, text_pieces
 from mpitrain.data.writer import Source
+from mpitrain.errors import InputError
 
 
 def text_documents_source(
@@ -33,29 +35,57 @@ def text_documents_source(
 
     def read(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
         pieces = text_pieces(path, encoding)
-        return ((text,) for text in (between_blank_lines(pieces) if blank_lines else ["".join(pieces)]))
+        return ((text,) for text in (between_blank_lines(pieces, path) if blank_lines else [joined(pieces, path)]))
 
     return documents_source(
         files, TextFields(), tokenizer, pack=pack, encoding=encoding, end_token=end_token, read=read
     )
 
 
-def between_blank_lines(pieces: Iterable[str]) -> Iterator[str]:
+def joined(pieces: Iterable[str], path: Path) -> str:
+    """The text of one document. Raises InputError where it is longer than `LONGEST`."""
+    found, length = [], 0
+    for piece in pieces:
+        found.append(piece)
+        length += len(piece)
+        if length > LONGEST:
+            raise _too_long(path)
+    return "".join(found)
+
+
+def between_blank_lines(pieces: Iterable[str], path: Path) -> Iterator[str]:
     """The texts between blank lines, which have white space alone. pieces: of one text, cut anywhere."""
     lines: list[str] = []
-    for line in _lines(pieces):
+    length = 0
+    for line in _lines(pieces, path):
         if line.strip():
             lines.append(line)
+            length += len(line)
+            if length > LONGEST:
+                raise _too_long(path)
         elif lines:
             yield "\n".join(lines).rstrip("\r")
-            lines = []
+            lines, length = [], 0
     if lines:
         yield "\n".join(lines).rstrip("\r")
 
 
-def _lines(pieces: Iterable[str]) -> Iterator[str]:
-    rest = ""
+def _lines(pieces: Iterable[str], path: Path) -> Iterator[str]:
+    begun: list[str] = []  # of a line, whose pieces are put together once
     for piece in pieces:
-        *whole, rest = (rest + piece).split("\n")
-        yield from whole
-    yield rest
+        first, *others = piece.split("\n")
+        begun.append(first)
+        if sum(map(len, begun)) > LONGEST:
+            raise _too_long(path)
+        if others:
+            yield "".join(begun)
+            yield from others[:-1]
+            begun = others[-1:]
+    yield "".join(begun)
+
+
+def _too_long(path: Path) -> InputError:
+    return InputError(
+        f"text file {path} has a document of more than {LONGEST >> 20} Mi characters; split it, or leave --pack and "
+        "--blank-lines out for a stream of tokens"
+    )

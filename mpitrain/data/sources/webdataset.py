@@ -36,6 +36,9 @@ _LABELS = ("cls", "json", "txt")  # of several, the first one counts
 _BROKEN: tuple[type[tarfile.TarError], ...] = tuple(
     getattr(tarfile, f"{what}HeaderError") for what in ("Invalid", "Truncated", "Empty")
 )
+_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_IN_MEMORY = frozenset((tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX))
+_LARGEST_HEADER = 1 << 20  # bytes of a name, or of a PAX header
 _IN_JSON = ("label", "cls", "class")
 _LARGEST_IMAGE, _LARGEST_LABEL, _LONGEST_NAME = 256 << 20, 1 << 20, 200
 
@@ -210,7 +213,23 @@ def _names(file: Path) -> tuple[str, ...]:
 
 
 class _TarHeader(tarfile.TarInfo):
-    """A header. The module takes one that is damaged for the end of the archive; here it is an error."""
+    """A header. The module takes one that is damaged for the end of the archive; here it is an error.
+
+    What the module reads into memory because a header says so, whatever its size, is refused: long names, PAX headers
+    and maps of sparse files.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _TarHeader:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _IN_MEMORY and header.size > _LARGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {header.size:,} bytes")
+        if header.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError("a sparse file")
+        return header
+
+    def _proc_gnusparse_10(self, *_: Any) -> None:  # whose map would be read whole
+        raise tarfile.ReadError("a sparse file")
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _TarHeader:
@@ -249,10 +268,11 @@ def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
                 opened(path) as file,
                 tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive,
             ):
-                for member in archive:
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # type: ignore[attr-defined]  # kept by the module, of millions, too
                     if not member.isdir():
                         yield member.name, _content(archive, member, path)
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # of headers that say odd things
             raise InputError(f"archive {path} is not a whole tar file ({error}); get it again") from None
 
 

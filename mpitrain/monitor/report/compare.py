@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.config.settings import Config
+from mpitrain.errors import printable
 from mpitrain.monitor.report.findings import STATES, MemoryUse, memory_use, traffic
 from mpitrain.monitor.report.records import Column, RunRecord
 from mpitrain.monitor.text import short
@@ -161,6 +162,7 @@ def _rate(run: RunRecord, column: Column) -> float:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, one under the other."""
+    header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = ["  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
              for row in (header, *rows)]  # fmt: skip

@@ -31,7 +31,7 @@ from mpitrain.monitor.report.records import RunRecord
 from mpitrain.monitor.report.series import PERCENTILES, percentiles
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.text import counted, duration, short
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reason, write_whole
 
 MARK = b'content="mpitrain.report"'  # by which a page is known as a report
 
@@ -135,7 +135,7 @@ def write_page(runs: Sequence[Named], path: Path) -> int:
         if path.exists() and MARK not in path.read_bytes()[:2000]:
             raise InputError(f"page {path} is there already, and is no report; choose another --out")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
+        write_whole(path, text)
     except OSError as error:
         raise InputError(f"page {path} cannot be written ({reason(error)}); choose another --out") from None
     return len(text)

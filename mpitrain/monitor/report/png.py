@@ -12,7 +12,7 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.report import style
 from mpitrain.monitor.report.compare import Named
 from mpitrain.monitor.report.page import sections
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reason, write_whole
 
 SCALE = 1.5  # pixels of the file for one of the chart
 
@@ -44,7 +44,7 @@ def write_pictures(runs: Sequence[Named], folder: Path, colours: dict[str, str] 
             path = folder / f"{drawing.name}.png"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+                write_whole(path, data)
             except OSError as error:
                 raise InputError(f"picture {path} cannot be written ({reason(error)}); choose another --png") from None
             paths.append(path)

@@ -5,39 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field
 
+from mpitrain.monitor.line_kinds import RankLine
 from mpitrain.monitor.report.records import CATEGORIES, PARTS, MeasuredRank, RankHeader, SentRecord
 
 MOST_ROWS = 300  # of a rank; further ones are summed up
 MEMORY = (*CATEGORIES, "host", "device")
-_Number = Annotated[float, Field(strict=True)]
-_Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 
 
-class _AnyLine(BaseModel):
-    """A header or a line of steps."""
-
-    rank: _Count | None = None
-    start: _Number | None = None
-    world_size: _Count = 1
-    role: str = ""
-    host: str = ""
-    coordinates: list[_Count] = []
-    expected_memory: dict[str, _Number | None] = {}
-    expected_bytes: dict[str, _Number | None] = {}
-    step: _Count = 0
-    time: _Number = 0.0
-    steps: Annotated[_Count, Field(ge=1)] = 1
-    seconds: dict[str, _Number | None] = {}
-    sent: list[tuple[str, str, str, _Number, _Number, _Number, _Number]] = []
-    memory: dict[str, _Number | None] | None = None
-
-
-def read_rank(path: Path, lines_of: Callable[[Path, type[_AnyLine]], Iterator[_AnyLine]]) -> MeasuredRank | None:
+def read_rank(path: Path, lines_of: Callable[[Path, type[RankLine]], Iterator[RankLine]]) -> MeasuredRank | None:
     """What a rank measured in its last job that took a step.
 
     Args:
@@ -50,8 +29,8 @@ def read_rank(path: Path, lines_of: Callable[[Path, type[_AnyLine]], Iterator[_A
     Raises:
         InputError: The file is damaged.
     """
-    jobs: list[tuple[RankHeader, int, list[_AnyLine]]] = []
-    for line in lines_of(path, _AnyLine):
+    jobs: list[tuple[RankHeader, int, list[RankLine]]] = []
+    for line in lines_of(path, RankLine):
         if line.start is not None and line.rank is not None:
             expected = _finite(line.expected_memory), _finite(line.expected_bytes)
             coordinates = tuple(line.coordinates)
@@ -71,7 +50,7 @@ def read_rank(path: Path, lines_of: Callable[[Path, type[_AnyLine]], Iterator[_A
 
 
 def _reduced(
-    rank: int, header: RankHeader, rows: list[_AnyLine], signs: tuple[tuple[float, float, int], ...]
+    rank: int, header: RankHeader, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]
 ) -> MeasuredRank:
     """The rows as columns, at most `MOST_ROWS`: sums of seconds, the most of memory."""
     cuts = np.linspace(0, len(rows), min(len(rows), MOST_ROWS) + 1).astype(int)[:-1]

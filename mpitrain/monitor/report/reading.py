@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from mpitrain.config.toml_file import read_toml
-from mpitrain.errors import InputError, first_problem
+from mpitrain.errors import InputError
 from mpitrain.monitor.events import EVENTS as EVENTS_FILE
 from mpitrain.monitor.events import why_no_step
+from mpitrain.monitor.json_lines import lines_of
+from mpitrain.monitor.line_kinds import EventLine, FullStepLine
 from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.rank_file import RANKS
 from mpitrain.monitor.report.rank_reading import read_rank
 from mpitrain.monitor.report.records import EVENTS, Column, MeasuredRank, Moment, RunRecord, StartRecord, StepColumns
-from mpitrain.storage.disk import open_plain, reason
+from mpitrain.storage.disk import reason
 
 CONFIG = "config.toml"
 _RUNNING = 60.0  # seconds without a sign, after which a job without an end counts as killed
-Number = Annotated[float, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
-M = TypeVar("M", bound=BaseModel)
-
-
-class _StepLine(BaseModel):
-    step: Count
-    loss: Number | None
-    held_out_loss: Number | None = None
-    lr: Number | None = None
-    grad_norm: Number | None = None
-    step_s: Annotated[Number, Field(gt=0)]
-    samples: Number
-    tokens: Number
-    world_size: StrictInt
-    time: Number | None = None
-    skipped: bool = False
-
-
-class _EventLine(BaseModel, extra="allow"):
-    time: Number
-    event: str
-    step: Count = 0
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -71,58 +47,13 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, columns, moments, starts, ranks, _read_config(folder, facts), facts)
 
 
-def _never(line: Any) -> bool:
-    return False
-
-
-def lines_of(path: Path, what: str, kind: type[M], after_torn: Callable[[M], bool] = _never) -> Iterator[M]:
-    """The lines of a file of JSON lines, checked. A torn last line is left out.
-
-    Args:
-        path: The file.
-        what: What a message calls it.
-        kind: What each line must be.
-        after_torn: Whether a line can follow one that a killed job left torn: the first of the next job.
-
-    Raises:
-        InputError: The file cannot be read, or a line inside it is damaged.
-        FileNotFoundError: It is not there.
-    """
-    torn: InputError | None = None
-    try:
-        with open_plain(path) as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    value = kind.model_validate(json.loads(line))
-                except ValidationError as error:
-                    problem = first_problem(error)
-                    raise InputError(f"{what} {path}, line {number}: {problem}; mend that line") from None
-                except (ValueError, RecursionError):
-                    if torn is not None:
-                        raise torn from None
-                    torn = InputError(f"{what} {path}: line {number} is damaged; remove it")
-                    continue
-                if torn is not None and not after_torn(value):
-                    raise torn
-                torn = None
-                yield value
-            if torn is not None:
-                raise torn
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"{what} {path} cannot be read ({reason(error)}); give a run folder you may read") from None
-
-
 def _read_columns(path: Path) -> StepColumns:
     names = ("step", "loss", "held_out_loss", "lr", "grad_norm", "step_s", "samples", "tokens", "world_size", "time")
     values = array("d")  # a million steps are read, too
     try:
-        for line in lines_of(path, "metrics", _StepLine):
+        for line in lines_of(path, "metrics", FullStepLine):
             found = [getattr(line, name) for name in (*names, "skipped")]
-            values.extend(math.nan if value is None else _float(value) for value in found)
+            values.extend(math.nan if value is None else float(value) for value in found)
     except FileNotFoundError:
         raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
     table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names) + 1)
@@ -130,19 +61,17 @@ def _read_columns(path: Path) -> StepColumns:
     return StepColumns(*table[rising].T)
 
 
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
 def _read_moments(path: Path) -> tuple[Moment, ...]:
     try:
-        lines = list(lines_of(path, "events", _EventLine))
+        lines = list(lines_of(path, "events", EventLine))
     except FileNotFoundError:
         return ()
-    return tuple(Moment(m.time, m.event, m.step, m.model_extra or {}) for m in lines if m.event in EVENTS)
+    return tuple(Moment(m.time, m.event, m.step, _told(m)) for m in lines if m.event in EVENTS)
+
+
+def _told(line: EventLine) -> dict[str, Any]:
+    """What else a line of an event says."""
+    return line.model_dump(exclude_unset=True, exclude={"time", "event", "step"})
 
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:

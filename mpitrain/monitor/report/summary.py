@@ -5,38 +5,14 @@ from __future__ import annotations
 from itertools import takewhile
 from pathlib import Path
 from statistics import median, median_high
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError
-
-from mpitrain.errors import InputError, first_problem
+from mpitrain.errors import InputError
 from mpitrain.monitor.events import why_no_step
-from mpitrain.monitor.metrics import METRICS, read_metrics
+from mpitrain.monitor.json_lines import lines_of
+from mpitrain.monitor.line_kinds import FullStepLine
+from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.text import aligned, counted, duration, short, spoken
-
-Number = StrictInt | StrictFloat
-Positive = Annotated[Number, Field(gt=0)]
-
-
-class _Memory(BaseModel):
-    parameters: Number
-    gradients: Number
-    states: Number
-    activations: Number
-    buffers: Number
-    expected: dict[str, Number]
-
-
-class _Line(BaseModel):
-    """What is read of a line here."""
-
-    loss: Number | None
-    held_out_loss: Number | None = None
-    step_s: Positive
-    samples: Number
-    tokens: Number
-    world_size: StrictInt
-    memory: _Memory = _Memory(parameters=0, gradients=0, states=0, activations=0, buffers=0, expected={})
 
 
 def summary(folder: Path) -> str:
@@ -48,16 +24,9 @@ def summary(folder: Path) -> str:
     Raises:
         InputError: No step of it is finished, or a line of its metrics is damaged.
     """
-    lines = read_metrics(folder) if not folder.is_dir() or (folder / METRICS).exists() else []
+    lines = _lines(folder)
     if not lines:
         raise InputError(why_no_step(folder))
-    for line in lines:
-        try:
-            _Line.model_validate(line)
-        except ValidationError as error:
-            raise InputError(
-                f"metrics of {folder}, step {line['step']}: {first_problem(error)}; mend that line"
-            ) from None
     first, last = lines[0], lines[-1]
     held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
     checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)
@@ -80,6 +49,21 @@ def summary(folder: Path) -> str:
         ("checkpoints", ", ".join(checkpoints) or "none"),
     ]
     return f"run {folder}\n{aligned([row for row in rows if row[1]])}"
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, each without what is not read here."""
+    if folder.is_dir() and not (folder / METRICS).exists():
+        return []
+    path = folder / METRICS if folder.is_dir() else folder
+    found = []
+    try:
+        for line in lines_of(path, "metrics", FullStepLine):
+            known = line.model_dump(exclude_none=True, exclude=set(line.model_extra or ())) | {"loss": line.loss}
+            found.append(known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith("held_out_")})
+    except FileNotFoundError:
+        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
+    return found
 
 
 def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, refusing
 from mpitrain.monitor.rank_file import SERVER, rank_name
 from mpitrain.monitor.timeline.spans import TIMELINE, read_ranks
 from mpitrain.monitor.timeline.summary import summarize
 from mpitrain.monitor.timeline.trace_events import trace_of
-from mpitrain.storage.disk import reason
+from mpitrain.storage.disk import reason, replacing, write_whole
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,22 @@ def merge(folder: Path) -> Merged:
     Raises:
         InputError: The folder has no such files, or the results cannot be written.
     """
-    ranks = timelines(read_ranks(folder))
-    summary = summarize(ranks)
+    with refusing(f"{folder} has a recording that is damaged", "record the steps again"):
+        ranks = timelines(read_ranks(folder))
+        summary = summarize(ranks)
+        texts = json.dumps(trace_of(ranks), separators=(",", ":")), json.dumps(summary, indent=1) + "\n"
     trace, path = folder / "trace.json", folder / "summary.json"
     try:
-        trace.write_text(json.dumps(trace_of(ranks), separators=(",", ":")), encoding="utf-8")
-        path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_whole(trace, texts[0])
+        write_whole(path, texts[1])
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({reason(error)}); make room") from None
     picture, note = folder / "timeline.png", ""
     try:
         from mpitrain.monitor.timeline.picture import draw
 
-        draw(ranks, summary, picture)
+        with replacing(picture) as aside:
+            draw(ranks, summary, aside)
     except ImportError as error:
         note = f'no picture was drawn ({error}); pip install "mpitrain[monitor]"'
     except OSError as error:

@@ -17,19 +17,19 @@ The kinds of spans are part, forward and backward (of a module), and action (of 
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import read_plain, reason
+from mpitrain.storage.disk import read_plain, reason, write_whole
 
 TIMELINE = "timeline"
 _NOTHING: dict[str, Any] = {}
 _LARGEST = 4 << 30  # bytes of a rank's file
 _MOST = 2_000_000  # spans that are kept
+_MOST_RANKS = 1 << 24
 
 Span = tuple[str, str, float, float, dict[str, Any]]
 
@@ -92,11 +92,9 @@ def recording_folder(run: Path, steps: tuple[int, int]) -> Path:
 def write_rank(folder: Path, recording: dict[str, Any]) -> None:
     """Write what a rank has recorded. Raises InputError where that fails."""
     path = folder / f"rank-{recording['rank']:05d}.json"
-    temporary = path.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(recording, separators=(",", ":")), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(recording, separators=(",", ":")))
     except OSError as error:
         raise InputError(f"{path} cannot be written ({reason(error)}); make room, or choose another run.dir") from None
 
@@ -143,6 +141,8 @@ _ROWS: Sequence[tuple[str, int]] = (("offsets", 3), ("steps", 4), ("spans", 5), 
 
 def _whole(recording: Any) -> bool:
     if not isinstance(recording, dict) or any(not isinstance(recording.get(k), kind) for k, kind in _KEYS.items()):
+        return False
+    if not 0 < recording["world_size"] <= _MOST_RANKS:
         return False
     rows = [(row, length) for key, length in _ROWS for row in recording[key]]
     return bool(recording["offsets"]) and all(isinstance(row, list) and len(row) == length for row, length in rows)

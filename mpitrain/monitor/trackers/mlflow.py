@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.monitor.trackers.base import Tracker, kept_id, missing, names
+from mpitrain.storage.disk import write_whole
 
 FOLDER, IDENTITY = "mlflow", "mpitrain-run-id"
 _FLUSH_EVERY = 5.0  # seconds
@@ -52,7 +53,7 @@ class MLflow(Tracker):
             found = self._client.get_experiment_by_name(project)
             experiment = found.experiment_id if found else self._client.create_experiment(project)
             self._run = self._client.create_run(experiment, run_name=name).info.run_id
-            (where / IDENTITY).write_text(self._run + "\n", encoding="ascii")
+            write_whole(where / IDENTITY, self._run + "\n")
             told = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in _flat(config)]
             for begin in range(0, len(told), _SETTINGS_AT_ONCE):
                 self._client.log_batch(self._run, params=told[begin : begin + _SETTINGS_AT_ONCE])

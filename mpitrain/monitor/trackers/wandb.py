@@ -13,6 +13,7 @@ from typing import Any
 
 from mpitrain.errors import InputError
 from mpitrain.monitor.trackers.base import Tracker, kept_id, missing, names
+from mpitrain.storage.disk import write_whole
 
 FOLDER, IDENTITY = "wandb", "mpitrain-run-id"
 _ELSEWHERE = ("online", "shared")
@@ -41,7 +42,7 @@ class WeightsAndBiases(Tracker):
         kept = run_dir / FOLDER / IDENTITY
         identity = kept_id(kept, resume_step) or secrets.token_hex(4)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(identity + "\n", encoding="ascii")
+        write_whole(kept, identity + "\n")
         settings = self._wandb.Settings(mode=mode, silent=True, console="off")
         self._run = self._wandb.init(
             project=project, name=name, dir=str(run_dir), id=identity, resume="allow", settings=settings

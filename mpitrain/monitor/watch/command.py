@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, printable
 from mpitrain.monitor.watch.view import clock, frame, line
 from mpitrain.monitor.watch.watched import EXIT_CODES, RunStatus, Watched
 
@@ -108,7 +108,7 @@ def _told(event: dict[str, Any]) -> str:
     """A line for an event that happens seldom; empty for others."""
     texts = {
         "start": f"started at step {event['step']} with {event.get('ranks')} ranks",
-        "lost": f"ranks {event.get('ranks')} died before step {event['step']}; training goes on",
+        "lost": f"ranks {printable(event.get('ranks'))} died before step {event['step']}; training goes on",
     }
     text = texts.get(event["event"], "")
     return f"{clock(event['time'])} {text}" if text else ""

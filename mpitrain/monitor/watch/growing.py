@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpitrain.monitor.json_lines import LONGEST
 from mpitrain.storage.disk import open_plain
 
 _PIECE = 1 << 22  # bytes read at once
@@ -28,6 +29,7 @@ class GrowingFile:
         self._last_bytes = last_bytes
         self._file: tuple[int, int] | None = None  # device and inode
         self._read = 0  # bytes, up to the end of a line
+        self._passing = False  # whether that is the middle of a line too long to be one, which is given as an empty one
 
     def new_lines(self) -> Iterator[bytes]:
         """The lines that came since the last call. Where the file was begun anew, all of them again.
@@ -41,17 +43,22 @@ class GrowingFile:
                 first = self._file is None
                 if not first and (self._file != (status.st_dev, status.st_ino) or status.st_size < self._read):
                     self.begun_anew += 1
-                    self._read = 0
+                    self._read, self._passing = 0, False
                 self._file = (status.st_dev, status.st_ino)
                 if first and self._last_bytes is not None and status.st_size > self._last_bytes:
                     file.seek(status.st_size - self._last_bytes)
-                    self._read = file.tell() + len(file.readline())  # which is a part of a line
+                    self._read = file.tell() + len(file.readline(LONGEST))  # which is a part of a line
                 file.seek(self._read)
                 rest = b""
                 while piece := file.read(_PIECE):
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         self._read += len(line) + 1
-                        yield line + b"\n"
+                        yield b"\n" if self._passing else line + b"\n"
+                        self._passing = False
+                    if len(rest) > LONGEST or self._passing:
+                        self._passing = True
+                        self._read += len(rest)
+                        rest = b""
         except OSError:
             return

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mpitrain.errors import printable
 from mpitrain.monitor.text import counted, duration, lasting, short
 from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
 
@@ -31,7 +32,7 @@ _LABEL = 13  # characters of the names of figures
 _FIRST = 32  # of what stands behind a curve, at most
 _CURVE, _LEAST_CURVE = 60, 8  # of one, at most and at least
 _LEAST_BAR, _PLAIN_BAR = 8, 20  # of the bar of steps, at least and in ASCII
-_SAID = 300  # of a warning
+_SAID, _NAME = 300, 64  # of a warning, and of a host's name
 _RANKS = 6  # whose parts of a step are shown
 _SHOWN_PARTS = {"data": "data", "forward": "forward", "backward": "backward", "communication": "comm."}
 _SHOWN_PARTS |= {"optimizer": "optim.", "evaluation": "eval.", "checkpoint": "save", "other": "other"}
@@ -65,7 +66,7 @@ def frame(run: Watched, width: int, *, plain: bool = False) -> RenderableType:
     status = run.status()
     head = Text()
     head.append(status.value, style=f"bold {COLOURS.get(status, 'default')}").append("  ")
-    head.append(str(run.folder), style="bold")
+    head.append(printable(run.folder, _SAID), style="bold")
     parts: list[RenderableType] = [head]
     if said := _said_of(run, status):
         parts.append(Text(said))
@@ -92,7 +93,7 @@ def line(run: Watched) -> str:
             words.append(f"held-out loss {_number(run.steps.held_out.last[1])}")
         words.append(_throughput(run))
     if run.save:
-        words.append(f"saved {run.save.get('folder')}")
+        words.append(f"saved {printable(run.save.get('folder'))}")
     if run.seconds_left is not None and status is RunStatus.RUNNING:
         words.append(f"{duration(run.seconds_left)} left")
     return ", ".join(word for word in words if word)
@@ -107,15 +108,15 @@ def _said_of(run: Watched, status: RunStatus) -> str:
         since = clock(time.time() - run.quiet_seconds)
         verb = "no line" if status is RunStatus.SILENT else "nothing"
         return f"{verb} since {since} ({lasting(run.quiet_seconds)}); {run.lock_text()}"
-    return str(run.end.get("message") or "")
+    return printable(run.end.get("message") or "", _SAID)
 
 
 def _machine(run: Watched) -> str:
     start = run.start
-    hosts = [str(host) for host in start.get("hosts") or []]
+    hosts = [printable(host, _NAME) for host in start.get("hosts") or []]
     more = f" and {len(hosts) - _HOSTS} more" if len(hosts) > _HOSTS else ""
     where = f" on {', '.join(hosts[:_HOSTS])}{more}" if hosts else ""
-    more_of_it = "".join(f", {start[key]}" for key in ("device", "parallel") if start.get(key))
+    more_of_it = "".join(f", {printable(start[key])}" for key in ("device", "parallel") if start.get(key))
     began = start["time"]
     ended = run.end.get("time")
     took = f"{duration((ended or time.time()) - began)}{'' if ended else ' ago'}"
@@ -202,7 +203,7 @@ def _checkpoint(run: Watched) -> str:
     ago = lasting(max(0.0, time.time() - run.save["time"]))
     held = run.save.get("seconds")
     took = f", held training up for {_seconds(held)}" if isinstance(held, (int, float)) else ""
-    return f"{run.save.get('folder', '')}, {ago} ago{took}"
+    return f"{printable(run.save.get('folder', ''))}, {ago} ago{took}"
 
 
 def _restarts(run: Watched) -> str:
@@ -212,7 +213,7 @@ def _restarts(run: Watched) -> str:
         words.append(f"{run.starts - 1}, the last " + (f"from step {resumed:,}" if resumed else "from the beginning"))
     if run.lost:
         which = "rank" if len(run.lost) == 1 else "ranks"
-        words.append(f"goes on without {which} {', '.join(map(str, run.lost))}")
+        words.append(f"goes on without {which} {printable(', '.join(map(str, run.lost)))}")
     return "; ".join(words)
 
 
@@ -253,8 +254,8 @@ def _warnings(run: Watched) -> list[Text]:
     for when, rank, level, said in run.warnings:
         text = Text()
         text.append(f"{when[11:19]} rank {rank} ", style="dim")
-        text.append(level, style="yellow" if level == "WARNING" else "red").append(
-            f" {shorten(said, _SAID, placeholder=' ...')}"
+        text.append(printable(level), style="yellow" if level == "WARNING" else "red").append(
+            f" {printable(shorten(said, _SAID, placeholder=' ...'), None)}"
         )
         found.append(text)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import statistics
@@ -16,6 +15,7 @@ from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
 from mpitrain.monitor.events import EVENTS, parsed_event
+from mpitrain.monitor.line_kinds import RankLine, StepLine, parsed, parsed_object
 from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.rank_file import SERVER
 from mpitrain.monitor.watch.growing import GrowingFile
@@ -25,12 +25,13 @@ RECENT = 512  # steps whose times are looked at
 _POINTS = 1024  # of a curve at most
 _PARTS = 20  # lines of a rank whose parts are added up
 _FILES = 64  # ranks whose logs and parts are followed
+_MOST = 256 << 20  # bytes of metrics, and of events, that are read: the last ones
 _TAIL = 1 << 16  # bytes of a log that are looked at first
 _WARNINGS = 5
 _QUIET = 60.0  # seconds without a line after which a run is called silent, or ...
 _QUIET_STEPS = 20  # ... the time of so many steps, if that is longer
 _TAKING_OVER = 5.0  # seconds in which another rank may take the lock over from one that died
-_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+) rank (\d+) (\w+) (.*)")
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+) rank (\d{1,9}) (\w+) (.*)")
 
 
 class RunStatus(Enum):
@@ -83,8 +84,8 @@ class Steps:
 
     def add(self, line: bytes) -> None:
         """Take in one line."""
-        value = _object(line)
-        if type(value.get("step")) is not int:
+        value = parsed_object(StepLine, line)
+        if value is None:
             self.damaged += 1
             return
         step, self.line = value["step"], value
@@ -128,7 +129,7 @@ class Watched:
         self.warnings: list[tuple[str, int, str, str]] = []
         self.parts: dict[int, deque[dict[str, float]]] = {}
         self.servers: set[int] = set()
-        self._metrics, self._events = GrowingFile(folder / METRICS), GrowingFile(folder / EVENTS)
+        self._metrics, self._events = (GrowingFile(folder / name, _MOST) for name in (METRICS, EVENTS))
         self._more: dict[Path, GrowingFile] = {}
         self._seen = 0  # how often the metrics were begun anew
         self._heard: float | None = None  # time.monotonic() of the last new line
@@ -253,7 +254,7 @@ class Watched:
             self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
         for path in sorted((self.folder / "ranks").glob("rank-*.jsonl"))[:_FILES]:
             for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
-                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), _object(line))
+                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(RankLine, line))
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
@@ -269,21 +270,15 @@ class Watched:
                 found[-1] = (*found[-1][:3], text)
         self.warnings = sorted([*self.warnings, *found])[-_WARNINGS:]
 
-    def _take_parts(self, rank: int, value: dict[str, Any]) -> None:
-        if "start" in value:
+    def _take_parts(self, rank: int, line: RankLine | None) -> None:
+        if line is None:
+            return
+        if line.start is not None:
             self.parts[rank] = deque(maxlen=_PARTS)
-            (self.servers.add if value.get("role") == SERVER else self.servers.discard)(rank)
-        if isinstance(seconds := value.get("seconds"), dict):
-            numbers = {name: float(s) for name, s in seconds.items() if isinstance(s, (int, float))}
+            (self.servers.add if line.role == SERVER else self.servers.discard)(rank)
+        if line.seconds:
+            numbers = {name: seconds for name, seconds in line.seconds.items() if seconds is not None}
             self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(numbers)
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _configured_steps(folder: Path) -> int | None:
@@ -293,4 +288,4 @@ def _configured_steps(folder: Path) -> int | None:
         steps = read_toml(str(folder / "config.toml"))["train"]["steps"]
     except (InputError, KeyError, TypeError):
         return None
-    return steps if isinstance(steps, int) else None
+    return steps if isinstance(steps, int) and steps < 2**53 else None

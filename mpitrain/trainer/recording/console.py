@@ -14,6 +14,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.data.configured import data_paths
 from mpitrain.data.defaults import tokenizer_of
+from mpitrain.errors import tell
 from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
 from mpitrain.monitor.text import spoken
 from mpitrain.trainer.callback import Callback, Step
@@ -45,7 +46,7 @@ class Console(Callback):
             return
         self._start = trainer.step
         if trainer.world.rank == 0:
-            print(banner(facts(trainer)), flush=True)
+            tell(banner(facts(trainer)))
             trainer.folder.write_config(trainer.config)
             trainer.folder.keep_tokenizer(tokenizer_of(data_paths(trainer.config)[0]))
         for text in doubts(trainer.config, columns=trainer.mesh.data.size, on_cpu=not is_accelerator(trainer.device)):
@@ -85,7 +86,7 @@ class Console(Callback):
             commands=tuple(commands),
             early=trainer.stop_reason if early else "",
         )
-        print(closing(outcome), flush=True)
+        tell(closing(outcome))
 
 
 def facts(trainer: Trainer) -> RunFacts:

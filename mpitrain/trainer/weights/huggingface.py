@@ -27,12 +27,12 @@ from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_val
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_parts
-from mpitrain.storage.disk import sync
+from mpitrain.storage.disk import replacing, sync
 from mpitrain.trainer.weights.importing import (
     CHECKPOINTS,
     CONFIG,
     differences,
-    keep_settings,
+    kept_settings,
     require_model_of,
     settings_of,
 )
@@ -85,10 +85,9 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
     if there or "path" in config.data.model_fields_set:
         require_model_of(config, {name: tensor.shape for name, tensor in ours.items()}, str(source))
     size = sum(file.stat().st_size for file in files)
-    folder = make_first(run / CHECKPOINTS, source, ours, size, {"task": _task(config, model["vocabulary"])})
-    keep_settings(run, config)
-    _copy_tokenizer(source, run)
-    return folder
+    with kept_settings(run, config):
+        _copy_tokenizer(source, run)
+        return make_first(run / CHECKPOINTS, source, ours, size, {"task": _task(config, model["vocabulary"])})
 
 
 def export_folder(folder: Path, out: Path, shard: str) -> int:
@@ -247,5 +246,5 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """A folder's tokenizer, where it has one and the target has none."""
     if (source / TOKENIZER).is_file() and not os.path.lexists(target / TOKENIZER):
-        with os_errors(target / TOKENIZER):
-            shutil.copyfile(source / TOKENIZER, target / TOKENIZER)
+        with os_errors(target / TOKENIZER), replacing(target / TOKENIZER) as aside:
+            shutil.copyfile(source / TOKENIZER, aside)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
 from mpitrain.planner.described import description_of
 from mpitrain.planner.subject import Subject
+from mpitrain.storage.disk import write_whole
 
 CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
 _SHOWN = 3  # differences in one message
@@ -44,10 +46,10 @@ def import_plain(file: Path, run: Path, arguments: Sequence[str]) -> Path:
         if config is not None:
             require_model_of(config, {name: tensor.shape for name, tensor in tensors.items()}, str(file))
 
-    folder = import_weights(file, run / CHECKPOINTS, check)
-    if config is not None:
-        keep_settings(run, config)
-    return folder
+    with ExitStack() as stack:
+        if config is not None:
+            stack.enter_context(kept_settings(run, config))
+        return import_weights(file, run / CHECKPOINTS, check)
 
 
 def settings_of(run: Path, arguments: Sequence[str]) -> Config:
@@ -64,12 +66,23 @@ def settings_of(run: Path, arguments: Sequence[str]) -> Config:
     return Config.from_args([str(file)])
 
 
-def keep_settings(run: Path, config: Config) -> None:
-    """Write the settings into the run's folder, where there are none yet."""
-    path = run / CONFIG
+@contextmanager
+def kept_settings(run: Path, config: Config) -> Iterator[None]:
+    """Write the settings into the run's folder, where there are none yet; take them away if the import inside fails.
+
+    The checkpoint comes last: where there is one, the import has succeeded.
+    """
+    path, wrote = run / CONFIG, False
     with os_errors(path):
         if not os.path.lexists(path):
-            path.write_text(config.to_toml(), encoding="utf-8")
+            write_whole(path, config.to_toml())
+            wrote = True
+    try:
+        yield
+    except BaseException:
+        if wrote:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def require_model_of(config: Config, shapes: Shapes, origin: str) -> None:
