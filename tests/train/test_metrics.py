@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch.nn import functional
 from train.jobs import run
 
+from mpitrain import report
 from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
@@ -60,7 +62,7 @@ def held(lines):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("task", ["classes", "numbers"])
-def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder, arrays, task):
+def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder, arrays, task, capsys):
     from sklearn.metrics import accuracy_score, r2_score
 
     sections = {
@@ -87,6 +89,11 @@ def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder
     if world.rank == 0:
         (event,) = [e for e in read_events(folder / task) if e["event"] == "evaluate"]
         assert {"loss": event["loss"], **event["metrics"]} == found
+        ((start,), closing) = [e for e in read_events(folder / task) if e["event"] == "start"], capsys.readouterr().out
+        assert start["loss_unit"] == {"classes": "nats", "numbers": "squared error"}[task]
+        assert report.main([str(folder / task)]) == 0
+        rate = re.compile(r"[\d.k]+ samples/s.*")  # of the time in steps, without that of the start and of evaluating
+        assert rate.findall(closing)[-1:] == rate.findall(capsys.readouterr().out) != []
 
 
 LAYOUTS = {

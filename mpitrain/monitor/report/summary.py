@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError
 from mpitrain.errors import InputError, first_problem
 from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.metrics import METRICS, read_metrics
-from mpitrain.monitor.text import aligned, counted, duration, short, spoken
+from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
 
 Number = StrictInt | StrictFloat
 Positive = Annotated[Number, Field(gt=0)]
@@ -95,7 +95,7 @@ def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def _speed(lines: list[dict[str, Any]]) -> str:
     samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
     tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
-    return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+    return rates_text(samples, tokens)
 
 
 def _between_groups(lines: list[dict[str, Any]]) -> str:
