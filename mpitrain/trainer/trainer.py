@@ -147,6 +147,7 @@ class Trainer:
     def working(self) -> Iterator[None]:
         """Hold the run folder, and have the callbacks set up, inside. Collective."""
         with self.folder:
+            self.config = self.folder.config
             self.call(lambda callback: callback.setup(self))
             try:
                 yield
