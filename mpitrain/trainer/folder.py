@@ -29,7 +29,6 @@ from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.loading import CONFIG
 from mpitrain.monitor import open_rank_log
 from mpitrain.monitor.events import EVENTS
-from mpitrain.monitor.logs import close_rank_log
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reason
 
@@ -86,11 +85,8 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.release()
-        if (
-            self._unnamed
-            and isinstance(error, (MpitrainError, KeyboardInterrupt))
-            and not (self.path / CONFIG).exists()
-        ):
+        refused = isinstance(error, (MpitrainError, KeyboardInterrupt))
+        if refused and self._unnamed and not (self.path / CONFIG).exists():
             self._remove()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)
@@ -133,7 +129,6 @@ class RunFolder:
 
     def _remove(self) -> None:
         """Remove the folder of a run that never began; it stays where anything is in it that did not come from here."""
-        close_rank_log()
         for path in (self.path / locks.LOCK, self.path / EVENTS, *self.path.glob("logs/rank-*.log")):
             path.unlink(missing_ok=True)
         for folder in (self.path / "logs", self.checkpoints, self.path):
