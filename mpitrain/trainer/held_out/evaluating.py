@@ -25,7 +25,8 @@ from mpitrain.data import Dataset, Description, open_dataset, resolve
 from mpitrain.data.format import ColumnSpec
 from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
-from mpitrain.models.metrics import Confusion, metrics_of
+from mpitrain.models.measures import measures_of
+from mpitrain.models.metrics import Confusion
 from mpitrain.trainer.device import full_told, set_threads
 from mpitrain.trainer.folder import CONFIG, together
 from mpitrain.trainer.held_out.evaluation import evaluated
@@ -137,8 +138,8 @@ class Evaluator(Trainer):
         together(self.world, self._require_trusted)
         super().prepare()
         description = self.data.description
-        usual = {metric.name for metric in metrics_of(description)}
-        found = [metric for metric in metrics_of(description, more=True) if metric.name not in usual]
+        there = {metric.name for metric in self.meter.metrics}
+        found = [metric for metric in measures_of(description, more=True) if metric.name not in there]
         if self.asked.confusion and not description.classes:
             raise refusal(f"--confusion is of classes, and the targets of {self.config.data.path} are none; leave it")
         self.meter.add([metric for metric in found if self.asked.confusion or not isinstance(metric, Confusion)])
@@ -153,7 +154,8 @@ class Evaluator(Trainer):
         """Raise InputError where the run names code in its own folder, unless that is trusted."""
         require_trusted(self.config.model, self.asked.run, self.asked.trust)
         for metric in () if self.asked.trust else self.config.train.metrics:
-            require_outside("train.metrics", metric, self.asked.run)
+            if ":" in metric:
+                require_outside("train.metrics", metric, self.asked.run)
 
     def _candidates(self) -> list[Path]:
         return [self.asked.checkpoint] if self.asked.checkpoint is not None else self.store.newest_first()
