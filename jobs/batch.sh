@@ -1,6 +1,8 @@
 # What the batch scripts share; to be sourced. Each step is a function, in the order in which they are called.
 # Needs `job`: the batch system's name for it, the same after each requeue; `nodes`; `ranks`, `each` of a node with
 # `cores` each; `other_launcher`: what starts them when the MPI is not Open MPI; `host_options`, if any: for Open MPI.
+#   SITE=FILE           sourced first, for `module load` and what else a cluster needs (default: site.sh beside this file,
+#                       if it is there); it may set the other variables
 #   VENV=DIR            the environment (default: .venv beside jobs/, else the python on the PATH)
 #   LAUNCH="COMMAND"    what starts the ranks, for an MPI that is not recognised
 #   ATTEMPTS=3          give up after so many attempts in a row from the same checkpoint
@@ -8,7 +10,16 @@
 say() { echo "$(date '+%F %T') $*"; }
 
 activate() { # activate ROOT
-    local venv=${VENV:-$1/.venv}
+    local site=${SITE:-$jobs/site.sh} venv
+    if [ -e "$site" ]; then
+        set +u # modules of clusters read variables that are not set
+        . "$site" || say "$site ended with $?; going on"
+        set -u
+    elif [ -n "${SITE:-}" ]; then
+        say "SITE names $SITE, which is not there"
+        exit 1
+    fi
+    venv=${VENV:-$1/.venv}
     if [ -e "$venv/bin/activate" ]; then
         . "$venv/bin/activate"
     fi
@@ -51,8 +62,15 @@ count_attempt() { # notes this attempt in RUN/attempts; ends the job with 1 afte
     say "job $job in $run: from step $step with $ranks ranks on $nodes nodes, $cores cores each"
 }
 
+cores_of_this_node() {
+    cat /sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list 2>/dev/null | sort -u | wc -l
+}
+
 choose_launcher() { # sets launcher: the MPI that mpi4py has decides, with its binding told
-    local library
+    local library binding=(--bind-to core) here
+    here=$(cores_of_this_node)
+    # more than the cores there are can only be hardware threads
+    [ "$here" -eq 0 ] || [ $((each * cores)) -le "$here" ] || binding=(--use-hwthread-cpus --bind-to hwthread)
     library=$(python -c '
 import mpi4py
 mpi4py.rc.initialize = False
@@ -61,7 +79,7 @@ print(MPI.Get_library_version().splitlines()[0].strip("\0 "))') || exit 1
     case ${LAUNCH:+given}$library in
     given*) read -ra launcher <<<"$LAUNCH" ;;
     *"Open MPI"*) # its mpirun finds the nodes by itself; USR1 sent to it reaches the ranks
-        launcher=(mpirun -n "$ranks" "${host_options[@]+"${host_options[@]}"}" --map-by "ppr:$each:node:PE=$cores" --bind-to core --report-bindings)
+        launcher=(mpirun -n "$ranks" "${host_options[@]+"${host_options[@]}"}" --map-by "ppr:$each:node:PE=$cores" "${binding[@]}" --report-bindings)
         [ "$(id -u)" = 0 ] && launcher+=(--allow-run-as-root)
         ;;
     *) launcher=("${other_launcher[@]}") ;;

@@ -21,6 +21,7 @@ from mpitrain.checkpoint.folders import temporary_name
 from mpitrain.checkpoint.tensor_files import save_torch
 from mpitrain.config.training import ModelSection
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
+from mpitrain.inference.commands import add_trust
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
 from mpitrain.models.adapters import adapted_layers
@@ -37,13 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mpitrain.adapters", description="export what model.lora trained")
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write the model with the adapters added to its weights")
-    merge.set_defaults(act=lambda given: write_merged(given.run, given.out))
+    merge.set_defaults(act=lambda given: write_merged(given.run, given.out, trust=given.trust))
     out = "a .safetensors or .pt file; or, of an hf: model, a new folder that from_pretrained loads"
     peft = commands.add_parser("peft", help="write the adapters in peft's format")
-    peft.set_defaults(act=lambda given: write_peft(given.run, given.out))
+    peft.set_defaults(act=lambda given: write_peft(given.run, given.out, trust=given.trust))
     for command, told in ((merge, out), (peft, "a new folder, for PeftModel.from_pretrained")):
         command.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one step-... folder in it")
         command.add_argument("out", type=Path, metavar="OUT", help=told)
+        add_trust(command)
     arguments = parser.parse_args(argv)
 
     def act() -> int:
@@ -53,32 +55,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(act)
 
 
-def trained(path: Path) -> tuple[Task, ModelSection]:
+def trained(path: Path, *, trust: bool = False) -> tuple[Task, ModelSection]:
     """The model of a run with model.lora, with its trained adapters, and the section that it was built by.
 
     Raises:
         InputError: The run trained no adapters, or its base is not there any more as it was.
         CheckpointError: The checkpoint is damaged.
     """
-    saved = saved_in(contents.only(path))
+    saved = saved_in(contents.only(path), trust=trust)
     base = saved.manifest.values.get(BASE)
     if not isinstance(base, dict) or "rank" not in base.get("adapter", {}):
         raise InputError(f"{saved.folder} holds no adapters of model.lora; use python -m mpitrain.checkpoint export")
     return saved.load(), saved.section
 
 
-def write_merged(run: Path, out: Path) -> str:
+def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     """Write the model with the adapters added to its weights, under the names that it has without adapters.
 
     Args:
         run: A run folder, or one checkpoint.
         out: A new .safetensors or .pt file; of an hf: model also a new folder.
+        trust: Run code that lies in the run's folder, where the run names it.
 
     Returns:
         What was written, in words.
     """
     _require_new(out)
-    task, section = trained(run)
+    task, section = trained(run, trust=trust)
     folder = section.factory.startswith(PREFIX) and not out.suffix
     if not folder and out.suffix not in _FILES:
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
@@ -108,18 +111,19 @@ def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         return state | {f"{name}.weight": layer.merged().contiguous() for name, layer in layers.items()}
 
 
-def write_peft(run: Path, out: Path) -> str:
+def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     """Write the adapters as adapter_config.json and adapter_model.safetensors.
 
     Args:
         run: A run folder, or one checkpoint.
         out: A new folder.
+        trust: Run code that lies in the run's folder, where the run names it.
 
     Returns:
         What was written, in words.
     """
     _require_new(out)
-    task, section = trained(run)
+    task, section = trained(run, trust=trust)
     layers = adapted_layers(task.module)
     turned = {layer.transposed for layer in layers.values()}
     if len(turned) > 1:

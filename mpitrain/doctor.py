@@ -25,11 +25,12 @@ from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_f
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.process import fault_tolerance
 from mpitrain.comm.process.cleanup import clean
-from mpitrain.comm.process.cores import sharing
+from mpitrain.comm.process.cores import cores_of, sharing, siblings
 from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.comm.selection.tuning import describe
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, message_of, tell
+from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.monitor.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
@@ -95,8 +96,9 @@ def placement(world: Communicator) -> list[Line]:
     """Ranks, nodes, cores and threads. Collective."""
     names = hosts(world)
     per_host = Counter(names)
-    cores = sorted(os.sched_getaffinity(0))
-    everyone = world.all_gather_object([world.node, cores, torch.get_num_threads(), os.cpu_count()])
+    core_of, threads = siblings(), os.sched_getaffinity(0)
+    cores, machine = cores_of(threads, core_of), cores_of(range(os.cpu_count() or 1), core_of)
+    everyone = world.all_gather_object([world.node, sorted(cores), torch.get_num_threads(), len(machine), len(threads)])
     lines: list[Line] = [(OK, "ranks", f"{world.size} on {counted(world.num_nodes, 'node')}: {_short(per_host)}")]
     if len(per_host) > world.num_nodes:
         lines.append((WARN, "nodes", f"{len(per_host)} host names but {world.num_nodes} groups that share memory"))
@@ -109,8 +111,11 @@ def placement(world: Communicator) -> list[Line]:
             wanted = sum(here[rank][2] for rank in ranks)
             if wanted > len(available):
                 crowded.append(f"node {node}: {wanted} threads on {counted(len(available), 'core')}")
-    bound, threads = _range(binding), {values[2] for values in everyone}
-    lines.append((OK, "cores", f"each rank may use {bound} of {everyone[0][3]}; threads a rank: {_range(threads)}"))
+    bound, computing = _range(binding), _range({values[2] for values in everyone})
+    hardware_threads = {values[4] for values in everyone}
+    more = f" ({_range(hardware_threads)} hardware threads)" if hardware_threads != binding else ""
+    told = f"each rank may use {bound} of {everyone[0][3]}{more}; threads a rank: {computing}"
+    lines.append((OK, "cores", told))
     text = "no node has more threads than cores"
     if crowded:
         text = f"{'; '.join(crowded[:4])}: ranks will take turns; set OMP_NUM_THREADS or start fewer ranks"
@@ -118,14 +123,13 @@ def placement(world: Communicator) -> list[Line]:
 
 
 def memory(world: Communicator) -> list[Line]:
-    """/dev/shm and RAM of each node. Collective."""
+    """/dev/shm of each node, and the memory that the ranks there may have. Collective."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
         shared = [usage.total, usage.free]
     except OSError:
         shared = [0, 0]
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    everyone = world.all_gather_object([shared, ram])
+    everyone = world.all_gather_object([shared, node_memory_bytes()])
     total, free = (min(values[0][i] for values in everyone) for i in range(2))
     text, low = f"{free // MIB:,} of {total // MIB:,} MiB free on the smallest node", free < 256 * MIB
     if low:

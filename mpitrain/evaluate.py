@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from mpitrain.comm import Communicator, init
 from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
+from mpitrain.inference.commands import add_trust
 from mpitrain.monitor.text import aligned, counted, spoken
 from mpitrain.storage.disk import reason, replacing, write_whole
 from mpitrain.trainer.held_out.evaluating import Asked, Evaluation, Evaluator, checkpoint_of
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
         raise refusal(f"--samples {options.samples} would measure nothing; give 1 or more, or leave it out for all")
     found = world.on_root(lambda: _found(options))
     run, checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
-    asked = Asked(run, checkpoint, options.data, options.split, options.samples or 0, options.confusion is not None)
+    samples, confusion = options.samples or 0, options.confusion is not None
+    asked = Asked(run, checkpoint, options.data, options.split, samples, confusion, options.trust)
     told = Evaluator(asked, flags, world).evaluation()
     world.on_root(lambda: _tell(told, options))
     return EXIT_DONE
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--confusion", type=Path, metavar="FILE.csv", help="write how often each class was taken for each"
     )
+    add_trust(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures into this file")
     return parser
 

@@ -65,7 +65,8 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     if arguments.tokens < 1:
         raise refusal(f"--tokens {arguments.tokens}: give 1 or more")
     texts: list[str] = job.decided(lambda: _texts(arguments))
-    model = placing.placed(arguments.run, job.mesh, job.device(arguments.device), job.say, best=arguments.best)
+    device = job.device(arguments.device)
+    model = placing.placed(arguments.run, job.mesh, device, job.say, best=arguments.best, trust=arguments.trust)
     if model.remark:
         job.say(model.remark)
     codec, prompts = job.agreed(lambda: _encoded(texts, model))

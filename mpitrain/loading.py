@@ -24,6 +24,7 @@ from mpitrain.checkpoint import Manifest, Part, TensorSpec, contents
 from mpitrain.checkpoint.folders import CHECKPOINTS, find, marked_best, unreadable
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of
 from mpitrain.checkpoint.reading import plan, read
+from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config
 from mpitrain.config.training import ModelSection
 from mpitrain.data import Description, open_dataset
@@ -33,6 +34,7 @@ from mpitrain.layers.base_weights import require_whole
 from mpitrain.layout import Piece, logical_of
 from mpitrain.models import build_model
 from mpitrain.models.alike import require_same_model
+from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.task import Task, TrainedBase
 
 CONFIG = "config.toml"  # of a run folder
@@ -52,12 +54,14 @@ class SavedModel:
         manifest: What it holds.
         section: The [model] section that the model was built by.
         description: The data that it was trained on, as a model needs to know them.
+        trust: Whether code that lies in the run's folder may build the model.
     """
 
     folder: Path
     manifest: Manifest
     section: ModelSection
     description: Description
+    trust: bool = False
 
     @property
     def run(self) -> Path:
@@ -76,9 +80,11 @@ class SavedModel:
         torch's random generator is left as it was.
 
         Raises:
-            InputError: The model cannot be built again, or what is under its adapters is not there as it was.
+            InputError: The model cannot be built again, or what is under its adapters is not there as it was, or
+                its code came with the run and is not trusted.
             CheckpointError: The checkpoint holds tensors that the model lacks.
         """
+        require_trusted(self.section, self.run, self.trust)
         base = self.manifest.values.get(BASE)
         with torch.random.fork_rng(devices=[]):
             if isinstance(base, dict) and isinstance(base.get("seed"), int):
@@ -101,6 +107,12 @@ class SavedModel:
     def fill(self, module: nn.Module) -> None:
         """Load the weights into a module, or into the part of one that this rank has; see `load_weights`."""
         fill(module, self.folder, self.manifest)
+
+
+def require_trusted(section: ModelSection, run: Path, trust: bool) -> None:
+    """Raise InputError where model.factory is code in the run's own folder, unless that is trusted."""
+    if section.factory and not section.factory.startswith(PREFIX) and not trust:
+        require_outside("model.factory", section.factory, run)
 
 
 def build_task(section: ModelSection, description: Description) -> Task:
@@ -146,7 +158,7 @@ def _of_the_base(section: ModelSection, base: Any) -> ModelSection:
     return section
 
 
-def load_model(path: str | Path, *, best: bool = False) -> nn.Module:
+def load_model(path: str | Path, *, best: bool = False, trust: bool = False) -> nn.Module:
     """The trained model of a run, without anything of mpitrain's around it: on the CPU, in fp32, in eval mode.
 
     No MPI is started. Code of your own that built the model (`model.factory`) must be there to be imported.
@@ -154,24 +166,25 @@ def load_model(path: str | Path, *, best: bool = False) -> nn.Module:
     Args:
         path: A run folder, of which the newest whole checkpoint is taken, or one step-... folder.
         best: Of a run folder, take the checkpoint that checkpoint.best keeps instead.
+        trust: Import `model.factory` also where its module lies in the run's folder, which runs the code there.
 
     Raises:
-        InputError: There is no such checkpoint, or the model cannot be built again.
+        InputError: There is no such checkpoint, or the model cannot be built again, or its code is not trusted.
         CheckpointError: The checkpoint is damaged, or holds another model.
     """
-    task, _ = load_task(path, best=best)
+    task, _ = load_task(path, best=best, trust=trust)
     return task.module
 
 
-def load_task(path: str | Path, *, best: bool = False) -> tuple[Task, Description]:
+def load_task(path: str | Path, *, best: bool = False, trust: bool = False) -> tuple[Task, Description]:
     """The trained model of a run with its loss, as `load_model`, and what its data look like to a model."""
-    task, saved = first_whole(candidates(path, best=best), load_folder)
+    task, saved = first_whole(candidates(path, best=best), lambda folder: load_folder(folder, trust=trust))
     return task, saved.description
 
 
-def load_folder(folder: Path) -> tuple[Task, SavedModel]:
-    """The trained model of one checkpoint, and what that says of it."""
-    saved = saved_in(folder)
+def load_folder(folder: Path, *, trust: bool = False) -> tuple[Task, SavedModel]:
+    """The trained model of one checkpoint, and what that says of it. trust: see `load_model`."""
+    saved = saved_in(folder, trust=trust)
     return saved.load(), saved
 
 
@@ -189,8 +202,8 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
     first_whole(candidates(path), lambda folder: fill(module, folder, contents.whole(folder)))
 
 
-def saved_in(folder: Path) -> SavedModel:
-    """What a checkpoint says of its model; no weights are read.
+def saved_in(folder: Path, *, trust: bool = False) -> SavedModel:
+    """What a checkpoint says of its model; no weights are read. trust: see `load_model`.
 
     Raises:
         InputError: It says nothing, and there is no run around it that would.
@@ -201,7 +214,7 @@ def saved_in(folder: Path) -> SavedModel:
         section, description = _said(folder, manifest)
     else:
         section, description = _of_run(folder)
-    return SavedModel(folder, manifest, section, description)
+    return SavedModel(folder, manifest, section, description, trust)
 
 
 def candidates(path: str | Path, *, best: bool = False) -> list[Path]:

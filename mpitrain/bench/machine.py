@@ -19,7 +19,6 @@ with as usual; `--machine machine.toml,network.toml` adds it from another measur
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from mpitrain.comm.process.topology import processor_name
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
+from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.monitor.text import counted
 from mpitrain.planner.machine_file import write_values
 from mpitrain.speeds import cores, device, kept, links
@@ -68,7 +68,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         with _told(world, "cores"):
             result["cores"] = cores.measure(world, "quick" if options.quick else "full")
         result["machine"] = processor_name()
-        result["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        result["memory"] = node_memory_bytes()
         with _told(world, "devices"):
             result["device"] = device.measure(world, options.device, options.quick)
         with _told(world, "folder"), temporary_folder(world, options, "machine") as folder:

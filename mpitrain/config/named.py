@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mpitrain.errors import InputError, refusal
 
+_TRUST = "read it, then allow it with --trust (in Python trust=True)"
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -44,10 +47,55 @@ def find(key: str, path: str) -> Callable[..., Any]:
     return found
 
 
-def _import(named: str, module_name: str) -> ModuleType:
+def require_outside(key: str, path: str, folder: Path) -> None:
+    """Import the module that a setting of a run names, unless that would run code which came with the run.
+
+    From here on the run's folder is searched last, so that nothing in it hides an installed module.
+
+    Args:
+        key: Of the setting, for messages.
+        path: package.module:name.
+        folder: The run's folder.
+
+    Raises:
+        InputError: The module, or a package around it, lies in the folder, or the standard library is named, where no
+            model is but much that runs what it is given.
+    """
+    module_name = path.partition(":")[0]
+    _look_here()
+    sys.path.sort(key=lambda entry: _is_within(entry, folder))
+    parts = module_name.split(".")
+    if parts[0] in sys.stdlib_module_names:
+        raise InputError(f"{key} {path} names Python's own {parts[0]}, which has no such thing; {_TRUST}")
+    for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+        try:
+            spec = importlib.util.find_spec(name) if name not in sys.modules else None
+        except (ImportError, ValueError):
+            return  # `find` says what is wrong
+        if spec is None:
+            continue
+        if spec.origin is not None and _is_within(spec.origin, folder):
+            raise InputError(
+                f"{key} {path} would import {name} from {os.path.abspath(spec.origin)}, code that came with the run; "
+                f"{_TRUST}"
+            )
+        _import(f"{key} {path}", name)
+
+
+def _is_within(path: str, folder: Path) -> bool:
+    """Return whether a path leads into the folder, by its name or by where its links end."""
+    return any(Path(resolve(path)).is_relative_to(resolve(folder)) for resolve in (os.path.abspath, os.path.realpath))
+
+
+def _look_here() -> None:
+    """Have modules searched in the working directory, as `python -m` does, however the job was started."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does, however the job was started
+        sys.path.insert(0, here)
+
+
+def _import(named: str, module_name: str) -> ModuleType:
+    _look_here()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -55,7 +103,7 @@ def _import(named: str, module_name: str) -> ModuleType:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(f"{named}: {module_name} needs {told(error)}; install it") from error
         raise InputError(
-            f"{named}: there is no module {error.name!r} in {here} or among the installed packages; "
+            f"{named}: there is no module {error.name!r} in {os.getcwd()} or among the installed packages; "
             + _suggestion(error.name, _modules_beside(error.name), "start the job in its folder, or install it")
         ) from None
     except (Exception, SystemExit) as error:

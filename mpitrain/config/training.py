@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from mpitrain.choices import RESNET_LAYERS, FeedForward, Model, NoDecay, Norm, Positions, Precision, Rates, one_of
+from mpitrain.choices import (
+    RESNET_LAYERS,
+    FeedForward,
+    Measured,
+    Model,
+    NoDecay,
+    Norm,
+    OfClasses,
+    Positions,
+    Precision,
+    Rates,
+    one_of,
+)
 from mpitrain.config.base_run import with_base
 from mpitrain.config.batch_sizes import Stages, checked_warmup, require_no_larger
 from mpitrain.config.groups import checked_groups
 from mpitrain.config.preset import with_preset
 from mpitrain.config.section import ClassName, Named, Section, setting
+
+_Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class ModelSection(Section):
@@ -197,10 +212,15 @@ class TrainSection(Section):
         ge=0,
         also=["max_skipped_steps", "skip_limit"],
     )
-    metrics: tuple[Named, ...] = setting(
+    metrics: tuple[Named | Measured | OfClasses, ...] = setting(
         (),
-        'metrics of your own beside the loss: ["package.module:function", ...], each called as function(output, y)',
+        'more metrics: ["f1", "auroc", ...], or your own, "package.module:function", called as function(output, y)',
         also=["compute_metrics"],
+    )
+    class_weights: Literal["balanced"] | tuple[_Weight, ...] = setting(
+        (),
+        "weight of each class in the loss of training: [1.0, 5.0]; balanced: larger the rarer a class is",
+        also=["class_weight"],
     )
     patience: int = setting(
         0,
@@ -216,6 +236,19 @@ class TrainSection(Section):
     min_delta: float = setting(
         0.0, "by how much more than this train.monitor must be better", ge=0.0, also=["early_stopping_threshold"]
     )
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _known_metrics(cls, given: Any) -> Any:
+        known = (*get_args(Measured), *get_args(OfClasses))
+        for name in given if isinstance(given, (list, tuple)) else ():
+            if isinstance(name, str) and ":" not in name and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}, or package.module:function"
+                )
+                raise ValueError(f"train.metrics has no {name!r}; {hint}")
+        return given
 
     @field_validator("batch_warmup", mode="before")
     @classmethod

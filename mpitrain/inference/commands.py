@@ -97,7 +97,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint"
     )
     parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoint.best keeps [the newest]")
+    add_trust(parser)
     parser.add_argument("--run.device", dest="device", default="auto", metavar="KIND", help="what to compute on [auto]")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Declare --trust, which every command takes that builds the model of a run."""
+    parser.add_argument("--trust", action="store_true", help="run code that lies in the run's folder, as the run asks")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -75,7 +75,9 @@ class LanguageModel:
         return self.saved.description.document_end
 
 
-def placed(path: Path, mesh: Mesh | None, device: torch.device, say: Say, *, best: bool = False) -> LanguageModel:
+def placed(
+    path: Path, mesh: Mesh | None, device: torch.device, say: Say, *, best: bool = False, trust: bool = False
+) -> LanguageModel:
     """The model of a run or a checkpoint. Collective over the mesh's ranks.
 
     Args:
@@ -84,16 +86,22 @@ def placed(path: Path, mesh: Mesh | None, device: torch.device, say: Say, *, bes
         device: What this rank computes on.
         say: Told where an older checkpoint than the newest was taken.
         best: Take the checkpoint that checkpoint.best keeps.
+        trust: Run code that lies in the run's folder, where the run names it.
     """
+
+    def load(folder: Path) -> LanguageModel:
+        if mesh is None:
+            return _undivided(saved_in(folder, trust=trust), device)
+        return _divided(folder, mesh, device, trust)
+
     if mesh is None:
-        return first_whole(candidates(path, best=best), lambda folder: _undivided(folder, device), say)
+        return first_whole(candidates(path, best=best), load, say)
     folders = mesh.world.on_root(lambda: [str(folder) for folder in candidates(path, best=best)])
-    return first_whole([Path(folder) for folder in folders], lambda folder: _divided(folder, mesh, device), say)
+    return first_whole([Path(folder) for folder in folders], load, say)
 
 
-def _undivided(folder: Path, device: torch.device) -> LanguageModel:
+def _undivided(saved: SavedModel, device: torch.device) -> LanguageModel:
     """The model of a checkpoint, all of it on this rank."""
-    saved = saved_in(folder)
     vocabulary = require_text(saved.description.kind, saved.description.vocabulary)
     module = saved.build().module.eval()
     known = of_transformers(module)
@@ -110,13 +118,13 @@ def _undivided(folder: Path, device: torch.device) -> LanguageModel:
     return LanguageModel(saved, decoder, vocabulary, longest_text(module), device, remark=remark)
 
 
-def _divided(folder: Path, mesh: Mesh, device: torch.device) -> LanguageModel:
+def _divided(folder: Path, mesh: Mesh, device: torch.device, trust: bool) -> LanguageModel:
     """The same, divided over the axes pipeline and tensor. Collective."""
     from mpitrain.pipe.pipeline import named_tree
     from mpitrain.trainer.folder import together
 
     world = mesh.world
-    saved = together(world, lambda: saved_in(folder))
+    saved = together(world, lambda: saved_in(folder, trust=trust))
     vocabulary = together(world, lambda: require_text(saved.description.kind, saved.description.vocabulary))
     module = together(world, saved.build).module.eval()
     longest, (_, last, remark) = longest_text(module), _memories(module, vocabulary)

@@ -121,6 +121,13 @@ def _target(description: Description) -> tuple[int, Criterion]:
     return math.prod(description.y_shape), squared_error
 
 
+def loss_unit(section: ModelSection, description: Description) -> str:
+    """Return the unit of a model's loss; empty for a model of one's own, which may have any loss."""
+    if section.factory and not section.factory.startswith(hugging_face.PREFIX):
+        return ""
+    return "nats" if description.kind == "tokens" or description.classes else "squared error"
+
+
 def _is_image(description: Description) -> bool:
     return description.kind == "arrays" and is_image(description.x_shape)
 

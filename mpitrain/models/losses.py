@@ -39,6 +39,33 @@ class MaskedCrossEntropy(nn.Module):
         return (each.view(len(y), -1).sum(1) / counted).mean()
 
 
+class WeightedCrossEntropy:
+    """Cross-entropy in which each class has a weight, of a part of a batch; without gradients the plain one.
+
+    Evaluation then measures what it measures without weights, so that losses can be compared.
+
+    Args:
+        weights: Weight of each class, float32 [classes].
+
+    Attributes:
+        scale: The targets of the whole batch over the sum of their weights; set before each step.
+
+    Shape:
+        output [..., classes], any float dtype; y [...], int64.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights, self.scale = weights, torch.ones(())
+
+    def __call__(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return cross_entropy(output, y)
+        self.weights, self.scale = self.weights.to(output.device), self.scale.to(output.device)
+        scores = widened(output).flatten(0, -2)
+        total = functional.cross_entropy(scores, y.flatten(), weight=self.weights.to(scores.dtype), reduction="sum")
+        return total * self.scale / y.numel()
+
+
 def squared_error(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Mean over samples and numbers. output: [batch, numbers]; y: as many numbers per sample, in any shape.
 

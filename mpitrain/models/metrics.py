@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ import torch
 from mpitrain.models.losses import widened
 
 if TYPE_CHECKING:
-    from mpitrain.data import Description
+    pass
 
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]  # a tensor of each rank, whose sizes may differ: those of all
 IGNORED = -100  # the target that does not count, as in torch
 FIRST = 5  # of the best classes, of which the right one is to be one
 
@@ -47,18 +49,50 @@ class Judged:
     counted: torch.Tensor
 
 
-class Metric(ABC):
-    """A figure of the samples that a model was evaluated on.
+class Measure(ABC):
+    """One figure, or several, of the samples that a model was evaluated on.
 
     Attributes:
         name: In metrics.jsonl, after "held_out_".
         higher: Whether a larger figure is a better one; None: not known.
-        size: How many sums it is made of.
-        counts: Whether the sums are whole numbers, which have no rounding to depend on their order.
     """
 
     name: str
     higher: bool | None = True
+
+    @property
+    def directions(self) -> dict[str, bool | None]:
+        """By the name of each figure, `higher` of it."""
+        return {self.name: self.higher}
+
+
+class Collected(Measure):
+    """A measure that needs more of the samples than sums.
+
+    It is told that an evaluation begins, sees outputs on the ranks where the model ends, and makes its figures there.
+    """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget what was seen."""
+
+    @abstractmethod
+    def see(self, output: Any, y: torch.Tensor) -> None:
+        """Take the whole output of the model for some samples, and their targets."""
+
+    @abstractmethod
+    def figures(self, gather: Gather) -> dict[str, float]:
+        """Return the figures of what all ranks have seen; none where nothing was. Collective over these ranks."""
+
+
+class Metric(Measure):
+    """A measure that is made of sums over samples.
+
+    Attributes:
+        size: How many sums it is made of.
+        counts: Whether the sums are whole numbers, which have no rounding to depend on their order.
+    """
+
     size: int = 2
     counts: bool = False
 
@@ -75,6 +109,10 @@ class Metric(ABC):
     def value(self, sums: torch.Tensor) -> float:
         """What the sums over all samples come to; NaN where nothing was counted."""
 
+    def figures(self, sums: torch.Tensor) -> dict[str, float]:
+        """Return the figures by name."""
+        return {self.name: self.value(sums)}
+
 
 class OfScores(Metric):
     """A metric of classes, whose output are scores [..., classes] and whose y are class numbers [...].
@@ -87,6 +125,7 @@ class OfScores(Metric):
         self.classes = classes
 
     top = False  # whether it looks at more than the best class
+    exact = False  # whether the output may have no more scores than there are classes
 
     def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
         """As of `Metric`; the output may be `Judged` already."""
@@ -140,7 +179,7 @@ class Perplexity(OfScores):
 class Confusion(OfScores):
     """How often each class was taken for each: `matrix`. Its value is the share of those taken for themselves."""
 
-    name, counts = "confusion", True
+    name, counts, exact = "confusion", True, True
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -154,9 +193,35 @@ class Confusion(OfScores):
     def value(self, sums: torch.Tensor) -> float:
         return float(self.matrix(sums).trace() / sums.sum())
 
+    def figures(self, sums: torch.Tensor) -> dict[str, float]:
+        return {}
+
     def matrix(self, sums: torch.Tensor) -> torch.Tensor:
         """int64 [right class, class with the largest score]."""
         return sums.round().long().view(self.classes, self.classes)
+
+
+class RMSE(Metric):
+    """The root of the mean squared error; of several numbers a sample the mean of their roots, as in scikit-learn.
+
+    Args:
+        numbers: Numbers of a sample.
+    """
+
+    name, higher = "rmse", False
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+        self.size = numbers + 1
+
+    def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
+        y = y.reshape(-1, self.numbers).double()
+        away = (output.reshape(y.shape).double() - y).square().sum(0)
+        return torch.cat([away, y.new_tensor([len(y)])])
+
+    def value(self, sums: torch.Tensor) -> float:
+        count = float(sums[-1])
+        return float((sums[:-1] / count).sqrt().mean()) if count else math.nan
 
 
 class R2(Metric):
@@ -190,31 +255,6 @@ class R2(Metric):
         return float(torch.where(flat, exact, 1 - away / spread.where(~flat, 1.0)).mean())
 
 
-def metrics_of(description: Description, *, more: bool = False) -> list[Metric]:
-    """The metrics of a task, by what its data are.
-
-    Args:
-        description: Of the data.
-        more: Also those that are dearer or longer: top-5 accuracy, and the confusion matrix of classes.
-
-    Returns:
-        Of classes accuracy, of tokens perplexity and token accuracy, of numbers R2.
-    """
-    if description.kind == "tokens" and description.vocabulary is not None:
-        size = description.vocabulary
-        found: list[Metric] = [Perplexity(size), Accuracy(size, "token_accuracy")]
-    elif description.classes:
-        size = len(description.classes)
-        found = [Accuracy(size)]
-    else:
-        return [R2(math.prod(description.y_shape))]
-    if more and size > FIRST:
-        found.append(TopAccuracy(size))
-    if more and description.classes:
-        found.append(Confusion(size))
-    return found
-
-
 def judged(scores: torch.Tensor, y: torch.Tensor, *, top: bool = False) -> Judged:
     """What whole scores [..., classes] of targets y [...] come to. top: also how many classes are above the right."""
     scores, y = widened(scores).reshape(-1, scores.shape[-1]), y.reshape(-1)
@@ -230,11 +270,14 @@ def fits(metric: Metric, output: Any, y: Any) -> bool:
     if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.is_floating_point()):
         return False
     if isinstance(metric, OfScores):
-        if output.shape[:-1] != y.shape or output.dim() == y.dim() or y.is_floating_point():
-            return False
         more = output.shape[-1] - metric.classes  # a head may have more scores than there are classes
-        return more == 0 or (more > 0 and not isinstance(metric, Confusion))
+        return are_scores(output, y) and (more == 0 or (more > 0 and not metric.exact))
     return output.numel() == y.numel()
+
+
+def are_scores(output: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether an output can be scores of classes, of which y are the numbers."""
+    return output.shape[:-1] == y.shape and output.dim() > y.dim() and not y.is_floating_point()
 
 
 def _shares(part: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

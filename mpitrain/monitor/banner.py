@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpitrain.monitor.text import aligned, counted, duration, short
+from mpitrain.monitor.text import aligned, counted, duration, rates_text, short
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Outcome:
         loss: Of the last step; NaN where there was none.
         held_out: The figures of the last evaluation, by name, as text; empty where nothing was held out.
         seconds: Of this start, not of the whole run.
-        samples_done: Likewise.
+        step_seconds: Part of them that its steps took, without evaluation and saving.
+        samples_done: Samples of this start's steps.
         tokens: Per sample; 0 where samples are not tokens.
         peak_memory_bytes: Of the rank that held most.
         skipped: Steps without an update.
@@ -68,6 +69,7 @@ class Outcome:
     loss: float
     held_out: Mapping[str, str]
     seconds: float
+    step_seconds: float
     samples_done: int
     tokens: int  # per sample; 0 where samples are not tokens
     peak_memory_bytes: int  # of the rank that held most
@@ -115,7 +117,9 @@ def closing(outcome: Outcome) -> str:
     if outcome.skipped:
         rows.append(("skipped", f"{counted(outcome.skipped, 'step')}, for gradients that were not finite"))
     rows.append(("throughput", _throughput(outcome)))
-    rows.append(("time", f"{duration(outcome.seconds)} for {counted(steps, 'step')}"))
+    rows.append(
+        ("time", f"{duration(outcome.seconds)}, {duration(outcome.step_seconds)} of it in {counted(steps, 'step')}")
+    )
     rows.append(("peak memory", f"{short(outcome.peak_memory_bytes)}B per rank at most"))
     rows.append(("run folder", outcome.run_dir))
     rows.extend(outcome.commands)
@@ -123,8 +127,7 @@ def closing(outcome: Outcome) -> str:
 
 
 def _throughput(outcome: Outcome) -> str:
-    if outcome.seconds <= 0:
+    if outcome.step_seconds <= 0:
         return "none"
-    samples = outcome.samples_done / outcome.seconds
-    tokens = f" ({short(samples * outcome.tokens)} tokens/s)" if outcome.tokens else ""
-    return f"{short(samples)} samples/s{tokens}"
+    samples = outcome.samples_done / outcome.step_seconds
+    return rates_text(samples, samples * outcome.tokens)

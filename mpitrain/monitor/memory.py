@@ -19,6 +19,38 @@ STATUS = Path("/proc/self/status")
 SHARED = Path("/proc/self/smaps_rollup")  # takes about 10 ms for each GB
 
 
+def node_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that processes here may have between them: the machine's, or less by a limit of a cgroup.
+
+    The limit is the least of this process's cgroup and those around it, which a batch system or a container sets.
+
+    Args:
+        root: Folder above proc/ and sys/.
+    """
+    limits = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemTotal:")]
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0":
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        inside = top / path.lstrip("/")  # of a container perhaps seen from outside, where only the top is there
+        for folder in (inside, *inside.parents):
+            if folder.is_relative_to(top):
+                limits += [int(limit) for limit in _lines(folder / name) if limit.isdigit()]
+    return min(filter(None, limits), default=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none of one that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def peak_memory_bytes(device: torch.device | None = None) -> int:
     """The most this process has held, in bytes.
 

@@ -59,7 +59,7 @@ class MetricsWriter:
             figures: What else the line says, in this order; whatever JSON can hold. A run writes of each step time (in
                 unix seconds, at its end), loss, lr, grad_norm (None where it was not taken), samples, tokens, step_s
                 (seconds), tokens_per_s, memory_bytes (the peak per rank) and world_size (ranks); of some held_out_loss
-                (nats) or ids (the samples' numbers).
+                or ids (the samples' numbers).
 
         Raises:
             InputError: The line cannot be written.

@@ -42,6 +42,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def rates_text(samples: float, tokens: float) -> str:
+    """Return how fast steps were, in samples and tokens a second of the time that steps took."""
+    return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "") + " in steps"
+
+
 def spoken(figure: str) -> str:
     """The name of a figure as people say it: token_accuracy without its _, "loss of my_set" with that of the set."""
     what, of, whose = figure.partition(" of ")

@@ -70,9 +70,12 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     Raises:
         CommunicationError: The processes that measure have failed.
     """
-    from mpitrain.comm.process.cores import sharing  # not in the processes that are started: it loads MPI
+    from mpitrain.comm.process.cores import sharing, siblings  # not in the processes that are started: it loads MPI
 
-    allowed = world.all_gather_object(sorted(_allowed()))
+    core_of, one_of = siblings(), dict[int, int]()  # hardware thread of each core
+    for thread in sorted(_allowed()):
+        one_of.setdefault(core_of.get(thread, thread), thread)
+    allowed = world.all_gather_object(list(one_of.values()))
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
     groups = [(beside[ranks[0]], sorted(cores)) for ranks, cores in sharing([allowed[rank] for rank in beside])]
     plan, told = _Plan(effort), ""
@@ -93,7 +96,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
 
 
 def _allowed() -> set[int]:
-    """The cores that the system lets this rank have, whatever its launcher has bound it to."""
+    """The hardware threads that the system lets this rank have, whatever its launcher has bound it to."""
     bound = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

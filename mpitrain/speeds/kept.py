@@ -14,6 +14,7 @@ from mpitrain.comm.process.topology import processor_name, this_machine
 from mpitrain.comm.selection.tuning import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
+from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.planner.machine_file import Values, merged, read_values, write_values
 from mpitrain.speeds import cores, device, links
 from mpitrain.speeds.values import values_from
@@ -63,7 +64,7 @@ def measured(world: Communicator, on_device: bool, kind: str) -> Values:
     found: dict[str, Any] = {"nodes": list(world.nodes), "process": peak_memory_bytes()}
     found["cores"] = cores.measure(world, "short")
     found["machine"] = processor_name()
-    found["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found["memory"] = node_memory_bytes()
     if on_device:
         found["device"] = device.measure(world, kind, False)
     if world.size > 1:

@@ -15,7 +15,8 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -27,10 +28,12 @@ from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.loading import CONFIG
 from mpitrain.monitor import open_rank_log
+from mpitrain.monitor.events import EVENTS
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reason, write_whole
 
 CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")  # where folders without a name of their own are made
 _DYING = 5.0  # seconds
 T = TypeVar("T")
 
@@ -52,41 +55,42 @@ def together(world: Communicator, act: Callable[[], T]) -> T:
     return value
 
 
-def settled(config: Config) -> Config:
-    """The configuration with its run folder decided."""
-    if config.run.dir:
-        return config
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-    name = f"job-{job}" if job else datetime.now().strftime("%Y%m%d-%H%M%S")
-    section = config.run.model_copy(update={"dir": str(Path("runs") / name)})
-    return config.model_copy(update={"run": section})
-
-
 class RunFolder:
     """One job's work in its run folder. Collective over `world`; use it in `with`.
 
-    path: of the folder. log: this rank's, inside of the `with`. step: steps done, which its last words name.
+    path: of the folder; without run.dir it is known inside of the `with`. config: the settings, with that path. log:
+    this rank's, inside of the `with`. step: steps done, which its last words name.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
         self.world = world
+        self.config = config
         self.path = Path(config.run.dir)
-        self.checkpoints = self.path / CHECKPOINTS
         self.step = 0
-        self._config = config
+        self._unnamed = False  # whether this rank chose the folder's name
         self._lock: locks.Lock | None = None
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / CHECKPOINTS
+
     def __enter__(self) -> RunFolder:
-        self.world.on_root(self._occupy)
+        self.path = Path(self.world.on_root(self._begin))
+        section = self.config.run.model_copy(update={"dir": str(self.path)})
+        self.config = self.config.model_copy(update={"run": section})
         self.log = together(self.world, lambda: open_rank_log(self.path, self.world.rank))
         self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.release()
+        refused = isinstance(error, (MpitrainError, KeyboardInterrupt))
+        if refused and self._unnamed and not (self.path / CONFIG).exists():
+            self._remove()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)
-            again = self.resume_command(self._config, self.world.size)
+            again = self.resume_command(self.config, self.world.size)
             raise Interrupted(f"interrupted at step {self.step}; go on with: {again}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
@@ -108,11 +112,40 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
+    def _begin(self) -> str:
+        """Choose a name where none is given, make the folder and take its lock."""
+        if not self.config.run.dir:
+            job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+            self.path = RUNS / (f"job-{job}" if job else datetime.now().strftime("%Y%m%d-%H%M%S"))
+            name, number = self.path.name, 1
+            with self._usable():
+                RUNS.mkdir(exist_ok=True)
+                while not _made(self.path) and not job:  # a job comes back to its folder
+                    number += 1
+                    self.path = RUNS / f"{name}-{number}"
+            self._unnamed = True
+        self._occupy()
+        return str(self.path)
+
+    def _remove(self) -> None:
+        """Remove the folder of a run that never began; it stays where anything is in it that did not come from here."""
+        for path in (self.path / locks.LOCK, self.path / EVENTS, *self.path.glob("logs/rank-*.log")):
+            path.unlink(missing_ok=True)
+        for folder in (self.path / "logs", self.checkpoints, self.path):
+            with suppress(OSError):
+                folder.rmdir()
+
     def _occupy(self) -> None:
         """Make the folder and take its lock."""
-        try:
+        with self._usable():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = locks.take(self.path / locks.LOCK)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Raise InputError where the folder cannot be made, or has another job in it."""
+        try:
+            yield
         except locks.LockHeld:
             raise InputError(f"run folder {self.path} is in use by another job; choose another run.dir") from None
         except OSError as error:
@@ -166,6 +199,15 @@ class RunFolder:
         launcher = "srun" if under_slurm else f"mpirun -n {ranks}"
         more = "" if self.step < config.train.steps else f" --train.steps {2 * config.train.steps}"
         return f"{launcher} python -m mpitrain.train {shlex.quote(str(self.path / CONFIG))}{more}"
+
+
+def _made(path: Path) -> bool:
+    """Make a folder; return False where something has its name already."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _is_resolved(path: Path) -> bool:

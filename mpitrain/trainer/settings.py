@@ -8,7 +8,6 @@ from typing import Any
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
-from mpitrain.trainer.folder import settled
 
 
 def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
@@ -16,7 +15,7 @@ def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
 
     Raises InputError, on all ranks, where they are wrong.
     """
-    return Config.from_dict(world.on_root(lambda: settled(make()).model_dump(exclude_unset=True)))
+    return Config.from_dict(world.on_root(lambda: make().model_dump(exclude_unset=True)))
 
 
 def config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:

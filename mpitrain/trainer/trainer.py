@@ -31,6 +31,7 @@ from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
+from mpitrain.trainer.class_weights import class_weights
 from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker
 from mpitrain.trainer.device import choose, full_told, set_threads
 from mpitrain.trainer.due import due, saves_after
@@ -147,6 +148,7 @@ class Trainer:
     def working(self) -> Iterator[None]:
         """Hold the run folder, and have the callbacks set up, inside. Collective."""
         with self.folder:
+            self.config = self.folder.config
             self.call(lambda callback: callback.setup(self))
             try:
                 yield
@@ -207,6 +209,7 @@ class Trainer:
         self.data, self.held_out = self.open_data()
         torch.manual_seed(config.run.seed)
         task = self.make_model()
+        self.class_weights = class_weights(config, task, self.data, self.world)
         self.roles = ParameterRoles.of(config.optim, task.module)
         self.places = self.strategy.places(config, self.world)
         self.engine, self.parameters = assemble(
@@ -264,6 +267,8 @@ class Trainer:
             number = places.first_worker + workers.own[worker] + self.mesh.pipeline.rank * places.evaluating.count
             seed_worker(config.run.seed, self.step, number)
 
+        if self.class_weights is not None:
+            self.class_weights.begin_step(batch.y, self.mesh.data)
         rounds = workers.rounds(size, microbatch)
         losses = self.engine.forward_backward(shares, size, rounds=rounds, before=seed)
         lr = next_rate(self.schedule, self.engine.optimizer, self.step)

@@ -4,6 +4,8 @@ good where it is cancelled."""
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import time
 from pathlib import Path
 
@@ -108,9 +110,12 @@ class Training:
 
 def test_a_job_trains_on_three_nodes(slurm, tmp_path):
     training = Training(tmp_path, slurm, steps=40, seconds=0)
-    number = training.submit("--nodes=3")
+    scripts = shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in slurm.environment().items())
+    (scripts / "site.sh").write_text(f"echo the site has its say\n{given}")  # all that the job has: nothing is exported
+    number = training.submit("--nodes=3", "--export=NONE", script=scripts / "train.sbatch")
     job = training.ended(number)
-    assert job["JobState"] == "COMPLETED", training.out
+    assert job["JobState"] == "COMPLETED" and "the site has its say" in training.out, training.out
     training.assert_every_sample_was_seen_once()
     assert {m["world_size"] for m in training.metrics()} == {6}
     assert "6 ranks on 3 nodes" in training.out and "0 wrong" in training.out and "done" in training.out

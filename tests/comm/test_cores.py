@@ -8,7 +8,8 @@ import sys
 import pytest
 from warm import job
 
-from mpitrain.comm.process.cores import Share, share_of
+from mpitrain.comm.process.cores import Share, share_of, siblings
+from mpitrain.comm.process.topology import processor_name
 
 BINDINGS = {  # cores of each rank, what each has: cores, ranks
     "alone on a machine": ([range(64)], [(64, 1)]),
@@ -27,7 +28,52 @@ BINDINGS = {  # cores of each rank, what each has: cores, ranks
 @pytest.mark.parametrize("binding", BINDINGS)
 def test_cores_that_several_ranks_may_use_are_shared_and_others_are_not(binding):
     allowed, shares = BINDINGS[binding]
-    assert [share_of(rank, allowed) for rank in range(len(allowed))] == [Share(*share) for share in shares]
+    found = [share_of(rank, allowed, {}) for rank in range(len(allowed))]
+    assert [(share.cores, share.ranks) for share in found] == shares
+
+
+def machine(folder, cores, per_core):
+    """A folder with what Linux tells of a machine whose hardware thread t is one of core t modulo `cores`."""
+    for thread in range(cores * per_core):
+        place = folder / f"sys/devices/system/cpu/cpu{thread}/topology"
+        place.mkdir(parents=True)
+        beside = range(thread % cores, cores * per_core, cores)
+        (place / "thread_siblings_list").write_text(",".join(map(str, beside)) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("allowed", "seen"),  # hardware threads of each rank; computing threads and spare cores of each
+    [
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], (1, 0)),  # bound to a core each, as by mpirun --bind-to core
+        ([range(8)] * 4, (1, 0)),
+        ([range(8)] * 2, (2, 2)),
+        ([[0], [4]], (1, 0)),  # two ranks on one core: they need not take turns
+        ([range(8)] * 8, (1, 0)),
+        ([range(8)] * 9, (1, -1)),
+    ],
+)
+def test_hardware_threads_of_a_core_are_one_core_to_compute_on(tmp_path, allowed, seen):
+    core_of = siblings(machine(tmp_path, cores=4, per_core=2))
+    assert core_of[5] == core_of[1] == 1 and siblings(tmp_path / "nothing") == {}
+    for rank in range(len(allowed)):
+        share = share_of(rank, allowed, core_of)
+        assert (share.each, share.spare) == seen
+
+
+def test_a_machine_is_told_apart_by_its_processor_whatever_that_calls_itself(tmp_path):
+    told = {
+        "processor: 0|vendor_id: AuthenticAMD|model: 49|model name: AMD EPYC 7742": "AMD EPYC 7742",
+        "CPU implementer: 0x41|CPU variant: 0x1|CPU part: 0xd40": "implementer 0x41 part 0xd40 variant 0x1",
+        "CPU implementer: 0x46|CPU part: 0x001|CPU revision: 0": "implementer 0x46 part 0x001 revision 0",
+        "processor: 0|cpu: POWER9, altivec supported||machine: PowerNV 8335": "POWER9, altivec supported PowerNV 8335",
+        "hart: 0|isa: rv64imafdc|uarch: sifive,u74-mc": "sifive,u74-mc rv64imafdc",
+    }
+    for number, (text, wanted) in enumerate(told.items()):
+        (tmp_path / f"{number}/proc").mkdir(parents=True)
+        (tmp_path / f"{number}/proc/cpuinfo").write_text(text.replace(":", "\t:").replace("|", "\n") + "\n")
+        assert processor_name(tmp_path / str(number)) == wanted
+    assert processor_name(tmp_path) == "" and processor_name()
 
 
 def test_threads_and_spare_cores_follow_from_the_share():

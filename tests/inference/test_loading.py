@@ -359,3 +359,61 @@ def test_what_cannot_be_done_is_told_in_one_line_and_leaves_no_file(command, pla
     for refused, *words in REFUSED:
         one_line(command(refused), *words)
     assert not list(place.glob("*q.*"))
+
+
+def hostile(place: Path, run: Path, factory: str) -> Path:
+    """A run of tokens that names code which came with it and says that it ran, in its manifests and its settings."""
+    task = read_manifest(place / "running/checkpoints/step-00000002").values[TASK]
+    older(place / "running", run, **{TASK: task | {"model": task["model"] | {"factory": factory}}})
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text().replace("own_models:running", factory))
+    (run / "evil.py").write_text(f"print('evil ran')\n{FACTORY}\nbuild = running\n")
+    return run
+
+
+OPENED = "import sys, mpitrain as mt; print(type(mt.load_model({run!r}{more})).__name__)"
+
+
+@pytest.mark.parametrize("factory", ["evil:build", "given.evil:build"], ids=["module", "package"])
+def test_opening_a_run_runs_no_code_that_came_with_it_unless_it_is_trusted(place, forked, tmp_path, factory):
+    run = hostile(place, tmp_path / "given", factory)
+    cwd = run if factory.startswith("evil") else tmp_path
+    words = f"would import {factory[:-6]} from {run}/evil.py", "--trust (in Python trust=True)"
+    data = str(place / "text")
+    done = forked.run("-c", OPENED.format(run=str(run), more=""), cwd=cwd)
+    assert done.returncode == 1 and all(word in done.stderr for word in words) and "evil ran" not in done.stdout
+    opening = {
+        "generate": [run, "--prompt", "a", "--tokens", "1"],
+        "predict": [run, data, "--out", tmp_path / "p.csv"],
+        "evaluate": [run, "--data", data, "--samples", "4"],
+    }
+    for name, arguments in opening.items():
+        refused = forked.run(name, *arguments, cwd=cwd)
+        one_line(refused, *words)
+        assert "evil ran" not in refused.stdout
+        trusted = forked.run(name, *arguments, "--trust", cwd=cwd)
+        assert trusted.returncode == 0 and "evil ran" in trusted.stdout, trusted.stderr
+    done = forked.run("-c", OPENED.format(run=str(run), more=", trust=True"), cwd=cwd)
+    assert done.stdout.split("\n")[:2] == ["evil ran", "Running"], done.stderr
+
+
+def test_what_only_looks_at_a_run_or_trains_on_from_it_imports_nothing_that_it_names(place, forked, tmp_path):
+    run = hostile(place, tmp_path / "given", "evil:build")
+    for words in (f"show {run}", f"verify {run}", f"export {run} {tmp_path}/w.pt", f"ls {run}"):
+        done = forked.run("checkpoint", *words.split(), cwd=run)
+        assert done.returncode == 0 and "evil ran" not in done.stdout, done.stderr
+    own = f"--data.path {place}/text --model.factory own_models:running --model.sequence 8 --train.batch 4"
+    more = f"--run.dir {tmp_path}/on --train.steps 3 --checkpoint.resume {run}/checkpoints/step-00000002"
+    done = forked.run("train", *f"{own} {more}".split(), cwd=run, PYTHONPATH=str(place))
+    assert done.returncode == 0 and "evil ran" not in done.stdout, done.stderr
+
+
+def test_a_module_that_is_found_without_the_runs_folder_is_taken_from_there(place, forked, tmp_path):
+    run = hostile(place, tmp_path / "given", "evil:build")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/evil.py").write_text(f"{FACTORY}\nbuild = running\n")
+    done = forked.run("-c", OPENED.format(run=str(run), more=""), cwd=run, PYTHONPATH=str(tmp_path / "mine"))
+    assert (done.stdout, done.returncode) == ("Running\n", 0), done.stderr
+    run = hostile(place, tmp_path / "library", "unittest:main")  # it imports what its arguments name
+    (run / "evil.py").rename(run / "test_evil.py")
+    one_line(forked.run("generate", run, "--prompt", "a", cwd=place), "names Python's own unittest", "--trust")

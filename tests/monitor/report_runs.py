@@ -26,6 +26,7 @@ class Story:
         straggler: The rank whose backward takes 60 % longer; -1: none.
         zero: The stage of ZeRO: 0 (DDP) or 3.
         save_every: Steps between two saves.
+        loss_unit: As a start records it.
     """
 
     ranks: int = 8
@@ -34,6 +35,7 @@ class Story:
     straggler: int = 5
     zero: int = 0
     save_every: int = 100
+    loss_unit: str = "nats"
 
 
 def make_run(folder: Path, story: Story = Story()) -> Path:
@@ -79,6 +81,7 @@ def _job(
         "time": begin, "event": "start", "step": first, "version": "0.1.0", "ranks": story.ranks, "nodes": 2,
         "hosts": [f"{host}0", f"{host}1"], "threads": 1, "device": "CPU", "mpi": "Open MPI v5.0.8", "torch": "2.9.0",
         "python": "3.11.2", "cpu": "AMD EPYC 7742", "cores": 64, "model": "gpt", "parameters": PARAMETERS,
+        "loss_unit": story.loss_unit,
         "precision": "fp32", "parallel": f"data {story.ranks}, ZeRO {story.zero}", "steps": story.steps,
         "resumed_step": first or None, "config": {"train": {"steps": story.steps}},
     })  # fmt: skip

@@ -32,6 +32,7 @@ OUTCOME = Outcome(
     loss=2.41234,
     held_out={"loss": "2.4400", "accuracy": "0.91"},
     seconds=100.0,
+    step_seconds=80.0,
     samples_done=6400,
     tokens=128,
     peak_memory_bytes=512_000_000,
@@ -71,8 +72,8 @@ def test_the_closing_lines_tell_the_result_and_what_to_do_next():
         "  loss                2.4123",
         "  held-out loss       2.4400",
         "  held-out accuracy   0.91",
-        "  throughput          64 samples/s (8.19k tokens/s)",
-        "  time                0:01:40 for 200 steps",
+        "  throughput          80 samples/s (10.2k tokens/s) in steps",
+        "  time                0:01:40, 0:01:20 of it in 200 steps",
         "  peak memory         512MB per rank at most",
         "  run folder          runs/first",
         "  inspect             python -m mpitrain.report runs/first",
@@ -83,7 +84,7 @@ def test_a_run_cut_short_or_without_a_step_says_so():
     stopped = closing(replace(OUTCOME, step=150, start_step=0, held_out={}, tokens=0))
     assert stopped.startswith("stopped at step 150 of 300\n")
     assert "held-out" not in stopped and "tokens" not in stopped
-    idle = closing(replace(OUTCOME, start_step=300, loss=math.nan, samples_done=0, seconds=0.0))
+    idle = closing(replace(OUTCOME, start_step=300, loss=math.nan, samples_done=0, step_seconds=0.0))
     assert "none: no step was taken" in idle and "throughput          none" in idle
     assert "  loss                nan" in closing(replace(OUTCOME, loss=math.nan))
 

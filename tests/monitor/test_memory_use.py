@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import textwrap
@@ -7,7 +8,7 @@ import torch
 from pseudo_terminal import ROOT
 
 from mpitrain.monitor import memory
-from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes
+from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
 
 MIB = 2**20
 
@@ -26,7 +27,7 @@ def run(script: str) -> list[int]:
 
 def test_the_peak_stays_and_the_present_falls_when_memory_is_freed():
     before, peak, now = run("""
-        from mpitrain.monitor.memory import memory_bytes, peak_memory_bytes
+        from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
         before = memory_bytes()
         block = bytearray(b"x" * 1) * (200 * 2**20)
         del block
@@ -69,3 +70,38 @@ def test_a_cuda_device_counts_its_tensors():
     assert memory_bytes(device) - before == 64 * MIB
     del block
     assert memory_bytes(device) == before and peak_memory_bytes(device) >= before + 64 * MIB
+
+
+GIB, NO_LIMIT = 1 << 30, str((1 << 63) - 4096)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "gib"),
+    [
+        ("", {}, 64),
+        ("0::/job_1/step_0\n", {"memory.max": "max"}, 64),
+        ("0::/job_1/step_0\n", {"job_1/memory.max": str(16 * GIB), "job_1/step_0/memory.max": "max"}, 16),
+        ("0::/job_1/step_0\n", {"job_1/memory.max": str(16 * GIB), "job_1/step_0/memory.max": str(8 * GIB)}, 8),
+        ("0::/\n", {"memory.max": str(4 * GIB)}, 4),  # a container with a view of its own
+        ("0::/docker/12ab\n", {"memory.max": str(4 * GIB)}, 4),  # one without
+        (
+            "9:cpuset,memory:/slurm/job_1\n0::/\n",
+            {
+                "memory/slurm/memory.limit_in_bytes": str(32 * GIB),
+                "memory/memory.limit_in_bytes": NO_LIMIT,
+            },
+            32,
+        ),
+        ("4:memory:/slurm/job_1\n", {"memory/slurm/job_1/memory.limit_in_bytes": NO_LIMIT}, 64),
+    ],
+)
+def test_the_memory_of_a_node_is_what_the_cgroups_around_a_process_leave_of_it(tmp_path, cgroup, limits, gib):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal:       {64 << 20} kB\nMemFree:  1 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert node_memory_bytes(tmp_path) == gib * GIB
+    assert 0 < node_memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -27,7 +27,7 @@ from mpitrain.monitor.report.findings import expected_traffic, findings, memory_
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.report.records import RunRecord
 from mpitrain.monitor.report.series import chosen, histogram, kept
-from mpitrain.monitor.report.style import spec_of
+from mpitrain.monitor.report.style import LIGHT, painted, spec_of
 
 ONE = {
     "course", "loss", "learning_rate", "gradient_norm", "throughput", "step_time", "step_histogram", "parts",
@@ -224,6 +224,21 @@ def test_what_tied_ranks_send_is_part_of_their_axis(tmp_path):
     assert any("along data" in told and "(+0.0%)" in told for told in findings(run))
 
 
+def test_a_run_may_have_the_name_of_a_colour_and_losses_have_the_unit_that_their_run_recorded(tmp_path):
+    named = {"@blue": "squared error", "@nowhere": "squared error", "@": "nats"}
+    runs = {n: make_run(tmp_path / n, Story(ranks=2, steps=20, killed_at=0, loss_unit=u)) for n, u in named.items()}
+    label = {"@blue": "loss (squared error)", "@": "loss (nats)", "": "loss (unit of the model)"}
+    for folder in (runs["@blue"], runs["@"]):
+        (chart,) = losses([Named(folder.name, read_run(folder))])
+        assert f'"title": "{label[folder.name]}"' in json.dumps(spec_of(chart.chart))
+    several = [Named(name, read_run(folder)) for name, folder in runs.items()]
+    spec = spec_of(losses(several)[0].chart)
+    assert label[""] in json.dumps(spec) and label["@blue"] not in json.dumps(spec)
+    text = json.dumps(painted(spec, LIGHT))
+    assert '"@blue"' in text and '"@nowhere"' in text and LIGHT["blue"] in text and '"@orange"' not in text
+    assert report.main([*map(str, runs.values()), "--png", str(tmp_path / "png")]) == 0
+
+
 def test_a_page_is_safe_against_what_runs_say_and_never_writes_over_other_files(pages, tmp_path, capsys):
     folder = make_run(tmp_path / "<b>&'@@VEGA@@", Story(ranks=2, steps=20, killed_at=0))
     out = Path(shutil.copy(pages["one"], tmp_path / "page.html"))
@@ -326,6 +341,8 @@ def test_many_ranks_and_steps_make_a_page_that_still_opens(tmp_path):
 @pytest.mark.serial
 @pytest.mark.timeout(180)
 def test_a_browser_draws_every_chart_light_and_dark_without_a_complaint(pages, tmp_path):
+    odd = [make_run(tmp_path / name, Story(ranks=2, steps=20, killed_at=0)) for name in ("@blue", "@nowhere")]
+    assert report.main([*map(str, odd), "--out", str(tmp_path / "odd.html")]) == 0
     with browser(require_browser(), tmp_path / "profile") as page:
         for path, names in ((pages["one"], ONE), (pages["both"], SEVERAL)):
             for scheme, paper in (("light", "rgb(244, 246, 248)"), ("dark", "rgb(13, 17, 23)")):
@@ -344,6 +361,9 @@ def test_a_browser_draws_every_chart_light_and_dark_without_a_complaint(pages, t
             assert page.value("document.documentElement.dataset.theme") == "light"
             page.value("theme.value = 'auto'; theme.dispatchEvent(new Event('change'))")
             page.drawn()
+        page.open(tmp_path / "odd.html")
+        text = page.value("document.getElementById('loss').textContent")
+        assert "@blue" in text and "@nowhere" in text
         assert not page.complaints
         assert page.requests and all(url.startswith(("file://", "data:")) for url in page.requests)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -298,3 +299,108 @@ def test_each_rank_of_a_batch_job_has_a_device_of_its_own(batch, device, asked, 
     trained = out.partition(" to look at")[2]  # the doctor's last line
     assert "2 ranks on 1 nodes" in out and "1 x Pretend 0, 1 x Pretend 1" in trained and "done" in trained, out
     assert {line["world_size"] for line in batch.metrics()} == {2}
+
+
+# -- how ranks are counted, bound and started: Slurm's commands and python are scripts of the test, mpirun is real
+
+SITE_OF = {
+    "scontrol": f"""#!/usr/bin/env bash
+case "$*" in
+*"show config") echo "MpiDefault              = $DEFAULT" ;;
+*"show node"*) echo "NodeName=n1 CPUTot=$CPUS Sockets=1 Boards=1 CoresPerSocket=$CORES ThreadsPerCore=2" ;;
+*) echo "   Command={ROOT}/jobs/train.sbatch" ;;
+esac
+""",
+    "srun": """#!/usr/bin/env bash
+if [ "$*" = --mpi=list ]; then
+    printf 'MPI plugin types are...\\n' >&2
+    printf '\\t%s\\n' $KINDS >&2
+else
+    echo "srun $* export $SLURM_EXPORT_ENV cpus $SRUN_CPUS_PER_TASK site ${SITE_SAYS:-}" >>"$RECORD"
+fi
+""",
+    "python": """#!/usr/bin/env bash
+case "$*" in
+*mpi4py.rc*) echo "$LIBRARY" ;;
+*Config.from_args*) echo "0 run" ;;
+esac
+""",
+}
+
+
+def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
+    """Run jobs/train.sbatch on one node of CPUS hardware threads and CORES cores; its output and what srun started."""
+    for name, content in SITE_OF.items():
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(content)
+        (folder / "bin" / name).chmod(0o755)
+    given = {"LIBRARY": "MPICH Version: 4.2.3", "DEFAULT": "none", "KINDS": "none pmi2", "CPUS": "8", "CORES": "8"}
+    given |= {"SLURM_CPUS_ON_NODE": variables.get("CPUS", "8"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    given |= {"SLURM_SUBMIT_DIR": str(folder), "RECORD": str(folder / "record"), "VENV": "/nowhere"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "jobs/train.sbatch")],
+        cwd=folder,
+        env=clean_environment(PATH=f"{folder / 'bin'}:{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
+        | given
+        | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = folder / "record"
+    return done.stdout + done.stderr, record.read_text().splitlines()[1:] if record.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("site", "option"),
+    [
+        ({}, "--mpi=pmi2 "),
+        ({"KINDS": "none pmix pmix_v4"}, "--mpi=pmix "),
+        ({"KINDS": "cray_shasta none pmi2"}, "--mpi=cray_shasta "),
+        ({"DEFAULT": "pmix", "KINDS": "none pmi2 pmix"}, ""),
+        ({"SLURM_MPI_TYPE": "cray_shasta"}, ""),
+    ],
+    ids=["pmi2", "pmix", "cray", "default", "variable"],
+)
+def test_srun_is_asked_for_the_kind_of_pmi_that_the_site_has(tmp_path, site, option):
+    _, started = on_a_site(tmp_path, **site)
+    assert len(started) == 2 and all(line.startswith(f"srun {option}--nodes=1 --ntasks=8 ") for line in started)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "cpus"),
+    [({}, 4, 2), ({"SLURM_CPUS_PER_TASK": "3"}, 2, 4), ({"RANKS": "8"}, 8, 1), ({"CORES": "8"}, 8, 1)],
+    ids=["a core each", "two cores each", "hardware threads", "CPUs that are cores"],
+)
+def test_ranks_get_whole_cores_where_slurm_counts_hardware_threads(tmp_path, asked, ranks, cpus):
+    _, started = on_a_site(tmp_path, **{"CORES": "4"} | asked)
+    assert f"--ntasks={ranks} --ntasks-per-node={ranks} " in started[-1] and f" cpus {cpus} " in started[-1], started
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound"), [({}, ["core"]), ({"RANKS": "2"}, ["hwt", "hwt"])], ids=["cores", "hardware threads"]
+)
+@pytest.mark.skipif(os.cpu_count() < 2, reason="needs two processors, which are said to be one core")
+def test_open_mpi_finds_room_for_the_ranks_on_a_core_of_two_hardware_threads(tmp_path, asked, bound):
+    topology = {"HWLOC_SYNTHETIC": "package:1 core:1 pu:2", "HWLOC_THISSYSTEM": "1"}
+    machine = topology | {"CPUS": "2", "CORES": "1", "LIBRARY": "Open MPI v5.0.11", "OMPI_MCA_osc": "^ucx"}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/cat").write_text(
+        '#!/bin/sh\ncase "$*" in */thread_siblings_list*) echo 0,1 ;; *) exec /bin/cat "$@" ;; esac\n'
+    )
+    (tmp_path / "bin/cat").chmod(0o755)
+    slots = {"PRTE_MCA_prte_default_hostfile": str(tmp_path / "hosts")}
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    out, _ = on_a_site(tmp_path, **machine, **slots, **asked)
+    found = re.findall(r"Rank \d bound to package\[0\]\[(\w+):", out)
+    assert found[-len(bound) :] == bound and "more processes than the ppr" not in out, out
+
+
+def test_a_file_of_the_site_is_read_first_and_the_ranks_have_its_environment_also_after_export_none(tmp_path):
+    site = tmp_path / "site.sh"
+    site.write_text('[ "$NO_SUCH_VARIABLE" = "" ]\nexport SITE_SAYS=loaded\n')
+    _, started = on_a_site(tmp_path, SITE=str(site), SLURM_EXPORT_ENV="NONE")
+    assert len(started) == 2 and all(" export ALL " in line and line.endswith(" site loaded") for line in started)
+    with pytest.raises(AssertionError, match="which is not there"):
+        on_a_site(tmp_path, SITE=str(tmp_path / "nowhere.sh"))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 import zlib
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -255,12 +256,30 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_gets_one_clear_line_and_exit_code_2(tmp_path, forked, sentence, name):
+def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(tmp_path, forked, sentence, name):
     (tmp_path / "file.txt").write_text("not a folder")
     arguments, message = BAD[name]
-    base = ("--data.path", sentence, *SMALL, "--train.steps", 2, "--run.dir", "r")
+    base = ("--data.path", sentence, *SMALL, "--train.steps", 2)
     both = (*arguments, *base) if arguments[0].endswith(".toml") else (*base, *arguments)
     assert one_line(forked.run("train", *both, cwd=tmp_path), message).startswith("mpitrain: ")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp_path, sentence):
+    """Folders of all times to come are there already, as if other jobs had begun then."""
+    wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")
+    one_line(warm.job(2, train_command(*wrong), cwd=tmp_path), "is no checkpoint", alone=False)
+    assert not list(tmp_path.glob("runs/*"))
+    now = datetime.now().replace(microsecond=0)
+    others = [tmp_path / f"runs/{now + timedelta(seconds=n):%Y%m%d-%H%M%S}" for n in range(100)]
+    for other in others:
+        other.mkdir(parents=True)
+    done = warm.job(2, train_command(*wrong[:-2]), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (own,) = set((tmp_path / "runs").iterdir()) - set(others)
+    assert own.name.endswith("-2") and own.with_name(own.name[:-2]) in others and not any(map(os.listdir, others))
+    assert f'dir = "runs/{own.name}"' in (own / "config.toml").read_text() and f"runs/{own.name}" in done.stdout
+    assert (own / "checkpoints/step-00000001").is_dir() and (own / "logs/rank-00001.log").exists()
 
 
 @pytest.mark.parametrize("kind", ["empty", "not hdf5"])

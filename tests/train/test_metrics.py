@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +12,24 @@ import torch
 from torch.nn import functional
 from train.jobs import run
 
+from mpitrain import report
 from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
-from mpitrain.models.metrics import R2, Accuracy, Confusion, Perplexity, TopAccuracy, judged
+from mpitrain.models.build import build_model
+from mpitrain.models.class_metrics import of_classes
+from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged
 from mpitrain.monitor.events import read_events
 from mpitrain.tensor import Axis
 from mpitrain.tensor.judging import judge, whole
 from mpitrain.trainer.trainer import Trainer
 
 GPT = {"layers": 2, "width": 16, "heads": 2, "sequence": 16}
+NAMED = {
+    "classes": ["f1", "f1_macro", "f1_micro", "precision", "recall", "per_class", "auroc", "accuracy"],
+    "numbers": ["rmse", "r2"],
+}
 OWN = ["train.own_metrics:margin", "train.own_metrics:mean_margin"]
 
 
@@ -54,19 +62,36 @@ def trained(comm, folder, **sections):
     return trainer
 
 
+def by_scikit_learn(scores, y, names):
+    """The figures of classes, by name."""
+    from sklearn import metrics
+
+    guess, labels, found = scores.argmax(1), list(range(len(names))), {}
+    kinds = {"f1": metrics.f1_score, "precision": metrics.precision_score, "recall": metrics.recall_score}
+    for name, score in kinds.items():
+        found[name] = score(y, guess, average="macro", zero_division=0)
+        each = score(y, guess, labels=labels, average=None, zero_division=0)
+        found |= {f"{name} of {of}": value for of, value in zip(names, each, strict=True)}
+    found["f1_macro"], found["f1_micro"] = found["f1"], metrics.f1_score(y, guess, average="micro")
+    chances = scores.double().softmax(1)
+    areas = {n: metrics.roc_auc_score(y == n, chances[:, n]) for n in labels if 0 < (y == n).sum() < len(y)}
+    found |= {f"auroc of {names[n]}": area for n, area in areas.items() if len(names) > 2}
+    return found | {"auroc": sum(areas.values()) / len(areas) if len(names) > 2 else areas[1]}
+
+
 def held(lines):
     return {name.removeprefix("held_out_"): value for name, value in lines[-1].items() if name.startswith("held_out_")}
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("task", ["classes", "numbers"])
-def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder, arrays, task):
-    from sklearn.metrics import accuracy_score, r2_score
+def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder, arrays, task, capsys):
+    from sklearn.metrics import accuracy_score, r2_score, root_mean_squared_error
 
     sections = {
         "data": {"path": arrays[task]},
         "model": {"name": "mlp", "layers": 1, "width": 8},
-        "train": {"steps": 6, "batch": 7, "microbatch": 2, "evaluate_samples": 11, "metrics": OWN},
+        "train": {"steps": 6, "batch": 7, "microbatch": 2, "evaluate_samples": 11, "metrics": OWN + NAMED[task]},
         "optim": {"lr": 0.05, "warmup": 0},
         "parallel": {"zero": world.size if world.size < 3 else 3},
     }
@@ -80,13 +105,22 @@ def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder
         assert found["accuracy"] == pytest.approx(accuracy_score(y, output.argmax(1)), abs=1e-12)
         assert found["loss"] == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-6)
         assert found["accuracy"] > 0.3
+        names = open_dataset(arrays[task]).description.classes
+        for name, value in by_scikit_learn(output, y, names).items():
+            assert found[name] == pytest.approx(value, abs=1e-12), name
     else:
         assert found["r2"] == pytest.approx(r2_score(y, output), rel=1e-5)
+        assert found["rmse"] == pytest.approx(root_mean_squared_error(y, output), rel=1e-5)
     margin = (output.amax(1) - output.mean(1)).mean().item()
     assert found["margin"] == pytest.approx(margin, rel=1e-6) == found["mean_margin"]
     if world.rank == 0:
         (event,) = [e for e in read_events(folder / task) if e["event"] == "evaluate"]
         assert {"loss": event["loss"], **event["metrics"]} == found
+        ((start,), closing) = [e for e in read_events(folder / task) if e["event"] == "start"], capsys.readouterr().out
+        assert start["loss_unit"] == {"classes": "nats", "numbers": "squared error"}[task]
+        assert report.main([str(folder / task)]) == 0
+        rate = re.compile(r"[\d.k]+ samples/s.*")  # of the time in steps, without that of the start and of evaluating
+        assert rate.findall(closing)[-1:] == rate.findall(capsys.readouterr().out) != []
 
 
 LAYOUTS = {
@@ -172,7 +206,7 @@ def test_divided_scores_are_judged_as_whole_ones(world):
 
 
 def test_sums_of_any_cut_come_to_the_formulas():
-    from sklearn.metrics import accuracy_score, confusion_matrix, r2_score
+    from sklearn.metrics import accuracy_score, confusion_matrix, r2_score, root_mean_squared_error
 
     draw = torch.Generator().manual_seed(0)
     scores, y = torch.randn(40, 7, generator=draw) * 2, torch.randint(7, (40,), generator=draw)
@@ -187,11 +221,27 @@ def test_sums_of_any_cut_come_to_the_formulas():
     assert value(Perplexity(7)) == pytest.approx(functional.cross_entropy(scores, y).exp().item(), rel=1e-6)
     sums = Confusion(7).sums(scores, y)
     assert np.array_equal(Confusion(7).matrix(sums), confusion_matrix(y[counted], scores.argmax(1)[counted]))
+    for classes in (2, 7, 9):  # two of nine classes are never right, and some are never guessed
+        scores = (torch.randn(40, classes, generator=draw) * 2).round()  # so that some are equal
+        y = torch.randint(min(classes, 7), (40,), generator=draw)
+        names = [f"class {number}" for number in range(classes)]
+        for name, wanted in by_scikit_learn(scores, y, names).items():
+            kind = name.partition(" of ")[0] if " of " not in name or name.startswith("auroc") else "per_class"
+            metric = of_classes(kind, names, each=True)
+            if kind == "auroc":
+                for lo in range(0, 40, 9):
+                    metric.see(scores[lo : lo + 9], y[lo : lo + 9])
+                assert metric.figures(lambda own: [own])[name] == pytest.approx(wanted, abs=1e-12)
+            else:
+                sums = sum(metric.sums(scores[lo : lo + 9], y[lo : lo + 9]) for lo in range(0, 40, 9))
+                assert metric.figures(sums)[name] == pytest.approx(wanted, abs=1e-12), name
     numbers = torch.randn(40, 3, generator=draw) + 100
     numbers[:, 2] = 4
     guesses = numbers + torch.randn(40, 3, generator=draw) * 0.3
     sums = sum(R2(3).sums(guesses[lo : lo + 9], numbers[lo : lo + 9]) for lo in range(0, 40, 9))
     assert R2(3).value(sums) == pytest.approx(r2_score(numbers, guesses), rel=1e-6)
+    sums = sum(RMSE(3).sums(guesses[lo : lo + 9], numbers[lo : lo + 9]) for lo in range(0, 40, 9))
+    assert RMSE(3).value(sums) == pytest.approx(root_mean_squared_error(numbers, guesses), rel=1e-6)
     assert TopAccuracy(7).of(judged(torch.full((1, 7), math.nan), torch.zeros(1, dtype=torch.long), top=True))[0] == 0
 
 
@@ -199,6 +249,7 @@ def test_sums_of_any_cut_come_to_the_formulas():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
+        ("rmse", "train.metrics rmse is not of classes, which the targets are; choose accuracy, f1,"),
         ("train.own_metrics:margn", "did you mean 'margin'"),
         ("train.own_metrics:accuracy", "there is a figure 'accuracy' already"),
         ("train.own_metrics:broken", "raised ValueError: no such thing (own_metrics.py:"),
@@ -213,4 +264,86 @@ def test_a_metric_of_ones_own_that_is_none_is_told_in_one_line(world, folder, ar
     }
     with pytest.raises(InputError) as caught:
         run(world, folder / "r", **sections)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_metrics_of_torchmetrics_are_exact_over_ranks_of_which_some_have_no_samples(world, folder, arrays):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    sections = {
+        "data": {"path": arrays["classes"]},
+        "model": {"name": "mlp", "layers": 1, "width": 8},
+        "train": {"steps": 3, "batch": 7, "evaluate_every": 2, "evaluate_samples": 8},  # of the last batch, one
+        "optim": {"lr": 0.05, "warmup": 0},
+    }
+    names = ["f1_of_each", "area", "both", "spread"]
+    sections["train"]["metrics"] = [f"train.library_metrics:{name}" for name in names]
+    trainer = trained(world, folder / "r", **sections)
+    data = open_dataset(arrays["classes"], "held_out")
+    x, y = map(torch.from_numpy, data.read(np.arange(8) * len(data) // 8))
+    with torch.no_grad():
+        output = trainer.engine.module.eval()(x)
+    functional_ones = torchmetrics.functional.classification
+    each = functional_ones.multiclass_f1_score(output, y, 4, average=None).tolist()
+    wanted = {f"f1_of_each of {name}": value for name, value in zip(data.description.classes, each, strict=True)}
+    wanted["area"] = functional_ones.multiclass_auroc(output, y, 4).item()
+    wanted["both_recall"] = functional_ones.multiclass_recall(output, y, 4).item()
+    wanted["both_precision"] = functional_ones.multiclass_precision(output, y, 4).item()
+    wanted["spread"] = output.amax(1).var(correction=0).item()
+    assert {name: trainer.figures[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert trainer.meter.directions["area"] is True
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("weights", [[0.5, 3.0, 0.0, 2.0], "balanced"])
+def test_class_weights_give_torchs_weighted_loss_of_the_whole_batch(world, folder, arrays, weights):
+    sections = {
+        "data": {"path": arrays["classes"], "record_ids": True},
+        "model": {"name": "mlp", "layers": 1, "width": 8},
+        "train": {"steps": 4, "batch": 7, "microbatch": 2, "class_weights": weights, "clip": 0.0},
+        "optim": {"name": "SGD", "lr": 0.2, "warmup": 0, "schedule": "constant", "weight_decay": 0.0},
+        "parallel": {"pipeline": 2 if world.size == 2 else 1, "zero": 2 if world.size == 3 else 0},
+    }
+    lines = run(world, folder / "r", **sections)
+    data = open_dataset(arrays["classes"])
+    if weights == "balanced":
+        from sklearn.utils.class_weight import compute_class_weight
+
+        y = data.read(np.arange(len(data)))[1]
+        weights = compute_class_weight("balanced", classes=np.arange(4), y=y)
+    config = Config.from_dict(sections)
+    torch.manual_seed(config.run.seed)
+    model = build_model(config.model, data.description).module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    weighted = torch.nn.CrossEntropyLoss(torch.tensor(weights, dtype=torch.float32))
+    for line in lines:
+        x, y = map(torch.from_numpy, data.read(np.array(line["ids"])))
+        loss = weighted(model(x), y)
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-5), line["step"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    held_out = open_dataset(arrays["classes"], "held_out")
+    x, y = map(torch.from_numpy, held_out.read(np.arange(7) * len(held_out) // 7))
+    assert lines[-1]["held_out_loss"] == pytest.approx(functional.cross_entropy(model(x), y).item(), rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"train": {"class_weights": [1, 2]}}, "has 2 weights, and the data have 4 classes"),
+        ({"train": {"class_weights": "balanced"}, "data": "numbers"}, "on data with classes"),
+        (
+            {"train": {"class_weights": "balanced"}, "model": {"factory": "train.own_metrics:measured"}},
+            "the loss of your",
+        ),
+        ({"train": {"class_weights": "balanced"}, "parallel": {"mode": "local"}}, "is for parallel.mode sync"),
+    ],
+    ids=["number", "numbers", "own", "local"],
+)
+def test_class_weights_that_do_not_fit_are_told_in_one_line(world, folder, arrays, changed, words):
+    sections = {"model": {"name": "mlp", "layers": 1}, "train": {"steps": 1, "batch": 8}} | changed
+    with pytest.raises(InputError) as caught:
+        run(world, folder / "r", **sections | {"data": {"path": arrays[changed.get("data", "classes")]}})
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -6,13 +6,19 @@ two ranks have cores in common the ranks share both sets; a set that no other ra
     0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to what the job has: one core each
     0 1     | 0 1     | 2 3     | 2 3          bound to sockets: two ranks share two cores, one each
     0 1     | 2 3                              bound to their own: two cores each
+
+What the system counts are hardware threads, of which a core may have several. Threads that compute are counted in
+cores; ranks take turns only where they have less than a hardware thread each.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -29,10 +35,12 @@ class Share:
     Attributes:
         cores: How many it may run on.
         ranks: How many ranks have those between them, this one included.
+        threads: Hardware threads of these cores; 0: as many as cores.
     """
 
     cores: int
     ranks: int
+    threads: int = 0
 
     @property
     def each(self) -> int:
@@ -41,8 +49,31 @@ class Share:
 
     @property
     def spare(self) -> int:
-        """Cores beyond one a rank, for communication threads. It is negative where ranks have none."""
-        return self.cores - self.ranks
+        """Cores beyond one a rank, for communication threads. It is negative where ranks have no hardware thread."""
+        beyond = self.cores - self.ranks
+        return beyond if beyond >= 0 else min(0, max(self.threads, self.cores) - self.ranks)
+
+
+def siblings(root: Path = Path("/")) -> dict[int, int]:
+    """Return for each hardware thread the first one of its core, by the numbers that the system gives them.
+
+    Args:
+        root: Folder above sys/.
+
+    Returns:
+        An empty dict where the system does not tell.
+    """
+    found: dict[int, int] = {}
+    for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
+        with suppress(OSError, ValueError):
+            first = re.split("[-,]", path.read_text().strip())[0]
+            found[int(path.parts[-3].removeprefix("cpu"))] = int(first)
+    return found
+
+
+def cores_of(threads: Collection[int], core_of: Mapping[int, int]) -> set[int]:
+    """Return the cores of some hardware threads, each by its first one. core_of: as `siblings` returns it."""
+    return {core_of.get(thread, thread) for thread in threads}
 
 
 def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
@@ -62,15 +93,17 @@ def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set
         yield ranks, cores
 
 
-def share_of(rank: int, allowed: Sequence[Collection[int]]) -> Share:
+def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int, int]) -> Share:
     """What one of the ranks of a node has.
 
     Args:
         rank: Its number among them.
-        allowed: The cores that each of them may run on.
+        allowed: The hardware threads that each of them may run on.
+        core_of: Cores of these, as `siblings` returns them.
     """
-    ranks, cores = next((ranks, cores) for ranks, cores in sharing(allowed) if rank in ranks)
-    return Share(len(cores), len(ranks))
+    groups = sharing([cores_of(threads, core_of) for threads in allowed])
+    ranks, cores = next((ranks, cores) for ranks, cores in groups if rank in ranks)
+    return Share(len(cores), len(ranks), len(set().union(*(allowed[rank] for rank in ranks))))
 
 
 def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
@@ -84,7 +117,7 @@ def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
     everyone = np.empty((comm.size, packed.size), dtype=np.uint8)
     comm.Allgather(packed, everyone)
     allowed = [np.flatnonzero(np.unpackbits(everyone[rank])).tolist() for rank in topology.neighbours]
-    return share_of(topology.neighbours.index(topology.rank), allowed)
+    return share_of(topology.neighbours.index(topology.rank), allowed, siblings())
 
 
 def spare_cores(comm: MPI.Intracomm, share: Share) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -85,13 +87,26 @@ def library_name() -> str:
     return " ".join(line.split(", package")[0].replace("Version:", "").split())
 
 
-def processor_name() -> str:
-    """The processor's model; empty where the system does not tell."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        return ""
+def processor_name(root: Path = Path("/")) -> str:
+    """Return the processor's model; empty where the system does not tell.
+
+    x86 names a model, POWER a "cpu" and a machine, ARM only numbers of its implementer, part and variant.
+
+    Args:
+        root: Folder above proc/.
+    """
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    if found.get("model name"):
+        return found["model name"]
+    if "CPU part" in found:
+        keys = ("CPU implementer", "CPU part", "CPU variant", "CPU revision")
+        return " ".join(f"{key.removeprefix('CPU ')} {found[key]}" for key in keys if found.get(key))
+    names = (found.get(key, "") for key in ("cpu", "uarch", "cpu model", "machine", "isa"))
+    return " ".join(dict.fromkeys(filter(None, names)))
 
 
 def this_machine() -> str:

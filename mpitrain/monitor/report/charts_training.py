@@ -12,7 +12,7 @@ import altair as alt
 import numpy as np
 
 from mpitrain.monitor.report import style
-from mpitrain.monitor.report.compare import Named
+from mpitrain.monitor.report.compare import Named, loss_label
 from mpitrain.monitor.report.records import Column, RunRecord, StepColumns
 from mpitrain.monitor.report.series import at_steps, histogram, kept, percentiles, trained_seconds, trend
 from mpitrain.monitor.report.style import Drawing, data, missing, records
@@ -120,22 +120,23 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
     trained, held_out = _of(runs, "loss", "training"), _of(runs, "held_out_loss", "held out")
     held_out = [dataclasses.replace(curve, marked=True) for curve in held_out]
     why = "No step has a finite loss." if not trained else "Nothing was held out (data.held_out), or not evaluated yet."
+    label = loss_label(runs)
     if len(runs) == 1:
         curves = trained + held_out
         if not curves:
             return [missing("loss", "Loss", why)]
-        y, marks = _y("loss (nats)", [c.values for c in curves]), event_rules(runs[0].run)
+        y, marks = _y(label, [c.values for c in curves]), event_rules(runs[0].run)
         note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of steps."
         note += " Thin upright lines are events of the run." if marks else ""
         note += "" if held_out else " " + why
-        chart = _lines("Loss", curves, y, number=".4f", unit="loss (nats)", extra=marks)
+        chart = _lines("Loss", curves, y, number=".4f", unit=label, extra=marks)
         return [Drawing("loss", "Loss", note, chart)]
     drawings = []
     for name, title, curves in (("loss", "Training loss", trained), ("held_out_loss", "Held-out loss", held_out)):
         if not curves:
             drawings.append(missing(name, title, why))
             continue
-        chart = _lines(title, curves, _y("loss (nats)", [c.values for c in curves]), number=".4f", unit="loss (nats)")
+        chart = _lines(title, curves, _y(label, [c.values for c in curves]), number=".4f", unit=label)
         drawings.append(Drawing(name, title, f"The {title.lower()} of each run.", chart))
     return drawings
 
@@ -151,8 +152,8 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
             for named, columns in measured
             if name in columns
         ]
-        unit = "nats" if told.startswith("loss of ") else "no unit"
-        y, title = _y(f"{told} ({unit})", [curve.values for curve in curves]), f"Held-out {told}"
+        label = told.replace("loss", loss_label(runs), 1) if told.startswith("loss of ") else f"{told} (no unit)"
+        y, title = _y(label, [curve.values for curve in curves]), f"Held-out {told}"
         place = re.sub(r"\W", "_", f"held_out_{name}")  # the name of its file: metrics are called as users like
         note = f"The {told} of held-out samples at each evaluation."
         drawings.append(Drawing(place, title, note, _lines(title, curves, y, number=".4g", unit=told), wide=False))

@@ -53,6 +53,12 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     ]  # fmt: skip
 
 
+def loss_label(runs: Sequence[Named]) -> str:
+    """Return "loss" with its unit, where all runs recorded the same one."""
+    units = {str(named.run.facts.get("loss_unit") or "") for named in runs}
+    return f"loss ({units.pop() if len(units) == 1 and units != {''} else 'unit of the model'})"
+
+
 def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Nested settings as one table: {"train": {"steps": 10}} becomes {"train.steps": 10}."""
     found: dict[str, Any] = {}
@@ -124,11 +130,11 @@ def key_figures(runs: Sequence[Named]) -> list[KeyFigure]:
     uses = [_largest(named.run) for named in runs]
     figures: list[tuple[str, Callable[[int], float], Callable[[float], str]]] = [
         ("steps", lambda i: float(runs[i].run.columns.step[-1]), "{:,.0f}".format),
-        ("final loss (nats)", lambda i: _last(runs[i].run.columns.loss), "{:.4f}".format),
-        ("held-out loss (nats)", lambda i: _last(runs[i].run.columns.held_out_loss), "{:.4f}".format),
+        (f"final {loss_label(runs)}", lambda i: _last(runs[i].run.columns.loss), "{:.4f}".format),
+        (f"held-out {loss_label(runs)}", lambda i: _last(runs[i].run.columns.held_out_loss), "{:.4f}".format),
         ("median step (ms)", lambda i: float(np.median(runs[i].run.columns.seconds)) * 1e3, "{:,.1f}".format),
-        ("samples/s", lambda i: _rate(runs[i].run, runs[i].run.columns.samples), short),
-        ("tokens/s", lambda i: _rate(runs[i].run, runs[i].run.columns.tokens) or math.nan, short),
+        ("samples/s in steps", lambda i: _rate(runs[i].run, runs[i].run.columns.samples), short),
+        ("tokens/s in steps", lambda i: _rate(runs[i].run, runs[i].run.columns.tokens) or math.nan, short),
         ("ranks", lambda i: float(runs[i].run.columns.world_size[-1]), "{:,.0f}".format),
     ]
     for name in (*STATES, "activations", "buffers", "other"):

@@ -14,8 +14,15 @@ function theme() {
   return themeChoice.value === "auto" ? (system.matches ? "dark" : "light") : themeChoice.value;
 }
 
-function painted(spec, colours) {
-  return JSON.parse(JSON.stringify(spec).replace(/"@(\w+)"/g, (_, name) => JSON.stringify(colours[name])));
+// Where names of runs and metrics stand is no colour, whatever they begin with.
+function painted(node, colours) {
+  if (typeof node === "string") return node.startsWith("@") ? colours[node.slice(1)] ?? node : node;
+  if (node === null || typeof node !== "object") return node;
+  if (Array.isArray(node)) return node.map((part) => painted(part, colours));
+  const parts = Object.entries(node).map(([key, value]) => [
+    key, settings.foreign.includes(key) ? structuredClone(value) : painted(value, colours),
+  ]);
+  return Object.fromEntries(parts);
 }
 
 // Puts time or samples in the place of steps, wherever a chart has steps along x.

@@ -101,6 +101,7 @@ def page(runs: Sequence[Named]) -> str:
         "themes": {"light": style.theme(style.LIGHT), "dark": style.theme(style.DARK)},
         "colours": {"light": style.LIGHT, "dark": style.DARK},
         "time": {"size": size, "unit": unit},
+        "foreign": style.FOREIGN,
     }
     here = files("mpitrain.monitor.report")
     template = (here / "page.html").read_text(encoding="utf-8")
@@ -202,7 +203,10 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
         ("loss", f"{losses[-1]:.4f}" if len(losses) else "not finite"),
         ("held-out loss", f"{held[-1]:.4f}" if len(held) else ""),
         ("median step", _seconds(float(np.median(columns.seconds)))),
-        ("tokens/s" if tokens else "samples/s", short(tokens or float(columns.samples.sum()) / seconds)),
+        (
+            "tokens/s in steps" if tokens else "samples/s in steps",
+            short(tokens or float(columns.samples.sum()) / seconds),
+        ),
         ("ranks", f"{int(columns.world_size[-1]):,}"),
         ("time in steps", duration(seconds)),
         (f"outcome ({counted(len(run.starts), 'start')})", run.starts[-1].outcome if run.starts else ""),

@@ -25,8 +25,8 @@ class StepColumns:
 
     Attributes:
         step: Numbers of the steps, rising.
-        loss: In nats.
-        held_out_loss: In nats.
+        loss: Mean over the global batch, in the unit that the start of the job names.
+        held_out_loss: Mean over the held-out samples, in the same unit.
         lr: The learning rate.
         grad_norm: Before clipping.
         seconds: Of the step.

@@ -9,7 +9,6 @@ Reference:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ MEMORY_COLOURS = {
     "parameters": "@blue", "gradients": "@orange", "states": "@green", "activations": "@purple", "buffers": "@sky",
     "other": "@grey",
 }  # fmt: skip
+FOREIGN = ("datasets", "domain", "title")  # of a chart: where names of runs and metrics stand, and never a colour
 OUTCOME_COLOURS = {"done": "@green", "stopped": "@sky", "running": "@blue", "failed": "@red", "killed": "@purple"}
 FIT = alt.AutoSizeParams(type="fit-x", contains="padding")  # the width of the page, the height of the chart
 WIDTH, HEIGHT = 760, 240  # pixels of a PNG file's chart, without its axes
@@ -95,8 +95,15 @@ def theme(colours: Mapping[str, str]) -> dict[str, Any]:
 
 def painted(spec: Mapping[str, Any], colours: Mapping[str, str]) -> dict[str, Any]:
     """A chart with the colours of a theme in the place of their names."""
-    text = re.sub(r'"@(\w+)"', lambda found: json.dumps(colours[found[1]]), json.dumps(spec))
-    return dict(json.loads(text))
+    return {key: _painted(value, colours) if key not in FOREIGN else value for key, value in spec.items()}
+
+
+def _painted(node: Any, colours: Mapping[str, str]) -> Any:
+    if isinstance(node, Mapping):
+        return painted(node, colours)
+    if isinstance(node, str):
+        return colours.get(node[1:], node) if node.startswith("@") else node
+    return [_painted(part, colours) for part in node] if isinstance(node, (list, tuple)) else node
 
 
 def records(**columns: Any) -> list[dict[str, Any]]:

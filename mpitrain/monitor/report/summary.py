@@ -12,7 +12,7 @@ from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import FullStepLine
 from mpitrain.monitor.metrics import METRICS
-from mpitrain.monitor.text import aligned, counted, duration, short, spoken
+from mpitrain.monitor.text import aligned, counted, duration, rates_text, short, spoken
 
 
 def summary(folder: Path) -> str:
@@ -79,7 +79,7 @@ def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def _speed(lines: list[dict[str, Any]]) -> str:
     samples = sum(_all(lines, "samples")) / sum(_all(lines, "step_s"))
     tokens = sum(_all(lines, "tokens")) / sum(_all(lines, "step_s"))
-    return f"{short(samples)} samples/s" + (f" ({short(tokens)} tokens/s)" if tokens else "")
+    return rates_text(samples, tokens)
 
 
 def _between_groups(lines: list[dict[str, Any]]) -> str:

@@ -18,12 +18,15 @@ from mpitrain.checkpoint import Manifest
 from mpitrain.checkpoint.folders import find, folder_name, marked_best
 from mpitrain.comm import Communicator, carry_device_memory, set_timeout
 from mpitrain.config import command_line
+from mpitrain.config.named import require_outside
 from mpitrain.config.settings import Config, sections
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data import Dataset, Description, open_dataset, resolve
 from mpitrain.data.format import ColumnSpec
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.models.metrics import Confusion, metrics_of
+from mpitrain.loading import require_trusted
+from mpitrain.models.measures import measures_of
+from mpitrain.models.metrics import Confusion
 from mpitrain.trainer.device import full_told, set_threads
 from mpitrain.trainer.folder import CONFIG, together
 from mpitrain.trainer.held_out.evaluation import evaluated
@@ -47,6 +50,7 @@ class Asked:
         split: Of the data set.
         samples: Of the split, at most; 0: all.
         confusion: Whether the confusion matrix is wanted.
+        trust: Whether code that lies in the run's folder may run.
     """
 
     run: Path
@@ -55,6 +59,7 @@ class Asked:
     split: str
     samples: int
     confusion: bool
+    trust: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,10 +135,11 @@ class Evaluator(Trainer):
 
     def prepare(self) -> None:
         """As for training; and measure what is dearer, too."""
+        together(self.world, self._require_trusted)
         super().prepare()
         description = self.data.description
-        usual = {metric.name for metric in metrics_of(description)}
-        found = [metric for metric in metrics_of(description, more=True) if metric.name not in usual]
+        there = {metric.name for metric in self.meter.metrics}
+        found = [metric for metric in measures_of(description, more=True) if metric.name not in there]
         if self.asked.confusion and not description.classes:
             raise refusal(f"--confusion is of classes, and the targets of {self.config.data.path} are none; leave it")
         self.meter.add([metric for metric in found if self.asked.confusion or not isinstance(metric, Confusion)])
@@ -143,6 +149,13 @@ class Evaluator(Trainer):
             self.print(text)
 
     # -- inside
+
+    def _require_trusted(self) -> None:
+        """Raise InputError where the run names code in its own folder, unless that is trusted."""
+        require_trusted(self.config.model, self.asked.run, self.asked.trust)
+        for metric in () if self.asked.trust else self.config.train.metrics:
+            if ":" in metric:
+                require_outside("train.metrics", metric, self.asked.run)
 
     def _candidates(self) -> list[Path]:
         return [self.asked.checkpoint] if self.asked.checkpoint is not None else self.store.newest_first()

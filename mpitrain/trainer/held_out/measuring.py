@@ -2,7 +2,8 @@
 
     what is measured                    of which settings
     the task's metrics                  what the data are: see `mpitrain.models.metrics`
-    functions of one's own              train.metrics
+    measures by name                    train.metrics, as f1
+    functions of one's own              train.metrics, as package.module:function; metrics of torchmetrics alike
     what the model says of itself       model.factory: a method `metrics(output, y)` of the module, which returns a dict
 
 With a pipeline outputs are on the last stage alone, with tensor ranks that divide a vocabulary each has a part of the
@@ -22,11 +23,13 @@ from mpitrain.config.named import find, told
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
-from mpitrain.models.metrics import IGNORED, Judged, Metric, OfScores, fits, judged, metrics_of
+from mpitrain.models.measures import measures_of, named_measures
+from mpitrain.models.metrics import IGNORED, Collected, Judged, Measure, Metric, OfScores, fits, judged
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.judging import judge, whole
 from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.held_out.library_metric import LibraryMetric, gathered_from, is_library_metric
 from mpitrain.trainer.modes.strategy import GroupPlaces
 
 HELD_OUT = "held_out_"  # before the name of a figure, in metrics.jsonl
@@ -90,7 +93,7 @@ class Meter:
 
     def __init__(
         self,
-        metrics: Sequence[Metric],
+        metrics: Sequence[Measure],
         description: Description,
         own: Function | None = None,
         *,
@@ -98,23 +101,26 @@ class Meter:
         ends_here: bool = True,
         divided: tuple[Axis, int] | None = None,
     ) -> None:
-        self.metrics, self.worker = list[Metric](), 0
+        self.metrics, self.worker = list[Measure](), 0
         self.directions: dict[str, bool | None] = {LOSS: False}
         self.add(metrics)
         self.directions |= directions or {}
         self.counts: dict[str, torch.Tensor] = {}
         self._y_numbers = max(1, math.prod(description.y_shape))
         self._divided = divided
+        self._ends_here = ends_here
         self._asks_model, self._own = own is not None, own if ends_here else None
         self._sums: dict[str, torch.Tensor] = {}  # by the metric's name: [workers, size]
         self._told: dict[str, torch.Tensor] = {}  # by the name in the model's dict: [workers, 2]
+        self._found: dict[str, float] = {}  # figures of measures that collect
         self._names: list[str] = []  # of those, agreed on by all ranks
         self._like = torch.empty(0, 1)
 
-    def add(self, metrics: Sequence[Metric]) -> None:
+    def add(self, metrics: Sequence[Measure]) -> None:
         """Measure these, too."""
         self.metrics += metrics
-        self.directions |= {metric.name: metric.higher for metric in metrics}
+        for metric in metrics:
+            self.directions |= metric.directions
 
     @property
     def _top(self) -> bool:
@@ -123,14 +129,16 @@ class Meter:
     def begin(self, like: torch.Tensor) -> None:
         """Begin with nothing. like: float64 [workers, 1]; where sums are to be in the end."""
         self._like, self.worker = like, 0
-        self.counts, self._sums, self._told = {}, {}, {}
+        self.counts, self._sums, self._told, self._found = {}, {}, {}, {}
+        for metric in self._collected:
+            metric.begin()
 
     def see(self, output: Any, y: Any) -> None:
         """Add what the output of some samples and their targets are worth."""
         shown: Any = output
         axis, classes = self._divided or (None, 0)
         if axis is not None:
-            if self._own is not None or any(isinstance(metric, OwnMetric) for metric in self.metrics):
+            if self._own is not None or any(isinstance(m, (OwnMetric, Collected)) for m in self.metrics):
                 output = whole(output, axis, classes)
             shown = self._judged_part(shown, y, axis, classes)
         elif any(isinstance(metric, OfScores) and fits(metric, output, y) for metric in self.metrics):
@@ -142,8 +150,10 @@ class Meter:
             elif isinstance(metric, OfScores) and isinstance(shown, Judged):
                 if axis is not None or fits(metric, output, y):
                     self._add(self._sums, metric.name, metric.of(shown))
-            elif fits(metric, output, y):
+            elif isinstance(metric, Metric) and fits(metric, output, y):
                 self._add(self._sums, metric.name, metric.sums(output, y))
+        for collected in self._collected if self._ends_here else ():
+            collected.see(output, y)
         if self._own is not None:
             for name, sums in _of_model(self._own, output, y).items():
                 self._add(self._told, name, sums * share)
@@ -174,13 +184,18 @@ class Meter:
         sums = torch.cat([self._like[:, :0], *columns], 1).contiguous()
         if pipeline is not None and sums.numel():
             pipeline.comm.broadcast(sums, pipeline.last_rank)
-        for metric in self.metrics:
-            if metric.counts:
-                counted = self._rows(self._sums.get(metric.name), metric.size).sum(0)
-                if pipeline is not None:
-                    pipeline.comm.broadcast(counted, pipeline.last_rank)
-                places.everyone.all_reduce(counted)
-                self.counts[metric.name] = counted.cpu()
+        for metric in self._counting:
+            counted = self._rows(self._sums.get(metric.name), metric.size).sum(0)
+            if pipeline is not None:
+                pipeline.comm.broadcast(counted, pipeline.last_rank)
+            places.everyone.all_reduce(counted)
+            self.counts[metric.name] = counted.cpu()
+        if self._collected:
+            gather = gathered_from(places.everyone)
+            if self._ends_here:
+                self._found = {n: v for metric in self._collected for n, v in metric.figures(gather).items()}
+            if pipeline is not None:
+                self._found = pipeline.comm.broadcast_object(self._found, pipeline.last_rank)
         return sums
 
     def _rows(self, sums: torch.Tensor | None, size: int) -> torch.Tensor:
@@ -188,18 +203,30 @@ class Meter:
 
     @property
     def _summed(self) -> list[Metric]:
-        return [metric for metric in self.metrics if not metric.counts]
+        return [metric for metric in self.metrics if isinstance(metric, Metric) and not metric.counts]
+
+    @property
+    def _counting(self) -> list[Metric]:
+        return [metric for metric in self.metrics if isinstance(metric, Metric) and metric.counts]
+
+    @property
+    def _collected(self) -> list[Collected]:
+        return [metric for metric in self.metrics if isinstance(metric, Collected)]
 
     def values(self, totals: Sequence[float]) -> dict[str, float]:
         """The figures, by name. totals: of the numbers that `gathered` gave, the sums over all virtual workers.
 
         Without the metrics that the model's output does not go with.
         """
-        found, rest = {}, list(totals)
+        found, rest = dict[str, float](), list(totals)
         for metric in self._summed:
             own, rest = rest[: metric.size], rest[metric.size :]
             if own[-1]:  # how many were counted
-                found[metric.name] = metric.value(torch.tensor(own, dtype=torch.float64))
+                found |= metric.figures(torch.tensor(own, dtype=torch.float64))
+        for metric in self._counting:
+            if self.counts[metric.name].any():
+                found |= metric.figures(self.counts[metric.name])
+        found |= self._found
         for name in self._names:
             (total, count), rest = rest[:2], rest[2:]
             found[name] = total / count
@@ -217,9 +244,13 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
     Raises:
         InputError: A function of train.metrics cannot be found, or has the name of another figure.
     """
-    metrics = metrics_of(description)
-    for path in config.train.metrics:
-        own = OwnMetric(path, find("train.metrics", path))
+    asked = config.train.metrics
+    metrics = measures_of(description)
+    metrics += named_measures([name for name in asked if ":" not in name], description)
+    for path in (name for name in asked if ":" in name):
+        function, classes = find("train.metrics", path), description.classes or ()
+        library = is_library_metric(function)
+        own = LibraryMetric(path, function, classes) if library else OwnMetric(path, function)
         if own.name in {LOSS, *(metric.name for metric in metrics)}:
             raise refusal(f"train.metrics {path}: there is a figure {own.name!r} already; give it another name")
         metrics.append(own)

@@ -37,6 +37,7 @@ class Console(Callback):
         self._loss = math.nan
         self._held_out: dict[str, str] = {}
         self._skipped = 0  # steps
+        self._step_seconds = 0.0  # of the steps of this job, as in metrics.jsonl
 
     def setup(self, trainer: Trainer) -> None:
         self._began = time.monotonic()
@@ -55,6 +56,7 @@ class Console(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         self._loss = step.loss
         self._skipped += step.skipped
+        self._step_seconds += step.seconds
         if step.held_out_loss is not None:
             self._held_out = {spoken(n): figure(n, value) for n, value in trainer.figures.items()}
 
@@ -79,6 +81,7 @@ class Console(Callback):
             skipped=self._skipped,
             fruitless_since=row.since if row.bad else 0,
             seconds=time.monotonic() - self._began,
+            step_seconds=self._step_seconds,
             samples_done=trainer.batch_sizes.before(trainer.step) - trainer.batch_sizes.before(start),
             tokens=trainer.tokens,
             peak_memory_bytes=int(memory),

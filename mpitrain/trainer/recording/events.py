@@ -14,6 +14,7 @@ import torch
 
 from mpitrain.comm.process.topology import processor_name
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError
+from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.held_out.measuring import LOSS
@@ -122,6 +123,7 @@ def start_fields(trainer: Trainer) -> dict[str, Any]:
         "cores": os.cpu_count() or 0,
         "model": told.model,
         "parameters": told.parameters,
+        "loss_unit": loss_unit(config.model, trainer.data.description),
         "precision": told.precision,
         "parallel": parallel_text(config, trainer.world.size),
         "steps": told.steps,
