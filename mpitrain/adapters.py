@@ -19,6 +19,7 @@ import torch
 from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.folders import temporary_name
 from mpitrain.config.training import ModelSection
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
 from mpitrain.loading import BASE, saved_in
 from mpitrain.models import Task
@@ -34,6 +35,7 @@ _FILES = (".safetensors", ".pt")
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mpitrain.adapters", description="export what model.lora trained")
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write the model with the adapters added to its weights")
     merge.set_defaults(act=lambda given: write_merged(given.run, given.out))

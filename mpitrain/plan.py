@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.config.settings import Config
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
 from mpitrain.planner.candidates import LayoutRules, rules_of
@@ -211,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=VERSION)
     add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())

@@ -158,8 +158,8 @@ def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_se
 
 def test_a_configuration_is_read_without_torch_and_mpi():
     code = (
-        "import sys; from mpitrain.config.settings import start_timeout; import mpitrain.config.deepspeed;"
-        "assert start_timeout(['--comm.timeout', '7']) == 7.0;"
+        "import sys; from mpitrain.config.settings import Config; import mpitrain.config.deepspeed;"
+        "assert Config.from_args(['--comm.timeout', '7']).comm.timeout == 7.0;"
         "print([name for name in ('torch', 'mpi4py', 'h5py', 'numpy') if name in sys.modules])"
     )
     assert job(0, [sys.executable, "-c", code]).stdout == "[]\n"

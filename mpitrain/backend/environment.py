@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,12 @@ def announce() -> None:
     told = from_launcher(os.environ)
     if told is not None:
         os.environ.update(told)
-    elif multiprocessing.parent_process() is None:
+    elif multiprocessing.parent_process() is None and not _is_command():
         from mpitrain.comm import init
 
         publish(init(abort_on_error=False))
+
+
+def _is_command() -> bool:
+    """Return whether this is `python -m mpitrain.backend`, which reads its arguments before it starts MPI."""
+    return ("-m", "mpitrain.backend") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of
 from mpitrain.storage import locks
 
@@ -31,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         description="look at checkpoints, check them, convert them. PATH: a run folder, or one step-... folder in it "
         "(of a run folder: its newest whole one).",
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(

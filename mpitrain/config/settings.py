@@ -19,7 +19,6 @@ from mpitrain.config.run import CheckpointSection, DataSection, ElasticSection, 
 from mpitrain.config.section import Section, Sections
 from mpitrain.config.toml_file import read_toml
 from mpitrain.config.training import ModelSection, OptimSection, TrainSection
-from mpitrain.errors import InputError
 
 
 class Config(Section):
@@ -73,14 +72,6 @@ class Config(Section):
         import tomli_w
 
         return tomli_w.dumps(self.model_dump())
-
-
-def start_timeout(arguments: Sequence[str]) -> float:
-    """The `comm.timeout` of a command line, in seconds; 0 for one that is wrong, which rank 0 tells later."""
-    try:
-        return Config.from_args(arguments).comm.timeout
-    except InputError:
-        return 0.0
 
 
 def sections() -> Sections:

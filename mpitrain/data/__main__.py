@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from mpitrain.data.choices import Categories, Missing, Scale
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of
 
 _SOURCES = """\
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpitrain.data", description="make and describe data sets")
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare",
