@@ -63,6 +63,12 @@ def answer(arguments: Sequence[str], help_text: Callable[[], str]) -> None:
     raise SystemExit(EXIT_DONE)
 
 
+def say(text: str) -> None:
+    """Tell a person something before MPI runs, once: the first rank does, on standard error."""
+    if launched_first():
+        print(f"mpitrain: {text}", file=sys.stderr)
+
+
 def read_arguments(read: Callable[[], T]) -> T | None:
     """Return what a command line says, before MPI is loaded. A mistake in it ends a process without a launcher.
 

@@ -146,7 +146,7 @@ def scaled(
 
 def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     """Write a configuration with the settings of a layout. Raises InputError where the file cannot be written."""
-    values = config.model_dump()
+    values = config.to_dict()
     for section, settings in notation.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds, and 
     from mpitrain.config.settings import Config, help_text
 
     early.answer(sys.argv[1:], lambda: help_text("mpitrain.train"))
-    config = early.read_arguments(lambda: Config.from_args(sys.argv[1:]))
+    config = early.read_arguments(lambda: Config.from_args(sys.argv[1:], lambda told: None))  # `main` says it
     early.allow(config.comm.timeout if config is not None else 0.0)
 
 from mpitrain.comm import init

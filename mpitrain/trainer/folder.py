@@ -73,7 +73,7 @@ class RunFolder:
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / CHECKPOINTS
         self.step = 0
-        self._config = config
+        self.config = config
         self._lock: locks.Lock | None = None
 
     def __enter__(self) -> RunFolder:
@@ -86,7 +86,7 @@ class RunFolder:
         self.release()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)
-            again = self.resume_command(self._config, self.world.size)
+            again = self.resume_command(self.config, self.world.size)
             raise Interrupted(f"interrupted at step {self.step}; go on with: {again}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
@@ -166,7 +166,9 @@ class RunFolder:
         """What to type for the run to go on, or for longer."""
         under_slurm = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
         launcher = "srun" if under_slurm else f"mpirun -n {ranks}"
-        more = "" if self.step < config.train.steps else f" --train.steps {2 * config.train.steps}"
+        train, more = config.train, ""
+        if self.step >= train.steps:
+            more = f" --train.epochs {2 * train.epochs:g}" if train.epochs else f" --train.steps {2 * train.steps}"
         return f"{launcher} python -m mpitrain.train {shlex.quote(str(self.path / CONFIG))}{more}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +13,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.data.configured import data_paths
 from mpitrain.data.defaults import tokenizer_of
+from mpitrain.early import __version__
 from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
 from mpitrain.monitor.text import spoken
 from mpitrain.trainer.callback import Callback, Step
@@ -94,7 +94,7 @@ def facts(trainer: Trainer) -> RunFacts:
     columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
     share = -(-config.train.batch // columns)
     return RunFacts(
-        version=_version(),
+        version=__version__,
         ranks=world.size,
         nodes=world.num_nodes,
         threads=torch.get_num_threads(),
@@ -141,10 +141,3 @@ def parallel_text(config: Config, ranks: int) -> str:
     if config.run.reproducible:
         words.append(f"sums over {config.run.workers} virtual workers")
     return ", ".join(words)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("mpitrain")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
