@@ -26,9 +26,8 @@ from mpitrain.models import Task
 from mpitrain.models.adapters import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
-from mpitrain.models.hugging_face.folder import quiet
+from mpitrain.models.hugging_face.saving import save_folder
 
-_BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
 _FILES = (".safetensors", ".pt")
 
 
@@ -88,9 +87,7 @@ def write_merged(run: Path, out: Path) -> str:
     def write(temporary: Path) -> None:
         if folder:
             assert isinstance(task.module, Facade)
-            with quiet():
-                task.module.inner.save_pretrained(temporary, state_dict=state)
-            _copy_beside(Path(section.factory.removeprefix(PREFIX)).expanduser(), temporary)
+            save_folder(task.module, section.factory, state, temporary)
         elif out.suffix == ".pt":
             torch.save(state, temporary)
         else:
@@ -161,14 +158,6 @@ def _save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     except ImportError:
         raise InputError('.safetensors files need the package safetensors; pip install "mpitrain[hf]"') from None
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    """The tokenizer of the base, where its folder has one."""
-    for pattern in _BESIDE:
-        for path in source.glob(pattern):
-            if path.is_file() and not (target / path.name).exists():
-                shutil.copy(path, target / path.name)
 
 
 def _require_new(out: Path) -> None:

@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
             "--format",
             choices=["file", "hf"],
             default="file",
-            help="hf: a folder with config.json, of GPT-2, Llama, Mistral, Qwen2 or Qwen3",
+            help="hf: a folder with config.json, of GPT-2, Llama, Mistral, Qwen2 or Qwen3; export: also of whatever "
+            "model.factory hf:FOLDER trained",
         )
     but_newest = "remove all but the newest checkpoints, never the last one that verifies or the best"
     prune = command("prune", _prune, but_newest, path="RUN")
