@@ -243,6 +243,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path, content):
 def test_help_lists_every_key_with_its_choices():
     text = help_text("mpitrain.train")
     assert all(f"--{section}.{key} " in text for section, settings in sections().items() for key in settings)
+    assert "[none]" in next(line for line in text.splitlines() if "--train.metrics " in line) and "[[]]" not in text
     assert 'of your own: gpipe, 1f1b, interleaved, zero-bubble ["1f1b"]' in text
 
 

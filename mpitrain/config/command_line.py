@@ -67,7 +67,8 @@ def help_text(program: str, sections: Sections) -> str:
         for key, field in settings.items():
             names = _choices(field.annotation)
             choices = f": {', '.join(map(str, names))}" if names else ""
-            default = "; ".join(filter(None, [json.dumps(field.default), by_model.told(section, key)]))
+            default = "none" if field.default in ([], (), {}) else json.dumps(field.default)
+            default = "; ".join(filter(None, [default, by_model.told(section, key)]))
             lines.append(f"  --{section + '.' + key:24} {field.description}{choices} [{default}]")
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,13 @@ def test_gradient_accumulation_steps_are_microbatches_of_each_rank_within_the_gl
     assert Trainer(config, world=world).config.train.microbatch == 4 // world.size
     assert "microbatch" not in Path(folder / "theirs/config.toml").read_text()
     assert len(read_metrics(folder / "theirs")) == 2
+
+
+def test_a_run_that_a_script_started_is_told_to_go_on_by_that_script(tmp_path, forked):
+    words = ["--train.steps", 1, "--model.sequence", 8, "--train.batch", 2, "--train.evaluate_samples", 1]
+    for script, again in (("N=2 jobs/local.sh", "N=2 jobs/local.sh"), ("", "mpirun -n 1 python -m mpitrain.train")):
+        known = {"MPITRAIN_AGAIN": script} if script else {}
+        done = forked.run("train", *words, "--run.dir", f"run-{len(script)}", cwd=tmp_path, **known)
+        assert done.returncode == 0, done.stderr
+        assert f"{again} run-{len(script)}/config.toml --train.steps 2\n" in done.stdout, done.stdout
+        assert (f"{sys.executable} -m mpitrain.report" in done.stdout) == bool(script)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_byt
 from mpitrain.monitor.text import spoken
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.doubts import doubts
+from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.recording.records import figure
 
@@ -68,7 +71,9 @@ class Console(Callback):
         resume = trainer.folder.resume_command(trainer.config, trainer.world.size)
         resume += " --train.patience 0" if early else ""
         commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
-        commands.append(("inspect", f"python -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
+        # a script of jobs/ has an environment of its own, which is not active in the shell
+        python = shlex.quote(sys.executable) if AGAIN in os.environ else "python"
+        commands.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
         outcome = Outcome(
             step=trainer.step,
             steps=steps,
