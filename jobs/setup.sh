@@ -39,7 +39,7 @@ watched() { # watched COMMAND...: draws progress bars on a terminal; elsewhere a
     fi
     local begun=$SECONDS code=0
     (
-        trap 'kill "$nap"; exit' TERM
+        trap 'kill ${nap:-} 2>/dev/null; exit' TERM
         while sleep 30 >/dev/null 2>&1 & nap=$!; wait "$nap"; do
             echo "still installing, for $((SECONDS - begun)) s" >&2
         done
