@@ -84,7 +84,7 @@ def test_without_torch_a_command_works_or_says_what_to_install(tmp_path):
     (tmp_path / "first").mkdir()
     (tmp_path / "first/torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')\n")
     path = f"{tmp_path / 'first'}:{ROOT}"
-    for command in (*NEED_TORCH, "data prepare words.txt --out words"):
+    for command in (*NEED_TORCH, "data prepare words.txt --out words", "train --help", "train --version"):
         done = job(0, [sys.executable, "-m", *f"mpitrain.{command}".split()], cwd=tmp_path, PYTHONPATH=path)
         if command not in NEED_TORCH:
             assert done.returncode == 0 and done.stdout, done.stderr
