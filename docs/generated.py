@@ -25,14 +25,17 @@ from pydantic.fields import FieldInfo
 
 from mpitrain.bench.__main__ import names as benchmarks
 from mpitrain.config.by_model import told as by_model
-from mpitrain.config.section import other_names
+from mpitrain.config.section import aliases, others
 from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("train", "evaluate", "generate", "predict", "data", "checkpoint", "adapters", "report", "plan", "bench")
 COMMANDS += ("doctor", "backend")
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
-VALUES = {"ANY_SOURCE": "Stands for any rank, as the source of `recv` and `irecv`."}
+VALUES = {
+    "ANY_SOURCE": "Stands for any rank, as the source of `recv` and `irecv`.",
+    "__version__": "Version of the package, a text.",
+}
 PUBLIC = {  # pages' headings, and the modules whose public names are under them; "module:Name,Name" for some
     "The package": ["mpitrain"],
     "Steps and engines": [
@@ -90,7 +93,8 @@ def config_page() -> str:
         "# Every setting",
         "",
         "A setting is a line `key = value` under `[section]` in a TOML file, or `--section.key value` on the command",
-        "line, which wins. Names that other tools have for a setting are not taken; the error names ours.",
+        "line, which wins. Other tools' names for the same setting are accepted, those for a similar one are answered",
+        "with ours.",
     ]
     for section, field in Config.model_fields.items():
         model = field.annotation
@@ -98,8 +102,9 @@ def config_page() -> str:
         lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         for key, setting in model.model_fields.items():
             meaning = html.escape(setting.description or "", quote=False)
-            if named := other_names(setting):
-                meaning += f" (elsewhere called {', '.join(f'`{name}`' for name in named)})"
+            for names, relation in ((aliases(setting), "also accepted as"), (others(setting), "compare")):
+                if names:
+                    meaning += f" ({relation} {', '.join(f'`{name}`' for name in names)})"
             default = "; ".join(filter(None, [f"`{_toml(setting.default)}`", by_model(section, key)]))
             cells = (f"`{section}.{key}`", _type(setting), default, meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

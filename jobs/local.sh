@@ -10,4 +10,7 @@ mpi=${MPI:-openmpi}
 . "$root/jobs/mpirun.sh"
 # where a clone named mpitrain lies in the working directory, Python would take that folder for the package
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+# what is to be typed for the run to go on
+again=$(printf %q "$0")
+export MPITRAIN_AGAIN="${N:+N=$N }${MPI:+MPI=$MPI }$again"
 exec "${MPIRUN[@]}" -n "${N:-8}" python -m mpitrain.train "$@"

@@ -32,12 +32,36 @@ stamp() { # what the installation depends on
     echo "$extras $torch"
 }
 
+watched() { # watched COMMAND...: draws progress bars on a terminal; elsewhere a line every half minute says it goes on
+    if [ -t 2 ]; then
+        "$@" >&2
+        return
+    fi
+    local begun=$SECONDS code=0
+    (
+        trap 'kill ${nap:-} 2>/dev/null; exit' TERM
+        while sleep 30 >/dev/null 2>&1 & nap=$!; wait "$nap"; do
+            echo "still installing, for $((SECONDS - begun)) s" >&2
+        done
+    ) &
+    local ticker=$!
+    "$@" || code=$?
+    kill "$ticker"
+    wait "$ticker" 2>/dev/null || true
+    return "$code"
+}
+
+quiet=(-q)
+if [ -t 2 ]; then
+    quiet=()
+fi
+
 install() { # install ARGUMENTS...: with pip, which knows where this site's packages come from
-    local options=(-q --disable-pip-version-check -c "$root/constraints.txt")
+    local options=("${quiet[@]}" --disable-pip-version-check -c "$root/constraints.txt")
     if [ ! -w "${HOME:-/nonexistent}" ]; then
         options+=(--no-cache-dir)
     fi
-    "$venv/bin/python" -m pip install "${options[@]}" "$@"
+    watched "$venv/bin/python" -m pip install "${options[@]}" "$@"
 }
 
 offered() { # offered VERSION: whether pip finds this very version of torch, without downloading anything
@@ -48,7 +72,10 @@ offered() { # offered VERSION: whether pip finds this very version of torch, wit
 install_with_uv() { # install_with_uv [--torch-backend BUILD]: torch, faster than with pip, and from where its makers
     # keep that build; fails where that cannot be reached
     install uv || return 1
-    UV_HTTP_RETRIES=0 "$venv/bin/uv" pip install -q --python "$venv/bin/python" "$@" "torch==$version" 2>/dev/null
+    local told=/dev/null
+    [ ! -t 2 ] || told=/dev/stderr # where its progress bars are
+    UV_HTTP_RETRIES=0 watched "$venv/bin/uv" pip install "${quiet[@]}" --python "$venv/bin/python" "$@" \
+        "torch==$version" 2>>"$told"
 }
 
 has_own_index() { # whether pip is told to ask another package index than PyPI, of which uv knows nothing

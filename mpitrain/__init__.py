@@ -7,6 +7,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.early import __version__, explain_missing_packages
+
 if TYPE_CHECKING:
     from mpitrain.comm import ANY_SOURCE, Arena, Communicator, Work, compression, init
     from mpitrain.errors import InputError
@@ -32,11 +34,9 @@ _HOMES = {  # of the names that do not come from mpitrain.comm
 }
 __all__ = ["ANY_SOURCE", "Arena", "Callback", "Communicator", "DistributedDataParallel", "InputError", "Mesh"]
 __all__ += ["Pipeline", "Trainer", "Work", "compression", "init", "initialize", "load_model"]
-__all__ += ["parallelize"]
+__all__ += ["__version__", "parallelize"]
 
 if sys.argv[:1] == ["-m"]:  # python -m mpitrain.COMMAND, whose own code is not yet there
-    from mpitrain.early import explain_missing_packages
-
     explain_missing_packages()
 
 

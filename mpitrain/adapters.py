@@ -20,6 +20,7 @@ from mpitrain.checkpoint import contents
 from mpitrain.checkpoint.folders import temporary_name
 from mpitrain.checkpoint.tensor_files import save_torch
 from mpitrain.config.training import ModelSection
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 from mpitrain.inference.commands import add_trust
 from mpitrain.loading import BASE, saved_in
@@ -27,15 +28,15 @@ from mpitrain.models import Task
 from mpitrain.models.adapters import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
-from mpitrain.models.hugging_face.folder import quiet
+from mpitrain.models.hugging_face.saving import save_folder
 
-_BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
 _FILES = (".safetensors", ".pt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mpitrain.adapters", description="export what model.lora trained")
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="write the model with the adapters added to its weights")
     merge.set_defaults(act=lambda given: write_merged(given.run, given.out, trust=given.trust))
@@ -90,9 +91,7 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     def write(temporary: Path) -> None:
         if folder:
             assert isinstance(task.module, Facade)
-            with quiet():
-                task.module.inner.save_pretrained(temporary, state_dict=state)
-            _copy_beside(Path(section.factory.removeprefix(PREFIX)).expanduser(), temporary)
+            save_folder(task.module, section.factory, state, temporary)
         elif out.suffix == ".pt":
             save_torch(state, temporary)
         else:
@@ -164,14 +163,6 @@ def _save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     except ImportError:
         raise InputError('.safetensors files need the package safetensors; pip install "mpitrain[hf]"') from None
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    """The tokenizer of the base, where its folder has one."""
-    for pattern in _BESIDE:
-        for path in source.glob(pattern):
-            if path.is_file() and not (target / path.name).exists():
-                shutil.copy(path, target / path.name)
 
 
 def _require_new(out: Path) -> None:

@@ -14,24 +14,31 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
 
-import torch
+if __name__ == "__main__":  # before the other imports, which start MPI: --clean works where that is impossible
+    from mpitrain import early
 
-if {"--clean", "-h", "--help"} & set(sys.argv):  # works where MPI would not start: outside a job, with a full /dev/shm
-    os.environ["MPI4PY_RC_INITIALIZE"] = "0"
+    early.answer(sys.argv[1:], lambda: str(__doc__).strip())
+    if sys.argv[1:]:
+        from mpitrain.comm.process.cleanup import clean
+        from mpitrain.errors import exit_code_of
+
+        sys.exit(exit_code_of(lambda: clean(sys.argv[1:])))
+
+import torch
 
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.collectives.transports.choice import Way
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.process import fault_tolerance
-from mpitrain.comm.process.cleanup import clean
 from mpitrain.comm.process.cores import cores_of, sharing, siblings
-from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.comm.selection.tuning import describe
-from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError, message_of, tell
+from mpitrain.early import VERSION
+from mpitrain.errors import EXIT_DONE, EXIT_FAILED, tell
 from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.monitor.text import counted
+from mpitrain.storage.disk import SHARED_MEMORY
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
@@ -42,24 +49,8 @@ _RANKS_SHOWN, _SHOWN = 8, 12  # ranks whose devices are told, and the last chara
 Line = tuple[str, str, str]  # verdict, subject, finding
 
 
-def main(arguments: Sequence[str] = ()) -> int:
-    """The command.
-
-    Args:
-        arguments: None for the report; --clean and --dry-run, see `comm.process.cleanup`; --help.
-
-    Returns:
-        The exit code.
-    """
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip())
-        return EXIT_DONE
-    if arguments:
-        try:
-            return clean(arguments)
-        except InputError as error:
-            print(f"mpitrain: {message_of(error)}", file=sys.stderr)
-            return error.exit_code
+def main() -> int:
+    """Print the report, by rank 0; returns the exit code. Collective."""
     world = init(timeout=60)
     lines = [*software(world), *placement(world), *memory(world), *devices(world)]
     reached = reach(world)
@@ -82,7 +73,7 @@ def software(world: Communicator) -> list[Line]:
         (OK, "MPI", f"{facts.library} ({facts.library_path}), started by {facts.launcher}"),
         (OK, "thread level", level) if level == "MULTIPLE" else (BAD, "thread level", f"{level}: {_ONE_THREAD}"),
         (OK, "mpi4py", facts.mpi4py),
-        (OK, "python", f"{platform.python_version()}, mpitrain {_version('mpitrain')}, {versions}"),
+        (OK, "python", f"{platform.python_version()}, {VERSION}, {versions}"),
         (OK, "fault tolerance", f"ULFM is off: elastic.mode needs {missing}" if missing else "ULFM is on"),
     ]
     different = [rank for rank, values in enumerate(seen) if values != seen[0]]
@@ -256,4 +247,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

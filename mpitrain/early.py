@@ -2,7 +2,8 @@
 
 A signal that asks it to save and stop is kept until the run can honour it; Python's own answer would be to die. And the
 time that the other ranks have to come to the start of MPI, which an import starts, is taken from the settings.
-A package that is not installed is one line.
+A package that is not installed is one line. `--help`, `--version` and a mistyped argument load no MPI, which many login
+nodes forbid.
 """
 
 from __future__ import annotations
@@ -10,13 +11,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
+from mpitrain.errors import EXIT_DONE, InputError
+
+__version__ = "0.1.0"  # setup.cfg reads it from here
 START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # seconds that ranks have to come to the start of MPI
 LEAST = 20.0  # seconds: a limit for operations is not for imports, which take longer on some hosts than on others
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers call the rank
 _NEEDED = ("h5py", "numpy", "pydantic", "rich", "scipy", "tomli", "tomli_w", "torch", "zlib_ng")  # beside MPI's
 _came: list[int] = []
+T = TypeVar("T")
+
+VERSION = f"mpitrain {__version__}"  # what --version prints
 
 
 def keep_signals() -> None:
@@ -37,6 +46,45 @@ def allow(seconds: float) -> None:
 def launched_first() -> bool:
     """Whether a launcher gave this process the number 0, or there was none: it speaks for a job without MPI."""
     return next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0") == "0"
+
+
+def answer(arguments: Sequence[str], help_text: Callable[[], str]) -> None:
+    """End this process if it is asked for --help or --version, which the first rank prints.
+
+    Args:
+        arguments: Those of the command line.
+        help_text: Makes what --help prints.
+    """
+    asked = {"-h", "--help", "--version"} & set(arguments)
+    if not asked:
+        return
+    if launched_first():
+        print(VERSION if "--version" in asked else help_text())
+    raise SystemExit(EXIT_DONE)
+
+
+def say(text: str) -> None:
+    """Tell a person something before MPI runs, once: the first rank does, on standard error."""
+    if launched_first():
+        print(f"mpitrain: {text}", file=sys.stderr)
+
+
+def read_arguments(read: Callable[[], T]) -> T | None:
+    """Return what a command line says, before MPI is loaded. A mistake in it ends a process without a launcher.
+
+    Args:
+        read: Reads the command line; raises InputError for a mistake.
+
+    Returns:
+        The result of `read`; None for a mistake under a launcher, which rank 0 reports once MPI runs.
+    """
+    try:
+        return read()
+    except InputError as error:
+        if any(name in os.environ for name in RANK_NAMES):
+            return None
+        print(f"mpitrain: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
 
 
 def explain_missing_packages() -> None:

@@ -13,14 +13,17 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.comm import Communicator, init
+from mpitrain import early
 from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
-from mpitrain.inference.commands import add_trust
+from mpitrain.inference.commands import add_trust, parse
 from mpitrain.monitor.text import aligned, counted, spoken
 from mpitrain.storage.disk import reason, replacing, write_whole
-from mpitrain.trainer.held_out.evaluating import Asked, Evaluation, Evaluator, checkpoint_of
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+    from mpitrain.trainer.held_out.evaluating import Evaluation
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,19 +44,13 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
         The exit code.
     """
     words, flags = _divided(list(sys.argv[1:] if argv is None else argv))
-    if {"-h", "--help"} & set(words):
-        world = world or init()
-        if world.rank == 0:
-            _parser().print_help()
-        return EXIT_DONE
+    if world is None:
+        early.read_arguments(lambda: _options(words))
+    from mpitrain.comm import init
+    from mpitrain.trainer.held_out.evaluating import Asked, Evaluator
+
     world = world or init()
-    options = _parser().parse_args(words)
-    if options.best and options.step is not None:
-        raise refusal("--best and --step each name a checkpoint; give one of them")
-    if options.confusion is not None and options.confusion.suffix != ".csv":
-        raise refusal(f"--confusion {options.confusion} is to be a table; give a name that ends in .csv")
-    if options.samples is not None and options.samples < 1:
-        raise refusal(f"--samples {options.samples} would measure nothing; give 1 or more, or leave it out for all")
+    options = _options(words)
     found = world.on_root(lambda: _found(options))
     run, checkpoint = Path(found[0]), Path(found[1]) if found[1] else None
     samples, confusion = options.samples or 0, options.confusion is not None
@@ -63,6 +60,18 @@ def main(argv: Sequence[str] | None = None, world: Communicator | None = None) -
     return EXIT_DONE
 
 
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    """Return the command's own arguments. Raises InputError on all ranks where they are wrong."""
+    options = parse(_parser(), words)
+    if options.best and options.step is not None:
+        raise refusal("--best and --step each name a checkpoint; give one of them")
+    if options.confusion is not None and options.confusion.suffix != ".csv":
+        raise refusal(f"--confusion {options.confusion} is to be a table; give a name that ends in .csv")
+    if options.samples is not None and options.samples < 1:
+        raise refusal(f"--samples {options.samples} would measure nothing; give 1 or more, or leave it out for all")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m mpitrain.evaluate",
@@ -70,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure a checkpoint on a data set: the loss and the task's metrics, the same on any layout.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=early.VERSION)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a step-... folder of its checkpoints")
     parser.add_argument(
         "--data", metavar="PATH", help="a data set like the one it was trained on [data.path of the run]"
@@ -102,6 +112,8 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _found(options: argparse.Namespace) -> tuple[str, str]:
+    from mpitrain.trainer.held_out.evaluating import checkpoint_of
+
     run, checkpoint = checkpoint_of(options.run, best=options.best, step=options.step)
     return str(run), str(checkpoint or "")
 

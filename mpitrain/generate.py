@@ -21,7 +21,7 @@ from mpitrain.monitor.terminal import terminal_behind
 
 if TYPE_CHECKING:
     from mpitrain.inference.placing import LanguageModel
-    from mpitrain.inference.prompts import TextCodec
+    from mpitrain.inference.prompts import TextCodec, TextDecoder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     nucleus = "draw from the fewest likeliest tokens that have probability P together [1]"
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
+    least = "draw from tokens at least P times as likely as the likeliest [0]"
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=least)
+    penalty = "what scores of tokens that the text has already are divided by, negative ones multiplied [1]"
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
+    stop = "end a text before this one; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     seed = "of what is drawn; a prompt goes on alike beside any others [1]"
     parser.add_argument("--seed", type=int, default=1, metavar="S", help=seed)
     lines = 'write {"prompt", "text", "tokens", "ended"} of each prompt there; else to standard output'
@@ -60,8 +66,11 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     from mpitrain.inference import placing
     from mpitrain.inference.generation import Generation
     from mpitrain.inference.sampling import Draws, Sampling
+    from mpitrain.inference.stopping import StopWatch, require_stops
 
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    given = arguments
+    sampling = Sampling(given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty)
+    stops = require_stops(arguments.stop)
     if arguments.tokens < 1:
         raise refusal(f"--tokens {arguments.tokens}: give 1 or more")
     texts: list[str] = job.decided(lambda: _texts(arguments))
@@ -70,18 +79,22 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
     if model.remark:
         job.say(model.remark)
     codec, prompts = job.agreed(lambda: _encoded(texts, model))
-    generation = Generation(model, sampling, arguments.tokens)
+
+    def watch() -> StopWatch:
+        return StopWatch(codec.decoder(), stops)
+
+    generation = Generation(model, sampling, arguments.tokens, watch if stops else None)
     if min(map(generation.left, prompts)) < arguments.tokens:
         job.say(f"the model has positions for {model.longest} tokens, so that texts end there")
     stream = len(texts) == 1 and not arguments.out
-    screen = _Screen(texts[0], codec) if stream and job.first else None
+    screen = _Screen(texts[0], watch()) if stream and job.first else None
     mine = range(job.column, len(prompts), job.columns)
     made = generation.run(prompts, Draws(arguments.seed, prompts), mine, screen.add if screen is not None else None)
     if screen is not None:
         screen.end()
     found = job.gathered([(number, made[number].tokens, made[number].ended) for number in mine])
     if job.first and not stream:
-        texts_of = {n: {"text": codec.decode(of), "tokens": len(of), "ended": ended} for n, of, ended in found}
+        texts_of = {n: {"text": watch().decode(of), "tokens": len(of), "ended": ended} for n, of, ended in found}
         json_lines(arguments.out, ({"prompt": text} | texts_of[number] for number, text in enumerate(texts)))
     return EXIT_DONE
 
@@ -127,8 +140,8 @@ def _encoded(texts: Sequence[str], model: LanguageModel) -> tuple[TextCodec, lis
 class _Screen:
     """Standard output, where a text appears as it is made."""
 
-    def __init__(self, prompt: str, codec: TextCodec) -> None:
-        self._decoder = codec.decoder()
+    def __init__(self, prompt: str, decoder: TextDecoder) -> None:
+        self._decoder = decoder
         self._on_terminal = terminal_behind(sys.stdout.fileno()) is not None  # a file gets the text as it is
         self._write(prompt)
 

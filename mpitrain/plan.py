@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.config.settings import Config
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
 from mpitrain.planner.candidates import LayoutRules, rules_of
@@ -145,7 +146,7 @@ def scaled(
 
 def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     """Write a configuration with the settings of a layout. Raises InputError where the file cannot be written."""
-    values = config.model_dump()
+    values = config.to_dict()
     for section, settings in notation.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False
@@ -221,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=VERSION)
     add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())

@@ -39,11 +39,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="samples at a time and rank [64]")
     bad = "leave out images that cannot be read and rows of tables that do not fit, and count them"
     parser.add_argument("--skip-bad", action="store_true", help=bad)
+    keep = "tables: columns that the output has as they are, such as an id"
+    parser.add_argument("--keep", type=_names, default=(), metavar="A,B", help=keep)
     parser.add_argument("--text", default="text", metavar="FIELD", help="JSON lines: the field of the text [text]")
     prompt = "JSON lines: the field of a prompt, and of what follows it, which alone is foretold"
     parser.add_argument("--prompt", metavar="FIELD", help=prompt)
     parser.add_argument("--completion", metavar="FIELD", help="with --prompt: the field of what follows [completion]")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
@@ -55,7 +61,9 @@ def _samples(arguments: argparse.Namespace, saved: SavedModel) -> Samples:
 
     about = saved.description
     if about.kind != "tokens" or not is_texts(arguments.input):
-        return open_samples(arguments.input, about, skip_bad=arguments.skip_bad)
+        return open_samples(arguments.input, about, skip_bad=arguments.skip_bad, keep=arguments.keep)
+    if arguments.keep:
+        raise refusal("--keep is for columns of a table, and the model was trained on text; leave it out")
     fields = TextFields(arguments.text, arguments.prompt, arguments.completion)
     return Texts(arguments.input, about, lambda: codec_of(saved.tokenizer, about.vocabulary or 0, saved.run), fields)
 
@@ -89,7 +97,7 @@ def _run(arguments: argparse.Namespace, job: Job) -> int:
         return np.concatenate([numbers[:, None].astype(np.float64), rows], 1)
 
     with ExitStack() as stack:
-        write = stack.enter_context(new_file(arguments.out, told, samples.names)) if job.first else None
+        write = stack.enter_context(new_file(arguments.out, told, samples.names, samples.kept)) if job.first else None
         together, count = arguments.batch * job.columns, 0
         for first in range(0, len(samples), together):
             end = min(first + together, len(samples))

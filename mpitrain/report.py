@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, message_of, tell
 
 Run = Callable[[argparse.Namespace], int | None]  # the exit code; None where all is well
@@ -49,6 +50,7 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
         description="What runs did, in a few lines or as a page of charts.",
         epilog=f"{_PROGRAM} schedule --help and {_PROGRAM} timeline --help tell of pipeline schedules and timelines.",
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     runs = "run folders, several to compare; or the word schedule or timeline"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a page of charts, in one file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -35,10 +36,17 @@ from mpitrain.errors import InputError
         (["--train.batch_warmup", "[[9, 64]]"], "has a batch of 64 samples, more than train.batch 32"),
         (["--train.rampup_batch_size", "[8, 8, 1000]"], "did you mean 'train.batch_warmup'?"),
         (["--train.lr", "1"], "unknown key 'train.lr'; did you mean 'optim.lr'?"),
-        (["--train.learning_rate", "1"], "did you mean 'optim.lr'?"),
         (["--learning-rate", "1"], "did you mean 'optim.lr'?"),
         (["--optim.batch", "8"], "did you mean 'train.batch'?"),
-        (["--train.batch_size", "8"], "did you mean 'train.batch'?"),
+        (["--train.batch_size", "8"], "did you mean 'train.batch'? (train.batch counts the samples of all ranks"),
+        (["--train.per_device_train_batch_size", "8"], "did you mean 'train.microbatch'? (train.batch is the global"),
+        (["--train.amp", "true"], "did you mean 'train.precision'? (set it to bf16 or fp16)"),
+        (["--train.bf16", "true"], "did you mean 'train.precision'? (set it to bf16 or fp16)"),
+        (["--optim.warmup_ratio", "0.1"], "did you mean 'optim.warmup'? (optim.warmup counts steps)"),
+        (["train.steps=5"], "command line: train.steps=5 lacks its dashes; write --train.steps 5"),
+        (["train.steps", "5"], "command line: train.steps lacks its dashes; write --train.steps VALUE"),
+        (["--train.epochs", "2", "--train.steps", "5"], "train.epochs and train.steps each say how long the run is"),
+        (["--train.accumulation", "2", "--train.microbatch", "5"], "each say how a rank's samples are divided; give"),
         (["--optim.learning_rte", "8"], "did you mean 'optim.lr'?"),
         (["--scheduler.warmup", "8"], "unknown key 'scheduler.warmup'; did you mean 'optim.warmup'?"),
         (["--trainer.lr", "1"], "unknown key 'trainer.lr'; did you mean 'optim.lr'?"),
@@ -88,6 +96,56 @@ def test_a_model_brings_its_own_defaults_which_help_and_the_resolved_file_show(t
     own = Config.from_args(["--model.name=resnet", "--model.factory=a:b"])
     assert (own.model.layers, own.optim) == (Config().model.layers, Config().optim)
     assert "[2; resnet: 18]" in help_text("mpitrain.train")
+
+
+ALIASES = {
+    "train.global_batch_size": ("train.batch", 48),
+    "train.micro_batch_size": ("train.microbatch", 3),
+    "train.num_train_epochs": ("train.epochs", 1.5),
+    "train.max_steps": ("train.steps", 7),
+    "train.gradient_accumulation_steps": ("train.accumulation", 4),
+    "train.max_grad_norm": ("train.clip", 0.5),
+    "train.gradient_checkpointing": ("train.recompute", True),
+    "train.learning_rate": ("optim.lr", 0.125),
+    "optim.learning_rate": ("optim.lr", 0.25),
+    "optim.warmup_steps": ("optim.warmup", 3),
+    "model.hidden_size": ("model.width", 64),
+}
+
+
+def test_names_of_other_tools_that_mean_the_same_are_accepted_and_ours_is_said_once(tmp_path):
+    for theirs, (ours, value) in ALIASES.items():
+        (section, key), (of, name) = theirs.split("."), ours.split(".")
+        file = tmp_path / "my.toml"
+        file.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n")
+        for origin, read in (
+            (
+                "command line",
+                lambda say, theirs=theirs, value=value: Config.from_args([f"--{theirs}", str(value).lower()], say),
+            ),
+            (str(file), lambda say, file=file: Config.from_args([str(file)], say)),
+            (
+                "config",
+                lambda say, section=section, key=key, value=value: Config.from_dict({section: {key: value}}, say=say),
+            ),
+        ):
+            said: list[str] = []
+            config = read(said.append)
+            assert getattr(getattr(config, of), name) == value
+            assert said == [f"{origin}: {theirs} is called {ours} here"]
+    Config.from_args([str(file), "--model.width", "32"], said.append)  # flags win over a file, whatever its words
+    with pytest.raises(InputError, match=r"train.num_epochs and train.epochs are the same setting; give one"):
+        Config.from_dict({"train": {"epochs": 1, "num_epochs": 2}})
+
+
+def test_epochs_given_later_replace_steps_and_the_resolved_file_has_what_was_asked_for(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[train]\nsteps = 50\nmicrobatch = 4\n")
+    config = Config.from_args([str(file), "--train.epochs", "2", "--train.accumulation", "3"])
+    file.write_text(config.to_toml())
+    assert Config.from_args([str(file)]) == config and config.train.epochs == 2.0
+    longer = Config.from_args([str(file), "--train.steps", "9", "--train.microbatch", "2"])
+    assert (longer.train.steps, longer.train.epochs, longer.train.microbatch) == (9, 0.0, 2)
 
 
 def test_later_arguments_win_over_earlier_ones_and_over_the_file(tmp_path):
@@ -158,8 +216,8 @@ def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_se
 
 def test_a_configuration_is_read_without_torch_and_mpi():
     code = (
-        "import sys; from mpitrain.config.settings import start_timeout; import mpitrain.config.deepspeed;"
-        "assert start_timeout(['--comm.timeout', '7']) == 7.0;"
+        "import sys; from mpitrain.config.settings import Config; import mpitrain.config.deepspeed;"
+        "assert Config.from_args(['--comm.timeout', '7']).comm.timeout == 7.0;"
         "print([name for name in ('torch', 'mpi4py', 'h5py', 'numpy') if name in sys.modules])"
     )
     assert job(0, [sys.executable, "-c", code]).stdout == "[]\n"
@@ -185,6 +243,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path, content):
 def test_help_lists_every_key_with_its_choices():
     text = help_text("mpitrain.train")
     assert all(f"--{section}.{key} " in text for section, settings in sections().items() for key in settings)
+    assert "[none]" in next(line for line in text.splitlines() if "--train.metrics " in line) and "[[]]" not in text
     assert 'of your own: gpipe, 1f1b, interleaved, zero-bubble ["1f1b"]' in text
 
 

@@ -14,10 +14,10 @@ import runpy
 import socket
 import sys
 
+from mpitrain import early
 from mpitrain.backend import environment, patches
 from mpitrain.backend.registration import ADDRESS, NAME
-from mpitrain.comm import init
-from mpitrain.errors import EXIT_BAD_INPUT, InputError
+from mpitrain.errors import refusal
 
 USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...]"
 
@@ -28,16 +28,15 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: -m where a module is to be run, the script or module, and its arguments.
     """
-    as_module = arguments[:1] == ["-m"]
+    early.answer(arguments[:1], lambda: f"{__doc__}\n{USAGE}")
+    early.read_arguments(lambda: _script(arguments))
+    from mpitrain.comm import init
+
+    world = init()
+    script = _script(arguments)
+    as_module = arguments[0] == "-m"
     if as_module:
         arguments = arguments[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{__doc__}\n{USAGE}" if arguments else USAGE, file=sys.stdout if arguments else sys.stderr)
-        raise SystemExit(0 if arguments else EXIT_BAD_INPUT)
-    script = arguments[0]
-    world = init()
-    if not as_module and not os.path.exists(script):
-        raise InputError(f"there is no script {script}; {USAGE}", agreed=True)
     environment.publish(world)
     os.environ.setdefault("MASTER_ADDR", world.broadcast_object(socket.gethostname()))  # for scripts that read them;
     os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there
@@ -55,6 +54,16 @@ def main(arguments: list[str]) -> None:
             reason = leaving.code if isinstance(leaving.code, str) else f"left with exit code {code}"
             world.process.faults.end_job(f"mpitrain: rank {world.rank}: {reason}", code)
         raise
+
+
+def _script(arguments: list[str]) -> str:
+    """Return the script or module to run. Raises InputError on all ranks where there is none."""
+    named = arguments[1:] if arguments[:1] == ["-m"] else arguments
+    if not named:
+        raise refusal(USAGE)
+    if named is arguments and not os.path.exists(named[0]):
+        raise refusal(f"there is no script {named[0]}; {USAGE}")
+    return named[0]
 
 
 if __name__ == "__main__":

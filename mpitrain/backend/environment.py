@@ -68,7 +68,7 @@ def announce() -> None:
     told = from_launcher(os.environ)
     if told is not None:
         os.environ.update(told)
-    elif multiprocessing.parent_process() is None:
+    elif multiprocessing.parent_process() is None and not _is_command():
         from mpitrain.comm import init
 
         publish(init(abort_on_error=False))
@@ -82,3 +82,8 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if launched_first() and os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"mpitrain: {error}", file=sys.stderr, flush=True)
     raise SystemExit(error.exit_code)
+
+
+def _is_command() -> bool:
+    """Return whether this is `python -m mpitrain.backend`, which reads its arguments before it starts MPI."""
+    return ("-m", "mpitrain.backend") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpitrain import early
 from mpitrain.bench.jobs import is_first, launched
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, MpitrainError
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, MpitrainError
 
 _USAGE = """\
 usage: python -m mpitrain.bench NAME [options]
@@ -50,9 +51,10 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(), end="")
-        return EXIT_DONE if arguments else EXIT_BAD_INPUT
+    early.answer(arguments[:1], usage)
+    if not arguments:
+        print(usage())
+        return EXIT_BAD_INPUT
     name, rest = arguments[0], list(arguments[1:])
     if name not in names():
         if is_first():
@@ -81,7 +83,7 @@ def usage() -> str:
     """What --help shows."""
     found = _modules()
     width = max(map(len, found))
-    return _USAGE + "".join(f"  {name:{width}}  {found[name]}\n" for name in sorted(found)) + _EXAMPLES
+    return _USAGE + "".join(f"  {name:{width}}  {found[name]}\n" for name in sorted(found)) + _EXAMPLES.rstrip()
 
 
 def _modules() -> dict[str, str]:

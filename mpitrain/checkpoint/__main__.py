@@ -11,6 +11,7 @@ from pathlib import Path
 from mpitrain.checkpoint import contents, convert, folders
 from mpitrain.checkpoint.manifest import is_fruitful
 from mpitrain.checkpoint.verify import damages
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
 from mpitrain.storage import locks
 
@@ -31,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         description="look at checkpoints, check them, convert them. PATH: a run folder, or one step-... folder in it "
         "(of a run folder: its newest whole one).",
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(
@@ -62,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
             "--format",
             choices=["file", "hf"],
             default="file",
-            help="hf: a folder with config.json, of GPT-2, Llama, Mistral, Qwen2 or Qwen3",
+            help="hf: a folder with config.json, of GPT-2, Llama, Mistral, Qwen2 or Qwen3; export: also of whatever "
+            "model.factory hf:FOLDER trained",
         )
     but_newest = "remove all but the newest checkpoints, never the last one that verifies or the best"
     prune = command("prune", _prune, but_newest, path="RUN")

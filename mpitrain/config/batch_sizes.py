@@ -65,6 +65,11 @@ class BatchSizes:
                 return done
         return done + samples // self.batch
 
+    def steps_reaching(self, samples: int) -> int:
+        """Return the fewest steps that take at least `samples` samples."""
+        steps = self.steps(samples)
+        return steps if self.before(steps) >= samples else steps + 1
+
     def warmup_after(self, step: int) -> Stages:
         """What is left of the warm-up, when `step` steps are done."""
         left = []

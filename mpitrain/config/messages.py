@@ -21,6 +21,15 @@ _SPELLED = {
     "list_type": "; write [{a = 1}]",
     "tuple_type": '; write ["a", "b"]',
 }  # what is no text
+# names of other tools whose meaning differs from that of the setting nearest to them
+_DIFFERENT = {
+    "batch_size": "train.batch counts the samples of all ranks together, train.microbatch those of one rank at a time",
+    "per_device_train_batch_size": "train.batch is the global batch, over all ranks and microbatches",
+    "per_device_batch_size": "train.batch is the global batch, over all ranks and microbatches",
+    "warmup_ratio": "optim.warmup counts steps",
+    "dtype": "its values are fp32, bf16 and fp16",
+    **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), "set it to bf16 or fp16"),
+}
 
 
 def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> None:
@@ -100,7 +109,9 @@ def _wrong_name(name: str, sections: Sections, origin: str, keys: list[str]) -> 
 
 def _mistaken(name: str, found: list[str], origin: str) -> InputError:
     meant = " or ".join(map(repr, found))
-    return refusal(f"{origin}: unknown key {name!r:.200}; did you mean {meant}?")
+    different = _DIFFERENT.get(name.rpartition(".")[2].replace("-", "_"))
+    hint = f" ({different})" if different else ""
+    return refusal(f"{origin}: unknown key {name!r:.200}; did you mean {meant}?{hint}")
 
 
 def _nearest(section: str, key: str, sections: Sections) -> tuple[float, list[str]]:

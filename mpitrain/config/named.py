@@ -17,6 +17,7 @@ from typing import Any
 from mpitrain.errors import InputError, refusal
 
 _TRUST = "read it, then allow it with --trust (in Python trust=True)"
+_SHOWN = 3  # names in a message
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -36,15 +37,22 @@ def find(key: str, path: str) -> Callable[..., Any]:
     module = _import(f"{key} {path}", module_name)
     function = getattr(module, name, None)
     if function is None:
-        known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        known = [other for other, value in vars(module).items() if _is_of(module, value) and not other.startswith("_")]
+        otherwise = f"define it there, or name one of {', '.join(known[:_SHOWN])}" if known else "define it there"
         raise InputError(
             f"{key} {path}: {module.__file__ or module_name} has no function {name!r}; "
-            + _suggestion(name, known, "define it there")
+            + _suggestion(name, known, otherwise)
         )
     if not callable(function):
         raise InputError(f"{key} {path}: {name} is {type(function).__name__}, not a function; name one")
     found: Callable[..., Any] = function
     return found
+
+
+def _is_of(module: ModuleType, value: object) -> bool:
+    """Return whether a function or class was defined in a module's own package, not imported from elsewhere."""
+    package = module.__name__.partition(".")[0]
+    return callable(value) and str(getattr(value, "__module__", "")).partition(".")[0] == package
 
 
 def require_outside(key: str, path: str, folder: Path) -> None:

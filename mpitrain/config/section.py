@@ -20,21 +20,43 @@ class Section(BaseModel):
 
 
 def setting(
-    default: Any, description: str, *, also: Sequence[str] = (), pattern: str | None = None, **limits: float
+    default: Any,
+    description: str,
+    *,
+    alias: Sequence[str] = (),
+    also: Sequence[str] = (),
+    pattern: str | None = None,
+    **limits: float,
 ) -> Any:
     """Declare a setting; its type is the annotation beside it.
 
     Args:
         default: Its value where none is given.
         description: A sentence for `--help`.
-        also: What other tools call it, so that an unknown key can be answered with this one.
+        alias: Other tools' names for the same setting, which are accepted.
+        also: Other tools' names for something similar, so that an unknown key can be answered with this one.
         pattern: What a text must match.
         **limits: Its range: ge, gt, le, lt, as `pydantic.Field` has them.
     """
-    return Field(default, description=description, json_schema_extra={"also": list(also)}, pattern=pattern, **limits)  # type: ignore[call-overload]
+    extra = {"alias": list(alias), "also": list(also)}
+    return Field(default, description=description, json_schema_extra=extra, pattern=pattern, **limits)  # type: ignore[call-overload]
+
+
+def aliases(field: FieldInfo) -> list[str]:
+    """Other tools' names for a setting, which are accepted."""
+    return _names(field, "alias")
 
 
 def other_names(field: FieldInfo) -> list[str]:
-    """What other tools call a setting."""
+    """Other tools' names for a setting, or for something similar."""
+    return [*aliases(field), *others(field)]
+
+
+def others(field: FieldInfo) -> list[str]:
+    """Other tools' names for something similar."""
+    return _names(field, "also")
+
+
+def _names(field: FieldInfo, kind: str) -> list[str]:
     extra = field.json_schema_extra
-    return [str(name) for name in extra["also"]] if isinstance(extra, dict) else []  # type: ignore[union-attr]
+    return [str(name) for name in extra[kind]] if isinstance(extra, dict) else []  # type: ignore[union-attr]

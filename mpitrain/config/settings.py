@@ -12,14 +12,15 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
+from mpitrain import early
 from mpitrain.config import by_model, command_line
+from mpitrain.config.aliases import Say, by_our_names
 from mpitrain.config.messages import COMMAND_LINE, check_names, wrong_value
 from mpitrain.config.parallel import CommSection, ParallelSection
 from mpitrain.config.run import CheckpointSection, DataSection, ElasticSection, MonitorSection, RunSection
 from mpitrain.config.section import Section, Sections
 from mpitrain.config.toml_file import read_toml
-from mpitrain.config.training import ModelSection, OptimSection, TrainSection
-from mpitrain.errors import InputError
+from mpitrain.config.training import INSTEAD, ModelSection, OptimSection, TrainSection
 
 
 class Config(Section):
@@ -42,27 +43,42 @@ class Config(Section):
         return by_model.completed(values) if isinstance(values, Mapping) else values
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any], origin: str = "config") -> Config:
+    def from_dict(values: Mapping[str, Any], origin: str = "config", say: Say = early.say) -> Config:
         """Check nested values ({"train": {"steps": 10}}).
+
+        Args:
+            values: The settings; names of other tools that mean the same are accepted.
+            origin: Name of the source, for messages.
+            say: Called with a line for each such name.
 
         Raises:
             InputError: A key or a value is wrong; the message names it and the mend.
         """
+        values = by_our_names(values, sections(), origin, say)
         check_names(values, sections(), origin)
         return _checked(values, {}, origin)
 
     @staticmethod
-    def from_args(arguments: Sequence[str]) -> Config:
+    def from_args(arguments: Sequence[str], say: Say = early.say) -> Config:
         """Read a command line, `[FILE.toml] [--section.key value | --section.key=value]...`.
 
-        Flags win over the file, and later flags over earlier ones, wherever the file is named.
+        Flags win over the file, and later flags over earlier ones, wherever the file is named: --train.epochs over
+        train.steps as well.
+
+        Args:
+            arguments: Words of the command line.
+            say: Called with a line for each name of other tools that was accepted.
 
         Raises:
             InputError: As `from_dict`, or the file cannot be read.
         """
-        file, given = command_line.parse(arguments, sections())
-        values: dict[str, Any] = {} if file is None else read_toml(file)
+        file, given = command_line.parse(arguments, sections(), say)
+        values = {} if file is None else by_our_names(read_toml(file), sections(), file, say)
         check_names(values, sections(), file or COMMAND_LINE)
+        for key, other, _ in INSTEAD:
+            if (flagged := {key, other} & given.get("train", {}).keys()) and "train" in values:
+                for each in {key, other} - flagged:
+                    values["train"].pop(each, None)
         for section, keys in given.items():
             values.setdefault(section, {}).update(keys)
         by_flags = {f"{section}.{key}": COMMAND_LINE for section, keys in given.items() for key in keys}
@@ -72,15 +88,18 @@ class Config(Section):
         """All settings as the text of a TOML file that reads back as this configuration."""
         import tomli_w
 
-        return tomli_w.dumps(self.model_dump())
+        return tomli_w.dumps(self.to_dict())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as nested values that read back as this configuration.
 
-def start_timeout(arguments: Sequence[str]) -> float:
-    """The `comm.timeout` of a command line, in seconds; 0 for one that is wrong, which rank 0 tells later."""
-    try:
-        return Config.from_args(arguments).comm.timeout
-    except InputError:
-        return 0.0
+        Without train.steps where it follows from train.epochs, and likewise without train.microbatch.
+        """
+        values = self.model_dump()
+        for key, other, _ in INSTEAD:
+            if values["train"][key]:
+                del values["train"][other]
+        return values
 
 
 def sections() -> Sections:

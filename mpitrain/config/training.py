@@ -28,6 +28,11 @@ from mpitrain.config.preset import with_preset
 from mpitrain.config.section import ClassName, Named, Section, setting
 
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+# of [train]: a key, the one that follows from it and the job, and what both say
+INSTEAD = (
+    ("epochs", "steps", "how long the run is"),
+    ("accumulation", "microbatch", "how a rank's samples are divided"),
+)
 
 
 class ModelSection(Section):
@@ -41,55 +46,57 @@ class ModelSection(Section):
         2,
         f"blocks (gpt), hidden layers (mlp) or {'|'.join(map(str, RESNET_LAYERS))} (resnet)",
         ge=1,
-        also=["num_layers", "n_layer", "depth", "num_hidden_layers"],
+        alias=["num_layers", "n_layer", "num_hidden_layers"],
+        also=["depth"],
     )
     width: int = setting(
         128,
         "features per token (gpt), per layer (mlp), of the stem (resnet)",
         ge=1,
-        also=["hidden_size", "n_embd", "d_model", "dim"],
+        alias=["hidden_size", "n_embd", "d_model"],
+        also=["dim"],
     )
-    heads: int = setting(4, "attention heads (gpt)", ge=1, also=["num_heads", "n_head", "num_attention_heads"])
+    heads: int = setting(4, "attention heads (gpt)", ge=1, alias=["num_heads", "n_head", "num_attention_heads"])
     kv_heads: int = setting(
         0,
         "heads of keys and values (gpt), each shared by as many of model.heads; 0: one for each",
         ge=0,
-        also=["num_key_value_heads", "n_kv_heads", "num_kv_heads"],
+        alias=["num_key_value_heads", "n_kv_heads", "num_kv_heads"],
     )
     hidden: int = setting(
         0,
         "features inside the MLP of a block (gpt); 0: four times model.width, with swiglu 8/3 of it rounded up to 64",
         ge=0,
-        also=["intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"],
+        alias=["intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"],
     )
     norm: Norm = setting("layernorm", "norms of the blocks (gpt)")
     norm_eps: float = setting(
-        1e-5, "what a norm adds to the variance (gpt)", gt=0.0, also=["rms_norm_eps", "layer_norm_epsilon"]
+        1e-5, "what a norm adds to the variance (gpt)", gt=0.0, alias=["rms_norm_eps", "layer_norm_epsilon"]
     )
     positions: Positions = setting("rotary", "positions of tokens (gpt)")
     max_positions: int = setting(
         0,
         "rows of the table of learned positions, the longest sequence (gpt); 0: model.sequence",
         ge=0,
-        also=["max_position_embeddings", "n_positions"],
+        alias=["max_position_embeddings", "n_positions"],
     )
-    rope_base: float = setting(10000.0, "base of rotary positions' wavelengths (gpt)", gt=0.0, also=["rope_theta"])
+    rope_base: float = setting(10000.0, "base of rotary positions' wavelengths (gpt)", gt=0.0, alias=["rope_theta"])
     mlp: FeedForward = setting("gelu", "what is inside the MLP of a block (gpt)", also=["hidden_act", "activation"])
     bias: bool = setting(True, "linear layers and LayerNorms of the blocks have a bias (gpt)", also=["attention_bias"])
     qkv_bias: bool = setting(
         False,
         "queries, keys and values have a bias even if model.bias is false, as in Qwen2 (gpt)",
-        also=["add_qkv_bias"],
+        alias=["add_qkv_bias"],
     )
     qk_norm: bool = setting(
-        False, "queries and keys of each head are normed by RMSNorm, as in Qwen3 (gpt)", also=["use_qk_norm"]
+        False, "queries and keys of each head are normed by RMSNorm, as in Qwen3 (gpt)", alias=["use_qk_norm"]
     )
-    tied: bool = setting(True, "the head has the embedding's weight (gpt)", also=["tie_word_embeddings"])
+    tied: bool = setting(True, "the head has the embedding's weight (gpt)", alias=["tie_word_embeddings"])
     vocabulary: int = setting(
         0,
         "tokens that the model knows, at least as many as the data have (gpt); 0: as many",
         ge=0,
-        also=["vocab_size", "n_vocab"],
+        alias=["vocab_size", "n_vocab"],
     )
     preset: str = setting(
         "",
@@ -100,25 +107,26 @@ class ModelSection(Section):
         128,
         "tokens per sample; where positions are learned, at most and by default model.max_positions",
         ge=1,
-        also=["sequence_length", "seq_len", "seq_length", "block_size", "context"],
+        alias=["sequence_length", "seq_len", "seq_length", "block_size"],
+        also=["context"],
     )
     dropout: float = setting(0.0, "dropout probability (gpt, mlp)", ge=0.0, lt=1.0)
     compile: bool = setting(
-        False, "compile the model's blocks with torch.compile: the first steps take longer", also=["torch_compile"]
+        False, "compile the model's blocks with torch.compile: the first steps take longer", alias=["torch_compile"]
     )
     options: dict[str, Any] = setting({}, "further keyword arguments for model.factory, or keys of an hf: config.json")
     lora: int = setting(
         0,
         "rank of the adapters (LoRA) that are trained instead of the model; 0: none",
         ge=0,
-        also=["lora_rank", "lora_r"],
+        alias=["lora_rank", "lora_r"],
     )
     lora_alpha: float = setting(16.0, "adapters are added times lora_alpha / lora", gt=0.0)
     lora_dropout: float = setting(0.0, "dropout probability of an adapter's input", ge=0.0, lt=1.0)
     lora_targets: list[str] = setting(
         [],
         "patterns of the linear layers with adapters, as ['q_proj']; []: those of attention",
-        also=["target_modules"],
+        alias=["target_modules"],
     )
 
     base: str = setting(
@@ -172,12 +180,21 @@ class ModelSection(Section):
 class TrainSection(Section):
     """[train]"""
 
-    steps: int = setting(300, "optimizer steps in the whole run", ge=0, also=["max_steps", "iterations", "epochs"])
+    steps: int = setting(
+        300, "optimizer steps in the whole run", ge=0, alias=["max_steps", "iterations", "max_iters", "train_iters"]
+    )
+    epochs: float = setting(
+        0.0,
+        "passes over the training data in the whole run, instead of train.steps; 0: train.steps counts",
+        ge=0.0,
+        alias=["num_epochs", "max_epochs", "num_train_epochs", "n_epochs"],
+    )
     batch: int = setting(
         32,
         "global batch in samples, whatever the number of ranks",
         ge=1,
-        also=["batch_size", "global_batch_size", "train_batch_size"],
+        alias=["global_batch_size", "train_batch_size"],
+        also=["batch_size"],
     )
     batch_warmup: Stages = setting(
         (),
@@ -188,22 +205,37 @@ class TrainSection(Section):
         0,
         "samples per rank and forward pass; 0: the rank's whole share",
         ge=0,
-        also=["micro_batch_size", "microbatch_size", "train_micro_batch_size_per_gpu"],
+        alias=["micro_batch_size", "microbatch_size", "train_micro_batch_size_per_gpu"],
+        also=["per_device_train_batch_size", "per_device_batch_size"],
     )
-    precision: Precision = setting("fp32", "precision of forward and backward", also=["dtype"])
+    accumulation: int = setting(
+        0,
+        "microbatches of a rank in a step, instead of train.microbatch; train.batch stays the global batch; 0: as many "
+        "as train.microbatch makes",
+        ge=0,
+        alias=["gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "accumulation_steps"],
+    )
+    precision: Precision = setting(
+        "fp32",
+        "precision of forward and backward",
+        also=["dtype", "amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"],
+    )
     clip: float = setting(
         1.0,
         "largest global gradient norm; 0: no clipping",
         ge=0.0,
-        also=["grad_clip", "gradient_clipping", "max_grad_norm", "clip_grad"],
+        alias=["grad_clip", "gradient_clipping", "gradient_clip_val", "max_grad_norm", "clip_grad"],
     )
     recompute: bool = setting(
         False,
         "recompute block activations in backward instead of keeping them",
-        also=["activation_checkpointing", "gradient_checkpointing"],
+        alias=["activation_checkpointing", "gradient_checkpointing"],
     )
     evaluate_every: int = setting(
-        100, "steps between evaluations on held-out data; 0: at the end", ge=0, also=["eval_every", "eval_interval"]
+        100,
+        "steps between evaluations on held-out data; 0: at the end",
+        ge=0,
+        alias=["eval_every", "eval_interval", "eval_steps"],
     )
     evaluate_samples: int = setting(256, "held-out samples per evaluation, at most", ge=1)
     abort_after: int = setting(
@@ -226,7 +258,8 @@ class TrainSection(Section):
         0,
         "evaluations in a row without a better train.monitor, after which the run ends; 0: it takes all steps",
         ge=0,
-        also=["early_stopping", "early_stopping_patience"],
+        alias=["early_stopping_patience"],
+        also=["early_stopping"],
     )
     monitor: str = setting(
         "held_out_loss",
@@ -256,6 +289,13 @@ class TrainSection(Section):
         return checked_warmup(given)
 
     @model_validator(mode="after")
+    def _says_each_thing_once(self) -> TrainSection:
+        for key, other, what in INSTEAD:
+            if getattr(self, key) and {key, other} <= self.model_fields_set and getattr(self, other):
+                raise ValueError(f"train.{key} and train.{other} each say {what}; give one of them")
+        return self
+
+    @model_validator(mode="after")
     def _warms_up_to_the_batch(self) -> TrainSection:
         require_no_larger(self.batch_warmup, self.batch)
         return self
@@ -267,9 +307,9 @@ class OptimSection(Section):
     name: str = setting(
         "adamw",
         "adamw, sgd, muon, lion, any class of torch.optim, or package.module:Class of your own",
-        also=["optimizer"],
+        alias=["optimizer"],
     )
-    lr: float = setting(2e-3, "peak learning rate", gt=0.0, also=["learning_rate"])
+    lr: float = setting(2e-3, "peak learning rate", gt=0.0, alias=["learning_rate"])
     schedule: Rates | ClassName = setting(
         "cosine",
         "decay after the warm-up (wsd: none until optim.decay_steps before the end); or, without optim.warmup, a cycle "
@@ -283,12 +323,18 @@ class OptimSection(Section):
         also=["scheduler_options"],
     )
     lr_end: float = setting(
-        0.0, "learning rate at the end, where it decays", ge=0.0, also=["min_lr", "lr_min", "final_lr", "eta_min"]
+        0.0, "learning rate at the end, where it decays", ge=0.0, alias=["min_lr", "lr_min", "final_lr", "eta_min"]
     )
     decay_steps: float = setting(
         0.2, "steps that wsd decays in; below 1: their share of all steps", gt=0.0, also=["cooldown", "num_decay_steps"]
     )
-    warmup: int = setting(20, "steps of linear warm-up", ge=0, also=["warmup_steps", "warmup_iters"])
+    warmup: int = setting(
+        20,
+        "steps of linear warm-up",
+        ge=0,
+        alias=["warmup_steps", "warmup_iters", "num_warmup_steps"],
+        also=["warmup_ratio"],
+    )
     weight_decay: float = setting(0.01, "weight decay, of what optim.no_decay does not except", ge=0.0)
     no_decay: NoDecay = setting(
         "vectors", "what has no weight decay: norms and biases; embeddings too; nothing", also=["no_weight_decay"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import get_args
 
 from mpitrain.data.choices import Categories, Missing, Scale
+from mpitrain.data.format import TRAIN, DatasetManifest
+from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell
 
 _SOURCES = """\
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpitrain.data", description="make and describe data sets")
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare",
@@ -102,7 +106,11 @@ def _add_options(prepare: argparse.ArgumentParser) -> None:
         help="tables: do with columns what data set DIR did, to evaluate",
     )
     add("--allow-nonfinite", action="store_true", help="tables, arrays: take nan and infinite numbers as they are")
-    add("--skip-bad", action="store_true", help="images: leave out those that cannot be read, and count them")
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="leave out images that cannot be read and ragged rows of tables",
+    )
     add("--classes", type=Path, metavar="FILE", help="archives of images: the names of the classes, one a line")
 
 
@@ -144,9 +152,22 @@ def _prepare(arguments: argparse.Namespace) -> int:
             more=more,
         )
     tell(*describe(arguments.out, manifest))
-    packed = f" --model.sequence {manifest.pack}" if manifest.pack else ""
-    tell(f"\ntrain on it: python -m mpitrain.train --data.path {arguments.out}{packed}")
+    tell(f"\ntrain on it: python -m mpitrain.train --data.path {shlex.quote(str(arguments.out))}{_settings(manifest)}")
     return EXIT_DONE
+
+
+def _settings(manifest: DatasetManifest) -> str:
+    """Return the settings that a training on a data set needs, as words of a command line."""
+    from mpitrain.config.training import TrainSection
+    from mpitrain.layers.images import is_image
+
+    told = f" --model.sequence {manifest.pack}" if manifest.pack else ""
+    x = next((each for each in manifest.fields if each.name == "x"), None)
+    if manifest.kind != "tokens" and x is not None:
+        told += f" --model.name {'resnet' if is_image(x.shape) else 'mlp'}"
+        samples = manifest.splits[TRAIN].rows
+        told += f" --train.batch {samples}" if samples < TrainSection().batch else ""
+    return told
 
 
 def _tokenizer(arguments: argparse.Namespace) -> int:

@@ -55,7 +55,7 @@ class PrepareOptions:
         scale: What the numbers of a table become: "standard" for mean 0 and deviation 1.
         like: A data set of another table: what became of its columns is done here too.
         allow_nonfinite: Whether nan and infinite numbers are taken as they are.
-        skip_bad: Whether images that cannot be read are left out, and counted.
+        skip_bad: Whether images that cannot be read, and rows of tables with other columns, are left out and counted.
         classes: A file with the names of the classes, one a line, for archives of images.
     """
 
@@ -371,7 +371,7 @@ KINDS = (
         is_table,
         lambda found, options: table.table_source(_paths(found), _of_table(options)),
         "label",
-        ("columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite"),
+        ("columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"),
     ),
     _documents(TextFields()),
     Kind(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.comm.process.starting import is_due, launched_rank
+from mpitrain.early import VERSION
 from mpitrain.errors import exit_code_of, printable
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Job:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that every command on a trained model takes."""
+    parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="a run folder (its newest whole checkpoint), or a checkpoint"
     )

@@ -19,6 +19,7 @@ import torch
 
 from mpitrain.inference.placing import LanguageModel
 from mpitrain.inference.sampling import Draws, Sampling
+from mpitrain.inference.stopping import StopWatch
 
 BATCH = 16  # prompts that go on together
 Each = Callable[[int, int], object]  # the number of a prompt, and its next token
@@ -26,7 +27,7 @@ Each = Callable[[int, int], object]  # the number of a prompt, and its next toke
 
 @dataclass
 class Continuation:
-    """How a prompt goes on. tokens: what comes after it. ended: whether its document came to an end, by its token."""
+    """How a prompt goes on. tokens: what comes after it. ended: whether it ended by itself, or by a stop string."""
 
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
@@ -40,11 +41,13 @@ class Generation:
         model: What gives the scores.
         sampling: How a token is chosen.
         count: Tokens to be made for each prompt, at most.
+        watch: Makes what looks for stop strings in a text; None: nothing does.
     """
 
     model: LanguageModel
     sampling: Sampling
     count: int
+    watch: Callable[[], StopWatch] | None = None
 
     def run(
         self,
@@ -84,6 +87,7 @@ class Generation:
         if not rows:
             return
         length = len(prompts[rows[0]])
+        watches = {number: self.watch() for number in rows} if self.watch is not None else {}
         self.model.decoder.begin()
         given = torch.tensor([list(prompts[number][:length]) for number in rows])
         while True:
@@ -94,7 +98,11 @@ class Generation:
                 chosen = None
                 if scores is not None:
                     numbers_drawn = draws.next([rows[row] for row in free])
-                    chosen = self.sampling.choose(scores[free, : self.model.vocabulary].float().cpu(), numbers_drawn)
+                    own = scores[free, : self.model.vocabulary].float().cpu()
+                    if self.sampling.repetition != 1:
+                        texts = [[*prompts[rows[row]], *made[rows[row]].tokens] for row in free]
+                        own = self.sampling.penalized(own, texts)
+                    chosen = self.sampling.choose(own, numbers_drawn)
                 found = iter(self.model.settle(chosen, len(free)).tolist())
             following, staying = [], []
             for row, number in enumerate(rows):
@@ -109,6 +117,9 @@ class Generation:
                         text.tokens.append(token)
                         if each is not None:
                             each(number, token)
+                        if number in watches:
+                            watches[number].add(token)
+                            text.ended = watches[number].found
                     if text.ended or len(text.tokens) == self.left(prompt):
                         continue
                 staying.append(row)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
-from mpitrain.data.sources.columns import rows_of_table, width
+from mpitrain.data.sources.columns import cells_of_table, rows_of_table, width
 from mpitrain.data.sources.images import BadImage, fitted, load_decoders
 from mpitrain.data.sources.table_files import is_table, look
 from mpitrain.errors import InputError
@@ -34,6 +34,7 @@ class Samples(ABC):
     """Samples in their order.
 
     shape, dtype: of one's x. names: what output calls them; None: their numbers. called: what people call them.
+    kept: columns of a table that go to the output as they are, by name, a value for each sample.
     left_out: those that this rank had to leave out, so far: the number of each, and what is told of it.
     """
 
@@ -44,6 +45,7 @@ class Samples(ABC):
 
     def __init__(self) -> None:
         self.left_out: list[tuple[int, str]] = []
+        self.kept: dict[str, Sequence[Any]] = {}
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -57,19 +59,22 @@ class Samples(ABC):
         return np.arange(lo, hi), *self.read(lo, hi)
 
 
-def open_samples(path: Path, description: Description, *, skip_bad: bool = False) -> Samples:
+def open_samples(path: Path, description: Description, *, skip_bad: bool = False, keep: Sequence[str] = ()) -> Samples:
     """The samples in a data set, a file or a folder.
 
     Args:
         path: Where they are.
         description: The data that the model was trained on.
         skip_bad: Whether images that cannot be read, and rows of a table that do not fit, are left out.
+        keep: Columns of a table that are given along.
 
     Raises:
         InputError: They cannot be read, or have another form than those.
     """
     if not path.exists():
         raise InputError(f"{path} does not exist; give a data set's folder, or a file or folder of samples")
+    if keep and not (path.is_file() and is_table(path)):
+        raise InputError(f"--keep {','.join(keep)} is for columns of a table, and {path} is none; leave it out")
     if path.is_dir() and is_dataset(path):
         found: Samples = _Prepared(path, description)
     elif description.kind == "tokens":
@@ -80,7 +85,7 @@ def open_samples(path: Path, description: Description, *, skip_bad: bool = False
     elif path.suffix.lower() in (".npy", ".npz"):
         found = _Array(path)
     elif path.is_file() and is_table(path):
-        found = _Rows(path, description, skip_bad=skip_bad)
+        found = _Rows(path, description, skip_bad=skip_bad, keep=keep)
     elif images := _images_in(path):
         found = _Images(path, images, description.x_shape, skip_bad=skip_bad)
     else:
@@ -159,11 +164,12 @@ class _Rows(Samples):
         description: The data that the model was trained on. Where it knows of no columns, there are those of x, and
             perhaps a label: the column of that name, or else the last one.
         skip_bad: Whether rows with a cell that does not fit are left out.
+        keep: Columns that are given along.
     """
 
     called = "rows that do not fit"
 
-    def __init__(self, path: Path, description: Description, *, skip_bad: bool) -> None:
+    def __init__(self, path: Path, description: Description, *, skip_bad: bool, keep: Sequence[str]) -> None:
         super().__init__()
         specs = description.columns
         if specs is None:
@@ -178,6 +184,7 @@ class _Rows(Samples):
         if skip_bad:
             without = {row for row, _ in self.left_out}
             self.names = [row for row in range(len(self._x) + len(without)) if row not in without]
+        self.kept.update(cells_of_table(path, keep, {row for row, _ in self.left_out}) if keep else {})
         self.shape, self.dtype = self._x.shape[1:], self._x.dtype
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import csv
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,18 +141,24 @@ def _require(output: torch.Tensor, shape: list[int], what: str) -> None:
 
 # -- files
 
+NOTHING: Mapping[str, Sequence[Any]] = {}
 Write = Callable[[Sequence[int], Array], None]  # the numbers of samples, and their rows
 
 
 @contextmanager
-def new_file(path: Path, told: Foretold, names: Sequence[str] | None) -> Iterator[Write]:
+def new_file(
+    path: Path, told: Foretold, names: Sequence[str] | None, kept: Mapping[str, Sequence[Any]] = NOTHING
+) -> Iterator[Write]:
     """Write what is told of samples into a new file, which is there when all of it is.
 
     Args:
         path: Its name; the ending says what it is.
         told: What the rows are.
         names: Of the samples; None: their numbers.
+        kept: Further columns, a value for each sample.
     """
+    if taken := {"sample", "probabilities", "classes", *told.columns} & set(kept):
+        raise InputError(f"--keep {min(taken)}: the predictions have a column of that name; rename it in the table")
 
     def named(numbers: Sequence[int]) -> list[Any]:
         return list(numbers) if names is None else [names[number] for number in numbers]
@@ -160,31 +166,50 @@ def new_file(path: Path, told: Foretold, names: Sequence[str] | None) -> Iterato
     with ExitStack() as stack:
         aside = stack.enter_context(whole_file(path))
         if path.suffix == ".npz":
-            kept: list[Array] = []
+            parts: list[Array] = []
+            taken_numbers: list[Sequence[int]] = []
             written: list[Any] = []
 
             def keep(numbers: Sequence[int], rows: Array) -> None:
-                kept.append(rows)
+                parts.append(rows)
+                taken_numbers.append(numbers)
                 written.extend(named(numbers))
 
             yield keep
-            rows = np.concatenate(kept) if kept else np.empty((0, told.width))
+            rows = np.concatenate(parts) if parts else np.empty((0, told.width))
             arrays: dict[str, Any] = told.arrays(rows)
             if names is not None:
                 arrays["sample"] = np.array(written)
+            order = [number for numbers in taken_numbers for number in numbers]
+            arrays |= {name: _array([values[number] for number in order]) for name, values in kept.items()}
             np.savez(aside, **arrays)
             return
         file = stack.enter_context(open(aside, "x", encoding="utf-8", newline=""))
         if path.suffix == ".csv":
             table = csv.writer(file)
-            table.writerow(["sample", *told.columns])
+            table.writerow(["sample", *kept, *told.columns])
             yield lambda numbers, rows: table.writerows(
-                [name, *told.cells(row)] for name, row in zip(named(numbers), rows, strict=True)
+                [name, *(values[number] for values in kept.values()), *told.cells(row)]
+                for number, name, row in zip(numbers, named(numbers), rows, strict=True)
             )
             return
         yield lambda numbers, rows: file.writelines(
-            json.dumps({"sample": name} | told.line(row)) + "\n" for name, row in zip(named(numbers), rows, strict=True)
+            json.dumps({"sample": name} | {key: _plain(values[n]) for key, values in kept.items()} | told.line(row))
+            + "\n"
+            for n, name, row in zip(numbers, named(numbers), rows, strict=True)
         )
+
+
+def _plain(value: Any) -> Any:
+    """Return a cell of a table as JSON has it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _array(values: Sequence[Any]) -> Array:
+    """Return cells of a table as an array of numbers, or else of texts."""
+    if all(value is None or isinstance(value, int | float) for value in values):
+        return np.array([math.nan if value is None else value for value in values])
+    return np.array(["" if value is None else str(value) for value in values])
 
 
 def require_file(path: Path) -> None:

@@ -42,8 +42,7 @@ class TextCodec(ABC):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
-        decoder = self.decoder()
-        return "".join([decoder.add(token) for token in tokens]) + decoder.finish()
+        return self.decoder().decode(tokens)
 
 
 class TextDecoder(ABC):
@@ -56,6 +55,10 @@ class TextDecoder(ABC):
     @abstractmethod
     def finish(self) -> str:
         """What is left of a character that was never completed."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of all tokens of a text."""
+        return "".join([self.add(token) for token in tokens]) + self.finish()
 
 
 class BytesCodec(TextCodec):

@@ -59,6 +59,11 @@ def rules_of(config: Config) -> LayoutRules:
         raise refusal(
             f"a plan is for ranks that train in step, and parallel.mode is {config.parallel.mode}; set it to sync"
         )
+    if config.train.accumulation:
+        raise refusal(
+            "a plan chooses how many microbatches a rank has, and train.accumulation says it; leave that out, or give "
+            "train.microbatch"
+        )
     warmup = tuple(size for _, size in config.train.batch_warmup)
     return LayoutRules(cut=not config.run.reproducible, slices=not config.model.compile, warmup=warmup)
 

@@ -77,7 +77,7 @@ class Workers:
     """
 
     def __init__(self, config: Config, description: Description, count: int, threads: int) -> None:
-        subject = {"config": config.model_dump(), "description": _told(description), "threads": threads}
+        subject = {"config": config.to_dict(), "description": _told(description), "threads": threads}
         environment = unlaunched_environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "mpitrain.planner.measured"]
         # what they say for people, of which the end is told if one fails

@@ -93,6 +93,16 @@ def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
     return max(1, -(-(samples or config.train.batch) // (mesh.data.size * 2 * mesh.pipeline.size)))
 
 
+def with_microbatch(config: Config, ranks: int) -> Config:
+    """Return the settings with the train.microbatch that train.accumulation makes at so many ranks, if it is given."""
+    train, parallel = config.train, config.parallel
+    if not train.accumulation:
+        return config
+    columns = max(1, (ranks - parallel.servers) // (parallel.pipeline * parallel.tensor))
+    size = -(-train.batch // (columns * train.accumulation))
+    return config.model_copy(update={"train": train.model_copy(update={"microbatch": size})})
+
+
 def microbatches(x: torch.Tensor, y: torch.Tensor, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(x, y) of at most `samples` samples each; 0: all at once."""
     size = samples or max(1, len(x))

@@ -34,6 +34,7 @@ from mpitrain.storage.disk import free_name, reason, write_whole
 
 CHECKPOINTS = "checkpoints"
 RUNS = Path("runs")  # where folders without a name of their own are made
+AGAIN = "MPITRAIN_AGAIN"  # what a script of jobs/ was called by, if it started this
 _DYING = 5.0  # seconds
 T = TypeVar("T")
 
@@ -195,10 +196,15 @@ class RunFolder:
 
     def resume_command(self, config: Config, ranks: int) -> str:
         """What to type for the run to go on, or for longer."""
+        train, more = config.train, ""
+        if self.step >= train.steps:
+            more = f" --train.epochs {2 * train.epochs:g}" if train.epochs else f" --train.steps {2 * train.steps}"
+        settings = f"{shlex.quote(str(self.path / CONFIG))}{more}"
+        if AGAIN in os.environ:
+            return f"{os.environ[AGAIN]} {settings}"
         under_slurm = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
         launcher = "srun" if under_slurm else f"mpirun -n {ranks}"
-        more = "" if self.step < config.train.steps else f" --train.steps {2 * config.train.steps}"
-        return f"{launcher} python -m mpitrain.train {shlex.quote(str(self.path / CONFIG))}{more}"
+        return f"{launcher} python -m mpitrain.train {settings}"
 
 
 def _made(path: Path) -> bool:

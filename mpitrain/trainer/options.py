@@ -56,7 +56,7 @@ class Settings:
 
 
 # keys that mt.initialize takes over, and the only value it can have of some others
-_TAKEN = {"train.batch", "train.microbatch", "train.precision", "train.clip", "train.recompute"}
+_TAKEN = {"train.batch", "train.microbatch", "train.accumulation", "train.precision", "train.clip", "train.recompute"}
 _TAKEN |= {"parallel.zero", "parallel.share_node", "parallel.shard_within", "parallel.reshard", "parallel.offload"}
 _TAKEN.add("parallel.offload_parameters")
 _TAKEN |= {
@@ -88,7 +88,7 @@ _ONLY = {
     "monitor.timeline": "",
 }
 # keys without which training would go another way than the run whose configuration it is
-_DECISIVE = {"run.reproducible", "parallel.mode"}
+_DECISIVE = {"run.reproducible", "parallel.mode", "train.epochs"}
 
 
 def from_config(config: Config, ranks: int, *, own_optimizer: bool, origin: str = "config") -> Settings:
@@ -142,10 +142,11 @@ def _batch(config: Config, ranks: int) -> tuple[int, int]:
                 "a pipeline takes the microbatches of a step together: set train.batch, and train.microbatch if there "
                 "are to be more or fewer of them than two a stage"
             )
-        if micro is None and batch % data == 0:
+        if micro is None and not train.accumulation and batch % data == 0:
             share = batch // data
             micro = share // next(count for count in range(min(2 * stages, share), share + 1) if share % count == 0)
-    return accumulation(batch, micro, None, ranks=data, names=("train.batch", "train.microbatch", ""))
+    names = ("train.batch", "train.microbatch", "train.accumulation")
+    return accumulation(batch, micro, train.accumulation or None, ranks=data, names=names)
 
 
 def _unused(config: Config, own_optimizer: bool) -> list[str]:

@@ -47,7 +47,7 @@ def planned(config: Config, world: Communicator, device: torch.device) -> Config
         InputError: On all ranks, where no layout fits, or a profile or the data cannot be read.
     """
     if not config.parallel.auto:
-        return Config.from_dict(config.model_dump())
+        return Config.from_dict(config.to_dict())
     began = time.perf_counter()
     each = world.size // world.num_nodes
     if any(world.nodes.count(node) != each for node in range(world.num_nodes)):
@@ -109,7 +109,7 @@ def _chosen(
     if not plan.found:
         raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
     best = plan.found[0]
-    values = config.model_dump()
+    values = config.to_dict()
     for section, keys in settings(best.layout, wanted).items():
         values[section].update(keys)
     if config.elastic.mode == "shrink" and "data" not in wanted:

@@ -9,6 +9,7 @@ override `train_step`, `evaluate`, `save` or `resume`, or what they are made of;
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -32,7 +33,7 @@ from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.class_weights import class_weights
-from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker
+from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker, with_microbatch
 from mpitrain.trainer.device import choose, full_told, set_threads
 from mpitrain.trainer.due import due, saves_after
 from mpitrain.trainer.engine import Engine
@@ -105,7 +106,7 @@ class Trainer:
         asked = shared_config(self.world, lambda: config_of(config))
         place = choose(asked.run.device, self.world)
         self.device, self.devices = place.device, place.text
-        self.config = planned(asked, self.world, self.device)
+        self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
         self.strategy = strategy_of(self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
@@ -205,8 +206,8 @@ class Trainer:
 
     def prepare(self) -> None:
         """Open the data, and make the model, its optimizer and their places on the ranks. Collective."""
-        config = self.config
         self.data, self.held_out = self.open_data()
+        config = self._count_steps()
         torch.manual_seed(config.run.seed)
         task = self.make_model()
         self.class_weights = class_weights(config, task, self.data, self.world)
@@ -223,6 +224,17 @@ class Trainer:
         )
         self.meter = meter_of(config, task, self.data.description, self.engine)
         self.schedule = schedule_of(config.optim, config.train.steps)
+
+    def _count_steps(self) -> Config:
+        """Set train.steps to what the rest of train.epochs takes, if that is given; returns the settings."""
+        train = self.config.train
+        if train.epochs:
+            left = max(0, math.ceil(train.epochs * len(self.data)) - self.position)
+            steps = self.batch_sizes.steps_reaching(self.batch_sizes.before(self.step) + left)
+            section = train.model_copy(update={"steps": steps})
+            self.config = self.config.model_copy(update={"train": section})
+            self.strategy.config = self.folder.config = self.config
+        return self.config
 
     def open_data(self) -> tuple[Dataset, Dataset | None]:
         """The training and the held-out samples (see `data.open_data`). Collective."""
@@ -320,6 +332,9 @@ class Trainer:
         self.step = self.folder.step = restored.step
         self.position = restored.values.get("position", 0)
         self.met, self.resumed_step = self.step, restored.step if restored.own else None
+        if self.config.train.epochs and self.position != self.batch_sizes.before(self.step):  # other batches before
+            config = self._count_steps()
+            self.schedule = schedule_of(config.optim, config.train.steps)
         values = restored.values
         self.call(lambda callback: callback.on_restore(self, values))
 

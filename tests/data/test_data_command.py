@@ -1,9 +1,15 @@
 """The command `python -m mpitrain.data`."""
 
+import shlex
+
 import h5py
 import numpy as np
 import pytest
 from support import one_line
+
+from mpitrain.config.settings import Config
+from mpitrain.models import build_model
+from mpitrain.planner.described import description_of
 
 
 def test_it_imports_neither_torch_nor_mpi(tmp_path, python):
@@ -38,6 +44,19 @@ def test_info_says_what_a_person_wants_to_know(tmp_path, command):
     assert lines["hashes"] == "not checked (--verify reads everything)"
     counts = [line.split() for line in out.splitlines() if line.startswith("              ")]
     assert [sum(int(row[column]) for row in counts) for column in (2, 3)] == [190, 10]
+
+
+def test_the_command_that_prepare_suggests_trains_on_any_kind_of_data(tmp_path, command):
+    (tmp_path / "table.csv").write_text("a,b,label\n" + "".join(f"{n},{n * n},{n % 2}\n" for n in range(20)))
+    np.savez(tmp_path / "images.npz", x=np.zeros((40, 8, 9, 3), np.uint8), y=np.arange(40) % 2)
+    (tmp_path / "words.txt").write_text("some words to learn from\n" * 400)
+    for source, name in (("table.csv", "mlp"), ("images.npz", "resnet"), ("words.txt", "gpt")):
+        code, out, _ = command("prepare", tmp_path / source, "--out", tmp_path / f"the {name} set")
+        (told,) = [line for line in out.splitlines() if line.startswith("train on it: ")]
+        words = shlex.split(told)
+        config = Config.from_args(words[words.index("mpitrain.train") + 1 :])
+        assert (code, config.model.name) == (0, name)
+        build_model(config.model, description_of(config))  # which looks at the batch, too
 
 
 def test_verify_says_all_right_or_names_every_damage(tokens_set, command):

@@ -104,6 +104,16 @@ class TestRefused:
         source.write_text(source.read_text() + "1,2,3\n")
         assert "a.csv, line 13: 3 columns where the first line has 4" in refused(source)
 
+    def test_rows_of_another_length_are_left_out_where_that_is_asked(self, tmp_path, command):
+        source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"))
+        lines = source.read_text().splitlines()
+        source.write_text("\n".join([*lines[:3], "1,2,3", *lines[3:], "1,2,3,4,5"]) + "\n")
+        for options in ([], ["--missing", "mean", "--scale", "standard"]):
+            out = tmp_path / f"set{len(options)}"
+            code, told, _ = command("prepare", source, "--out", out, "--held-out", 0, "--skip-bad", *options)
+            assert code == 0 and len(everything(out)[0]) == len(lines) - 1
+            assert f"left out 2 rows with other columns, such as {source}, line 4: 3 columns where the" in told
+
     def test_no_such_label(self, tmp_path, refused):
         source = write(tmp_path / "a.csv", KINDS, header=list("pqrs"))
         assert "has no column kind; its columns are p, q, r, s" in refused(source, "--label", "kind")

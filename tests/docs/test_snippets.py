@@ -16,6 +16,7 @@ from snippets import Snippet, commands, pages, run
 from support import ROOT
 
 from mpitrain.comm.communicator import Communicator
+from mpitrain.config.aliases import our_name
 from mpitrain.config.command_line import parse
 from mpitrain.config.settings import Config, sections
 from mpitrain.config.toml_file import tomllib
@@ -68,6 +69,7 @@ def test_every_key_that_is_named_exists():
     for page in pages():
         text = page.read_text()
         for section, key in KEY.findall(text):
+            section, key = our_name(section, key, known)  # a page may use a name of other tools
             assert (section, key) == ("section", "key") or key in known.get(section, ()), (
                 f"{page.name}: --{section}.{key}"
             )

@@ -137,6 +137,7 @@ def test_predictions_of_several_ranks_are_those_of_one_in_the_order_of_the_sampl
             device="cpu",
             best=False,
             skip_bad=False,
+            keep=(),
             text="text",
             prompt=None,
             completion=None,

@@ -13,6 +13,7 @@ from mpitrain.inference.generation import BATCH, Generation
 from mpitrain.inference.placing import LanguageModel
 from mpitrain.inference.prompts import BytesCodec, TokenizerCodec, read_prompts
 from mpitrain.inference.sampling import Draws, Sampling
+from mpitrain.inference.stopping import StopWatch, require_stops
 from mpitrain.models.gpt import GPT
 
 VOCABULARY = 50
@@ -111,7 +112,67 @@ def test_top_k_and_top_p_are_their_formulas_and_tokens_are_drawn_by_them(tempera
     assert torch.bincount(drawn, minlength=30) / 5000 == pytest.approx(found[0].numpy(), abs=1e-3)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}])
+@pytest.mark.parametrize(("temperature", "k", "p", "least"), [(1, 0, 1, 0.3), (0.7, 12, 1, 0.05), (1.4, 9, 0.8, 0.2)])
+def test_min_p_and_the_repetition_penalty_are_those_of_transformers(temperature, k, p, least):
+    from transformers import generation
+
+    torch.manual_seed(2)
+    scores, texts = torch.randn(4, 30) * 3, torch.randint(30, (4, 7))
+    chain = [generation.RepetitionPenaltyLogitsProcessor(1.7), generation.TemperatureLogitsWarper(float(temperature))]
+    chain += [generation.TopKLogitsWarper(k)] if k else []
+    chain += [generation.TopPLogitsWarper(float(p)), generation.MinPLogitsWarper(least)]
+    wanted = scores.double()
+    for each in chain:
+        wanted = each(texts, wanted)
+    sampling = Sampling(temperature, k, p, min_p=least, repetition=1.7)
+    found = sampling.probabilities(sampling.penalized(scores, texts.tolist()))
+    torch.testing.assert_close(found, wanted.softmax(1), rtol=1e-5, atol=1e-9)
+    assert int((found > 0).sum(1).max()) < 30
+
+
+def test_a_penalty_keeps_the_likeliest_text_from_going_round(gpt):
+    from transformers.generation import RepetitionPenaltyLogitsProcessor
+
+    penalty, text = RepetitionPenaltyLogitsProcessor(2.5), list(PROMPTS[2])
+    with torch.no_grad():
+        for _ in range(20):
+            text.append(int(penalty(torch.tensor([text]), gpt(torch.tensor([text]))[:, -1]).argmax()))
+    found = tokens_of(cached(gpt), Sampling(0, repetition=2.5), PROMPTS[:4], 20)[2]
+    assert found == text[len(PROMPTS[2]) :] and found != tokens_of(cached(gpt), Sampling(0), PROMPTS[:4], 20)[2]
+
+
+def test_a_text_ends_before_a_stop_string_and_what_may_be_one_is_held_back(gpt):
+    codec = BytesCodec()
+    watch = StopWatch(codec.decoder(), ["END", "\n\n", "NDX"])
+    assert [watch.add(byte) for byte in b"aE\nENe E"] == ["a", "", "E", "\n", "", "ENe", " ", ""]
+    assert watch.finish() == "E" and not watch.found
+    watch = StopWatch(codec.decoder(), ["END", "NDX"])
+    assert [watch.add(byte) for byte in b"enENDX"] == ["e", "n", "", "", "", ""] and watch.found
+    assert watch.finish() == ""
+    whole = tokens_of(cached(gpt), SAMPLED, PROMPTS[:4], 40)
+    stop = bytes(whole[0][10:12]).decode()  # its tokens are bytes of ASCII here
+    generation = Generation(model_of(cached(gpt)), SAMPLED, 40, lambda: StopWatch(codec.decoder(), [stop]))
+    made = generation.run(PROMPTS[:4], Draws(5, PROMPTS[:4]))
+    for tokens, one in zip(whole, made, strict=True):
+        at = bytes(tokens).find(stop.encode())
+        assert one.tokens == (tokens if at < 0 else tokens[: at + 2]) and one.ended == (at >= 0)
+    assert made[0].ended
+    with pytest.raises(InputError, match="--stop"):
+        require_stops(["a", ""])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition": 0},
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+    ],
+)
 def test_what_cannot_be_drawn_by_is_refused(wrong):
     with pytest.raises(InputError, match="give"):
         Sampling(**wrong)

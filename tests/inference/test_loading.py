@@ -258,6 +258,18 @@ def test_a_table_is_made_into_x_as_that_of_the_training_was(command, place):
     found = [json.loads(line) for line in (place / "odd.jsonl").read_text().splitlines()]
     assert [line["sample"] for line in found] == [1, 3]
     assert [list(line["probabilities"].values()) for line in found] == [pytest.approx(row, rel=1e-6) for row in wanted]
+    (place / "ragged.csv").write_text("id,colour,age\nx1,red,40\nx2,green\nx3,blue,40\nx4,green,\n")
+    one_line(command("predict people ragged.csv --out q.csv"), "line 3: 2 columns where", "--skip-bad")
+    for out in ("kept.csv", "kept.jsonl", "kept.npz"):
+        done = command(f"predict people ragged.csv --skip-bad --keep id --out {out}")
+        assert done.returncode == 0 and "left out 2 rows that do not fit" in done.stderr, done.stderr
+    rows = [line.split(",")[:2] for line in (place / "kept.csv").read_text().splitlines()]
+    assert rows == [["sample", "id"], ["0", "x1"], ["3", "x4"]]
+    assert [json.loads(line)["id"] for line in (place / "kept.jsonl").read_text().splitlines()] == ["x1", "x4"]
+    with np.load("kept.npz") as arrays:
+        assert arrays["id"].tolist() == ["x1", "x4"] and arrays["probabilities"] == pytest.approx(wanted, rel=1e-6)
+    one_line(command("predict people ragged.csv --skip-bad --keep size --out q.csv"), "no column size, which --keep")
+    one_line(command("predict people --keep id new.npz --out q.csv"), "--keep id is for columns of a table")
     (place / "odder.csv").write_text("colour,age\nblue,40\n")
     one_line(command("predict people odder.csv --skip-bad --out q.csv"), "nothing but rows that do not fit")
     (place / "lacking.csv").write_text("colour,size\nred,40\n")

@@ -73,6 +73,7 @@ class Newcomer:
         done = self.run(*before, self.clone / "jobs" / "local.sh", "--train.steps", 2, N="2", **environment)
         assert done.returncode == 0, done.stderr
         assert "done at step 2 of 2" in done.stdout
+        assert re.search(r"go on  +N=2 \S.*/jobs/local\.sh runs/\S+/config\.toml --train\.steps 4\n", done.stdout)
         assert not FLAWS.search(done.stdout + done.stderr), done.stdout + done.stderr
 
     def trains_with_closed_memory(self, **environment: str) -> None:

@@ -110,6 +110,13 @@ def test_a_misspelt_function_or_module_gets_the_near_name(folder):
     assert "no module 'zzzzzz'" in refused("make_net", module="zzzzzz")
 
 
+def test_a_missing_function_is_not_answered_with_what_the_module_imports(folder):
+    source = "from json import loads as builds, dumps as build_model\ndef network(d): ...\n"
+    (folder / "users_package/borrowed.py").write_text(source)
+    said = refused("build", "users_package.borrowed")
+    assert said.endswith("has no function 'build'; define it there, or name one of network")
+
+
 def test_what_fails_inside_is_told_with_its_own_message_and_place(folder):
     assert "raised ValueError: depth must be positive (networks.py:40)" in refused("failing")
     assert "(networks.py:43)" in refused("failing_in_torch")

@@ -161,6 +161,8 @@ def test_several_runs_are_compared_in_text(runs, capsys):
     assert report.main([*map(str, runs.values())]) == 0
     out = capsys.readouterr().out
     assert re.search(r"parallel.zero +0 +3\n", out) and re.search(r"states \(MB\) +103\.\d+ +12\.\d+ \(0.12x\)", out)
+    assert re.search(r"held-out token accuracy +0\.\d+ +0\.\d+ \(\d\.\d\dx\)", out)
+    assert re.search(r"held-out perplexity +\d\.\d+ +\d\.\d+ \(\d\.\d\dx\)", out)
     assert re.search(r"bytes sent a step and rank \(MB\) +88.200 +132.300 \(1.50x\)", out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import hugging_face
 import pytest
 import torch
 from train.hf_models import SEQUENCE, save_tiny, trained_in_torch
@@ -13,8 +14,14 @@ from train.jobs import run
 from mpitrain.checkpoint.__main__ import main
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
+from mpitrain.loading import load_model
 
 pytest.importorskip("transformers")
+# of a model that stays transformers' own
+THEIRS = {
+    1: {"gpt2": [{}]},
+    2: {"gpt2": [{"zero": 3}, {"pipeline": 2}], "llama": [{"tensor": 2}, {"pipeline": 2, "zero": 1}]},
+}
 LAYOUTS = {
     "few": {
         "gpt2": [{"zero": 0}, {"pipeline": 2, "slices": 2}],
@@ -69,3 +76,38 @@ def test_models_of_transformers_train_as_ours_by_any_layout_and_come_back(world,
             back = AutoModelForCausalLM.from_pretrained(out).eval()
             torch.testing.assert_close(back(tokens).logits, scores, rtol=1e-3, atol=1e-3)  # ten steps of Adam apart
         world.barrier()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.timeout(300)
+def test_a_model_of_transformers_that_was_trained_as_it_is_comes_back_as_a_folder(world, folder, text):
+    from transformers import AutoModelForCausalLM
+
+    sections = {"data": {"path": text}, "optim": {"lr": 0.05, "warmup": 0}}
+    train = {"steps": 2, "batch": 4, "evaluate_samples": 2}
+    tokens = torch.randint(256, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    for family, layouts in THEIRS[world.size].items():
+        source = folder / family
+        if world.rank == 0:
+            hugging_face.save(source, family)
+            (source / "tokenizer_config.json").write_text("{}")
+            (source / "vocab.txt").write_text("words")
+        world.barrier()
+        model = {"factory": f"hf:{source}", "sequence": SEQUENCE}
+        for number, parallel in enumerate(layouts):
+            made, out = folder / f"{family}-{number}", folder / f"{family}-{number}-out"
+            run(world, made, **sections, model=model, train=train, parallel=parallel)
+            if world.rank == 0:
+                assert main(["export", str(made), str(out), "--format", "hf", "--shard-size", "40KB"]) == 0
+                assert (out / "model.safetensors.index.json").exists() and len(list(out.glob("*.safetensors"))) > 1
+                assert (out / "vocab.txt").read_text() == "words" and (out / "tokenizer_config.json").exists()
+                back = AutoModelForCausalLM.from_pretrained(out).eval()
+                wanted = load_model(made)(tokens)
+                assert torch.equal(back(tokens).logits, wanted) and back.config.use_cache
+                before = AutoModelForCausalLM.from_pretrained(source).eval()(tokens).logits
+                assert (wanted - before).abs().max() > 0.01  # it has learned something
+                assert not list(folder.glob(f"*{out.name}*tmp*"))
+            world.barrier()
+    if world.size == 1:
+        run(world, folder / "lora", **sections, model=model | {"lora": 2}, train=train)
+        assert main(["export", str(folder / "lora"), str(folder / "no"), "--format", "hf"]) == 2

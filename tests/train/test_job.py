@@ -149,7 +149,9 @@ def test_a_job_that_is_asked_to_stop_ends_cleanly(tmp_path, sentence, how):
     finally:
         process.kill()
     if how == "Ctrl-C":
-        assert process.returncode != 0 and "Traceback" not in err
+        assert (
+            process.returncode in ((1, 130) if warm.FORKS else (130,)) and "Traceback" not in err
+        )  # see docs/faults.md
     else:
         _assert_stopped(process.returncode, out, err, tmp_path / "r")
 

@@ -27,8 +27,8 @@ from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
 from mpitrain.comm.memory.mapped import MappedMemory
 from mpitrain.comm.memory.sharing import all_agree, map_each_other
 from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import SHARED_MEMORY
 
 _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
 _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well

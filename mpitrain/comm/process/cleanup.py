@@ -32,8 +32,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.comm.process.topology import SHARED_MEMORY
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+from mpitrain.storage.disk import SHARED_MEMORY
 
 _SEGMENT = re.compile(r"(sm_segment|vader_segment|osc_sm)\..+|(mpich_shm|ucx_shm_posix)_.+|mpich_shar_tmp.+")
 _SESSION = re.compile(r"ompi\.\d+")

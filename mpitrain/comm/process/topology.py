@@ -13,8 +13,6 @@ import numpy as np
 
 from mpitrain.comm.process.mpi import MPI
 
-SHARED_MEMORY = "/dev/shm"  # of a node
-
 
 @dataclass(frozen=True)
 class Topology:

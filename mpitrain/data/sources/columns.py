@@ -9,7 +9,7 @@ The manifest keeps it (`ColumnSpec`), so that other tables with the same columns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,14 +64,22 @@ def rows_of_table(
     Args:
         path: A file such as `prepare` takes.
         specs: `columns` of a data set's manifest.
-        unfit: Told of each row with a cell that does not fit, in order: its number from 0, and what is wrong where; it
-            is then left out.
+        unfit: Told of each row with a cell that does not fit, or with another number of columns, in order: its number
+            from 0, and what is wrong where; it is then left out.
 
     Raises:
-        InputError: A column is missing, or, without `unfit`, a cell does not fit.
+        InputError: A column is missing, or, without `unfit`, a row does not fit.
     """
     table, first = look(path, least=1), 0
-    for lines, columns in table.blocks(places(table, specs, "the model was trained with")):
+
+    def ragged(told: str) -> None:
+        nonlocal first
+        assert unfit is not None
+        unfit(first, told)
+        first += 1
+
+    chosen = places(table, specs, "the model was trained with")
+    for lines, columns in table.blocks(chosen, ragged if unfit is not None else None):
         for found in _fitting(specs, columns, range(len(lines))):
             if not isinstance(found, UnfitCell):
                 yield found
@@ -80,6 +88,32 @@ def rows_of_table(
             else:
                 unfit(first + found.row, found.told(table, lines, specs))
         first += len(lines)
+
+
+def cells_of_table(path: Path, names: Sequence[str], without: Container[int]) -> dict[str, list[Cell]]:
+    """Return columns of a table as they are, by name.
+
+    Args:
+        path: The table.
+        names: Names or numbers of the columns.
+        without: Numbers, from 0, of the rows that are left out.
+
+    Raises:
+        InputError: There is no such column.
+    """
+    table, first = look(path, least=1), 0
+    found: list[list[Cell]] = [[] for _ in names]
+
+    def ragged(told: str) -> None:
+        nonlocal first
+        first += 1
+
+    chosen = places(table, [ColumnSpec(name=name) for name in names], "--keep names")
+    for lines, columns in table.blocks(chosen, ragged):
+        for kept, cells in zip(found, columns, strict=True):
+            kept += [cell for number, cell in enumerate(cells, first) if number not in without]
+        first += len(lines)
+    return dict(zip(names, found, strict=True))
 
 
 def _fitting(

@@ -63,6 +63,7 @@ class TableOptions:
         scale: What becomes of numbers: "standard" takes their mean off and divides by their deviation.
         like: A data set of another table with these columns: what became of each there is done here too.
         allow_nonfinite: Whether nan and infinite numbers are taken as they are.
+        skip_bad: Whether rows with another number of columns are left out, and counted.
     """
 
     label: str | None = None
@@ -73,6 +74,7 @@ class TableOptions:
     scale: Scale | None = None
     like: Path | None = None
     allow_nonfinite: bool = False
+    skip_bad: bool = False
 
 
 def table_source(files: Sequence[Path], options: TableOptions) -> Source:
@@ -116,6 +118,7 @@ class _TableReader:
     ) -> None:
         self._tables, self._at, self._chosen, self._options, self._like = tables, at, chosen, options, like
         self._dropped, self._largest = 0, 0.0  # rows, and of all numbers without their sign
+        self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
         self.labels, self._gap = self._look_at_labels()
         names = [tables[0].name(column) for column in chosen]
         fill = 0.0 if options.missing == "zero" else None
@@ -133,6 +136,7 @@ class _TableReader:
         if self._options.scale:
             self._standardise(held_out)
         self._dropped = 0
+        self._ragged.clear()
         yield from partition(lambda _: self._rows(), None)(held_out)
 
     def notes(self) -> tuple[str, ...]:
@@ -146,6 +150,8 @@ class _TableReader:
         told = [f"column {s.name}: missing values are {self._options.missing} {s.fill:g}" for s in filled]
         if self._options.missing == "drop":
             told.append(f"left out {self._dropped} rows with missing values")
+        if self._ragged:
+            told.append(f"left out {len(self._ragged)} rows with other columns, such as {self._ragged[0]}")
         if self._options.scale:
             told.append("columns of numbers: mean 0 and deviation 1 over the rows that are not held out")
         elif self._largest > _LARGE and self._like is None:
@@ -175,7 +181,7 @@ class _TableReader:
 
     def _kept(self, table: TableFile) -> Iterator[Chosen]:
         """The rows of a table, without those that --missing drop leaves out."""
-        for lines, (labels, *columns) in table.blocks([self._at, *self._chosen]):
+        for lines, (labels, *columns) in self._blocks(table, [self._at, *self._chosen]):
             kept = np.ones(len(lines), np.bool_)
             if self._options.missing == "drop":
                 kept = ~np.array([self._gap(cell) for cell in labels], np.bool_)
@@ -189,6 +195,9 @@ class _TableReader:
                 rows = np.flatnonzero(kept).tolist()
                 yield [lines[i] for i in rows], [[c[i] for i in rows] for c in columns], [labels[i] for i in rows]
 
+    def _blocks(self, table: TableFile, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        return table.blocks(chosen, self._ragged.append if self._options.skip_bad else None)
+
     # -- the label
 
     def _look_at_labels(self) -> tuple[Labels, Any]:
@@ -197,7 +206,7 @@ class _TableReader:
         words: dict[str, tuple[TableFile, int]] = {}  # that stand for missing values, and the first place of each
         empty, dropping = [], self._options.missing == "drop"
         for table in self._tables:
-            for lines, (labels,) in table.blocks([self._at]):
+            for lines, (labels,) in self._blocks(table, [self._at]):
                 for line, given in zip(lines, labels, strict=True):
                     cell = _label(given)
                     if is_missing(given):

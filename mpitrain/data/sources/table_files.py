@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from mpitrain.data.sources.streams import opened, plain_suffix
 from mpitrain.errors import InputError
 
 Cell = str | float | None
+Ragged = Callable[[str], object]
 CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
 LARGEST = float(np.finfo(np.float32).max)
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
@@ -55,21 +56,41 @@ class TableFile:
         """What messages call a row."""
         return f"{self.path}, {'line' if self.delimiter else 'row'} {number}"
 
-    def blocks(self, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
-        """(the lines that rows stand in, the cells of each chosen column), again and again."""
-        return self._lines(chosen) if self.delimiter else _groups(self.path, chosen)
+    def blocks(
+        self, chosen: Sequence[int], ragged: Ragged | None = None
+    ) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        """(the lines that rows stand in, the cells of each chosen column), again and again.
 
-    def _lines(self, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
+        Args:
+            chosen: Numbers of the columns.
+            ragged: Called for each row with another number of columns, between the blocks before and after it, with
+                what is wrong and where; the row is left out. None: such a row is refused.
+        """
+        return self._lines(chosen, ragged) if self.delimiter else _groups(self.path, chosen)
+
+    def _lines(
+        self, chosen: Sequence[int], ragged: Ragged | None
+    ) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
         rows = _lines(self.path, self.delimiter, skip=self.header is not None)
         while block := _block(rows, max(1, _CELLS // self.columns)):
-            for line, cells in block:
-                if len(cells) != self.columns:
-                    raise InputError(
-                        f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}; "
-                        "mend it"
-                    )
-            columns = list(zip(*(cells for _, cells in block), strict=True))
-            yield [line for line, _ in block], [columns[i] for i in chosen]
+            start = 0
+            for number, (line, cells) in enumerate(block):
+                if len(cells) == self.columns:
+                    continue
+                told = f"{self.path}, line {line}: {len(cells)} columns where the first line has {self.columns}"
+                if ragged is None:
+                    raise InputError(f"{told}; mend it, or leave such rows out with --skip-bad")
+                if number > start:
+                    yield _part(block[start:number], chosen)
+                ragged(told)
+                start = number + 1
+            if start < len(block):
+                yield _part(block[start:], chosen)
+
+
+def _part(rows: Sequence[tuple[int, list[str]]], chosen: Sequence[int]) -> tuple[list[int], list[Sequence[Cell]]]:
+    columns = list(zip(*(cells for _, cells in rows), strict=True))
+    return [line for line, _ in rows], [columns[i] for i in chosen]
 
 
 def _block(rows: Iterator[tuple[int, list[str]]], most: int) -> list[tuple[int, list[str]]]:

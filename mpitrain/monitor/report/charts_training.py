@@ -14,7 +14,15 @@ import numpy as np
 from mpitrain.monitor.report import style
 from mpitrain.monitor.report.compare import Named, loss_label
 from mpitrain.monitor.report.records import Column, RunRecord, StepColumns
-from mpitrain.monitor.report.series import at_steps, histogram, kept, percentiles, trained_seconds, trend
+from mpitrain.monitor.report.series import (
+    at_steps,
+    histogram,
+    kept,
+    metric_columns,
+    percentiles,
+    trained_seconds,
+    trend,
+)
 from mpitrain.monitor.report.style import Drawing, data, missing, records
 from mpitrain.monitor.text import counted, spoken
 
@@ -22,7 +30,6 @@ NOISY = 300  # points, from where on a line of medians is drawn over the series 
 SAVES = 30  # up to so many saves are marked in the chart of the loss
 HOVER = 300  # points of a series that answer to the pointer
 METRICS = 12  # charts of metrics at most
-LARGEST = 1e300  # of a metric that can be drawn
 MARKS = {"start": "restart", "save": "checkpoint", "lost": "ranks lost", "stop": "stop", "end": "failure"}
 MARK_DASHES = {"restart": [1, 0], "checkpoint": [2, 4], "ranks lost": [7, 3], "stop": [4, 4], "failure": [9, 3, 2, 3]}
 
@@ -158,23 +165,6 @@ def metrics(runs: Sequence[Named]) -> list[Drawing]:
         note = f"The {told} of held-out samples at each evaluation."
         drawings.append(Drawing(place, title, note, _lines(title, curves, y, number=".4g", unit=told), wide=False))
     return drawings
-
-
-def metric_columns(run: RunRecord) -> dict[str, Column]:
-    """Of each metric of held-out samples the values, one a step; NaN where it was not measured.
-
-    What was measured by a job that was killed, at steps that are not there any more or again, is left out.
-    """
-    steps, found = run.columns.step, dict[str, Column]()
-    for moment in run.moments:
-        told = moment.told.get("metrics")
-        at = int(np.searchsorted(steps, moment.step))
-        if moment.kind != "evaluate" or not isinstance(told, dict) or at == len(steps) or steps[at] != moment.step:
-            continue
-        for name, value in told.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
-                found.setdefault(name, np.full(len(steps), np.nan))[at] = value
-    return found
 
 
 def event_rules(run: RunRecord) -> list[alt.Chart]:

@@ -15,7 +15,8 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import printable
 from mpitrain.monitor.report.findings import STATES, MemoryUse, memory_use, traffic
 from mpitrain.monitor.report.records import Column, RunRecord
-from mpitrain.monitor.text import short
+from mpitrain.monitor.report.series import metric_columns
+from mpitrain.monitor.text import short, spoken
 
 LONGEST_NAME = 28  # characters
 _MISSING = "-"
@@ -126,12 +127,17 @@ class KeyFigure:
 
 
 def key_figures(runs: Sequence[Named]) -> list[KeyFigure]:
-    """What runs are compared by: losses, speed, memory of the rank that holds most, bytes sent; those any run knows."""
+    """Return what runs are compared by: losses, metrics, speed, memory of the fullest rank, bytes sent, where known."""
     uses = [_largest(named.run) for named in runs]
+    measured = [metric_columns(named.run) for named in runs]
     figures: list[tuple[str, Callable[[int], float], Callable[[float], str]]] = [
         ("steps", lambda i: float(runs[i].run.columns.step[-1]), "{:,.0f}".format),
         (f"final {loss_label(runs)}", lambda i: _last(runs[i].run.columns.loss), "{:.4f}".format),
         (f"held-out {loss_label(runs)}", lambda i: _last(runs[i].run.columns.held_out_loss), "{:.4f}".format),
+        *(
+            (f"held-out {spoken(name)}", partial(_measured, measured, name), "{:.4g}".format)
+            for name in dict.fromkeys(name for columns in measured for name in columns)
+        ),
         ("median step (ms)", lambda i: float(np.median(runs[i].run.columns.seconds)) * 1e3, "{:,.1f}".format),
         ("samples/s in steps", lambda i: _rate(runs[i].run, runs[i].run.columns.samples), short),
         ("tokens/s in steps", lambda i: _rate(runs[i].run, runs[i].run.columns.tokens) or math.nan, short),
@@ -155,6 +161,10 @@ def _held(uses: Sequence[MemoryUse | None], name: str, position: int) -> float:
 
 def _sent(run: RunRecord) -> float:
     return sum(t.inside + t.between for t in traffic(run)) / 1e6 if run.ranks else math.nan
+
+
+def _measured(measured: Sequence[Mapping[str, Column]], name: str, position: int) -> float:
+    return _last(measured[position][name]) if name in measured[position] else math.nan
 
 
 def _last(column: Column) -> float:

@@ -7,11 +7,29 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.monitor.report.records import Column, MeasuredRank, StepColumns
+from mpitrain.monitor.report.records import Column, MeasuredRank, RunRecord, StepColumns
 
 MOST_POINTS = 1500  # of a line
 TREND = 120  # points of the line that shows where a noisy one goes
+LARGEST = 1e300  # of a metric that can be drawn
 PERCENTILES = (50, 90, 99, 100)
+
+
+def metric_columns(run: RunRecord) -> dict[str, Column]:
+    """Of each metric of held-out samples the values, one a step; NaN where it was not measured.
+
+    What was measured by a job that was killed, at steps that are not there any more or again, is left out.
+    """
+    steps, found = run.columns.step, dict[str, Column]()
+    for moment in run.moments:
+        told = moment.told.get("metrics")
+        at = int(np.searchsorted(steps, moment.step))
+        if moment.kind != "evaluate" or not isinstance(told, dict) or at == len(steps) or steps[at] != moment.step:
+            continue
+        for name, value in told.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
+                found.setdefault(name, np.full(len(steps), np.nan))[at] = value
+    return found
 
 
 def kept(values: Column, most: int = MOST_POINTS) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import FullStepLine
 from mpitrain.monitor.metrics import METRICS
-from mpitrain.monitor.text import aligned, counted, duration, rates_text, short, spoken
+from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
 
 
 def summary(folder: Path) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import sys
 import time
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,13 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
 from mpitrain.data.configured import data_paths
 from mpitrain.data.defaults import tokenizer_of
+from mpitrain.early import __version__
 from mpitrain.errors import tell
 from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
 from mpitrain.monitor.text import spoken
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.doubts import doubts
+from mpitrain.trainer.folder import AGAIN
 from mpitrain.trainer.fruitless import LearningCheck
 from mpitrain.trainer.recording.records import figure
 
@@ -71,7 +74,9 @@ class Console(Callback):
         resume = trainer.folder.resume_command(trainer.config, trainer.world.size)
         resume += " --train.patience 0" if early else ""
         commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
-        commands.append(("inspect", f"python -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
+        # a script of jobs/ has an environment of its own, which is not active in the shell
+        python = shlex.quote(sys.executable) if AGAIN in os.environ else "python"
+        commands.append(("inspect", f"{python} -m mpitrain.report {shlex.quote(str(trainer.folder.path))}"))
         outcome = Outcome(
             step=trainer.step,
             steps=steps,
@@ -98,7 +103,7 @@ def facts(trainer: Trainer) -> RunFacts:
     columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
     share = -(-config.train.batch // columns)
     return RunFacts(
-        version=_version(),
+        version=__version__,
         ranks=world.size,
         nodes=world.num_nodes,
         threads=torch.get_num_threads(),
@@ -145,10 +150,3 @@ def parallel_text(config: Config, ranks: int) -> str:
     if config.run.reproducible:
         words.append(f"sums over {config.run.workers} virtual workers")
     return ", ".join(words)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("mpitrain")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

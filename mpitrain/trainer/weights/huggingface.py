@@ -1,5 +1,7 @@
 """Weights of Hugging Face's GPT-2, Llama, Mistral, Qwen2 and Qwen3 into a run, and a run's back into such a folder.
 
+A run whose model.factory is hf:PATH has transformers' own model, of any family, and comes back as what it is.
+
 A folder is what `save_pretrained` writes: config.json; model.safetensors, or several such files and their index (or
 pytorch_model.bin, which is read as plain tensors alone); tokenizer.json.
 """
@@ -26,7 +28,11 @@ from mpitrain.checkpoint.tensor_files import read_tensors, write_safetensors
 from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_values
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
+from mpitrain.loading import BASE, TASK, saved_in
 from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_parts
+from mpitrain.models.hugging_face.build import PREFIX
+from mpitrain.models.hugging_face.facade import Facade
+from mpitrain.models.hugging_face.saving import save_folder
 from mpitrain.storage.disk import replacing, sync
 from mpitrain.trainer.weights.importing import (
     CHECKPOINTS,
@@ -91,7 +97,7 @@ def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
 
 
 def export_folder(folder: Path, out: Path, shard: str) -> int:
-    """Write a checkpoint of our GPT as a Hugging Face folder.
+    """Write a checkpoint of our GPT, or of a model of transformers, as a Hugging Face folder.
 
     Args:
         folder: The checkpoint.
@@ -102,12 +108,15 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
         How many tensors were written.
 
     Raises:
-        InputError: The folder is there already or cannot be written, or no family has such blocks.
+        InputError: The folder is there already or cannot be written, no family has such blocks, the checkpoint holds
+            adapters alone, or the folder that an hf: model came from is missing.
         CheckpointError: The checkpoint is not whole.
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
     most, manifest = _bytes(shard), whole(folder)
+    if str(((manifest.values.get(TASK) or {}).get("model") or {}).get("factory", "")).startswith(PREFIX):
+        return _export_theirs(folder, out, most)
     model, vocabulary = _model_of(folder, manifest)
     parts = _present(folder, manifest, named_parts(form_of(model), model, vocabulary))
     dtype = manifest.tensors[MODEL + parts[0].ours].dtype
@@ -146,6 +155,30 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return len(parts)
+
+
+def _export_theirs(folder: Path, out: Path, most: int) -> int:
+    """Write a checkpoint of a model of transformers as the folder that `save_pretrained` makes; returns its tensors."""
+    saved = saved_in(folder)
+    if isinstance(saved.manifest.values.get(BASE), dict):
+        raise InputError(
+            f"{folder} holds adapters alone; python -m mpitrain.adapters merge {saved.run} {out} writes the model with "
+            "them"
+        )
+    module = saved.load().module
+    assert isinstance(module, Facade)
+    state = module.state_dict()
+    temporary = out.with_name(folders.temporary_name(out.name))
+    with os_errors(out):
+        temporary.mkdir()
+        try:
+            save_folder(module, saved.section.factory, state, temporary, most)
+            if saved.tokenizer is not None:
+                _copy_tokenizer(saved.tokenizer.parent, temporary)
+            os.rename(temporary, out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return len(state)
 
 
 def _task(config: Config, vocabulary: int) -> dict[str, Any]:
