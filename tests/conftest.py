@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ ON_PRETEND = (2, 3)  # sizes at which tests on the pretend accelerator run, if t
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run the long tests (kills, clusters)")
     parser.addoption("--full", action="store_true", help="run the long tests at full length")
+    parser.addoption("--slice", metavar="K/N", help="run the K-th of N parts of the tests marked full, K from 0")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -50,8 +52,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    full = config.getoption("--full")
-    long = full or config.getoption("--campaign")
+    part = config.getoption("--slice")
+    full = config.getoption("--full") or part
+    long = bool(full or config.getoption("--campaign"))
     chosen, dropped = [], []
     elsewhere: set[int] = set()  # the sizes at which there are long tests of ranks
     for item in items:
@@ -61,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             here = here and (RANKS in ON_PRETEND or not set(sizes.args) & set(ON_PRETEND))
         only_full = item.get_closest_marker("full") is not None
         is_long = only_full or item.get_closest_marker("campaign") is not None
-        wanted = is_long == long and full >= only_full
+        wanted = (only_full and in_slice(item.nodeid, part)) if part else is_long == long and (full or not only_full)
         if wanted and long and sizes is not None:
             elsewhere.update(sizes.args)
         (chosen if wanted and here else dropped).append(item)
@@ -69,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
     items[:] = chosen
     config.hook.pytest_deselected(items=dropped)
+
+
+def in_slice(nodeid: str, part: str) -> bool:
+    """Return whether a test belongs to part "K/N" of all tests: the same part in every process and on every machine."""
+    number, parts = map(int, part.split("/"))
+    return zlib.crc32(nodeid.encode()) % parts == number
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

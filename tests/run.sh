@@ -2,17 +2,19 @@
 # Runs the whole suite: lint and types, the tests of ranks under mpirun at 1, 2, 3, 4 and 8 of them (and under the
 # other MPI what depends on that), and the serial tests, which start mpirun themselves: in two halves at once, since
 # much of their time is waiting.
-#   tests/run.sh [--campaign | --full] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
+#   tests/run.sh [--campaign | --full | --slice K/N] [--sizes "2 3"] [--no-serial] [PYTEST ARGUMENTS...]
 #   --campaign     only the long tests: kills, clusters; one of each kind, for CI has an hour for everything
 #   --full         the long tests in all their cases: hours, for people
+#   --slice K/N    the K-th of N parts of the tests that --full adds, K from 0; what CI runs one of for each commit
 #   tests/run.sh --sizes 3 --no-serial tests/comm/test_operations.py      one file at 3 ranks
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
-long= sizes="1 2 3 4 8" serial=yes
+long= options=() sizes="1 2 3 4 8" serial=yes
 while [ $# -gt 0 ]; do
     case $1 in
-    --campaign | --full) long=${1#--} sizes= ;;
+    --campaign | --full) long=${1#--} options=("$1") sizes= ;;
+    --slice) long="slice $2" options=("$1" "$2") sizes= && shift ;;
     --sizes) sizes=$2 && shift ;;
     --no-serial) serial= ;;
     *) break ;;
@@ -36,7 +38,7 @@ at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, 
     shift 2
     echo "== $size rank(s), $label"
     MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 1200 "$@" -n "$size" \
-        tests/rank.sh python -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${long:+--$long} "${targets[@]}"
+        tests/rank.sh python -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${options[@]+"${options[@]}"} "${targets[@]}"
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
         [ -e "$MPITRAIN_TESTS/$label-$size.counts" ] || echo 0 1 0 >"$MPITRAIN_TESTS/$label-$size.counts"
@@ -48,7 +50,7 @@ at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, 
 serial_tests() { # serial_tests LABEL PYTEST ARGUMENTS...
     local label=$1
     shift
-    MPITRAIN_TEST_LABEL=$label python -m pytest -q --color=no ${long:+--$long} "$@"
+    MPITRAIN_TEST_LABEL=$label python -m pytest -q --color=no ${options[@]+"${options[@]}"} "$@"
     local code=$?
     [ $code -eq 0 ] || [ $code -eq 5 ]
 }
@@ -123,6 +125,7 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
         at_ranks "$size" "$mpi" "${MPIRUN[@]}"
     done
 fi
+[ -z "$long" ] || echo "== $long: $([ $failed = 0 ] && echo passed || echo failed)"
 cat "$MPITRAIN_TESTS"/*.counts 2>/dev/null |
     awk -v bad=$failed '{ p += $1; f += $2; s += $3 } END { if (bad && !f) f = 1; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped" }'
 exit $failed

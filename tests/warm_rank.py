@@ -5,6 +5,13 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
+
+
+def hand_on(number, _):
+    with suppress(ProcessLookupError):  # it has just ended, and its exit code is about to come
+        os.kill(worker, number)
+
 
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
     place.connect("PLACE")
@@ -12,7 +19,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
     socket.send_fds(place, [json.dumps(told).encode()], [0, 1, 2])
     worker = int(place.recv(64))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
-        signal.signal(number, lambda number, _: os.kill(worker, number))
+        signal.signal(number, hand_on)
     code = int(place.recv(64) or 1)
 if code < 0:
     if -code != signal.SIGKILL:

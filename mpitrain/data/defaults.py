@@ -81,7 +81,7 @@ def _fill_digits(folder: Path) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError('data.path digits needs the package scikit-learn; pip install "mpitrain[data]"') from None
+        raise InputError('data.path digits needs the package scikit-learn; pip install "mpitrain[digits]"') from None
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
     y = digits.target.astype(np.int32)

@@ -158,9 +158,7 @@ def test_a_job_goes_on_to_the_same_bits_whatever_asks_it_to_stop(slurm, tmp_path
     assert got == wanted
 
 
-@pytest.mark.parametrize(
-    "mpi", [pytest.param("openmpi", marks=pytest.mark.full), "mpich"]
-)  # under mpirun and under srun
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])  # under mpirun and under srun
 def test_a_cancelled_job_has_saved_and_never_comes_back(slurm, tmp_path, mpi):
     training = Training(tmp_path, slurm)
     environment = f"--export=ALL,VENV={environment_with(mpi)}"

@@ -217,7 +217,7 @@ for algorithm in ("auto", "mpi", "tree"):
 """
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_vectors_of_more_than_2_to_the_31_elements(tmp_path):
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30:

@@ -68,6 +68,7 @@ def test_every_key_that_is_named_exists():
     known = sections()
     for page in pages():
         text = page.read_text()
+        assert not (deeper := re.search(r"--[a-z]+\.[a-z_]+\.\w+", text)), f"{page.name}: no setting {deeper[0]}"
         for section, key in KEY.findall(text):
             section, key = our_name(section, key, known)  # a page may use a name of other tools
             assert (section, key) == ("section", "key") or key in known.get(section, ()), (
@@ -120,6 +121,12 @@ def test_every_file_that_a_page_links_to_is_there():
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w.-]*)?\)", page.read_text()):
             if not re.match(r"\w+://", target) and not target.startswith("reference/"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_link_has_words():
+    for page in pages():
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert "[](" not in line, f"{page.name}:{number}: where Markdown is shown as it is, this is a hole"
 
 
 def test_every_setting_is_in_the_reference():

