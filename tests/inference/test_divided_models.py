@@ -138,6 +138,7 @@ def test_predictions_of_several_ranks_are_those_of_one_in_the_order_of_the_sampl
             best=False,
             skip_bad=False,
             keep=(),
+            trust=False,
             text="text",
             prompt=None,
             completion=None,

@@ -75,6 +75,7 @@ def kept_settings(run: Path, config: Config) -> Iterator[None]:
     path, wrote = run / CONFIG, False
     with os_errors(path):
         if not os.path.lexists(path):
+            run.mkdir(parents=True, exist_ok=True)
             write_whole(path, config.to_toml())
             wrote = True
     try:
