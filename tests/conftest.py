@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import RANK, require_pretend
+from support import RANK, in_slice, require_pretend
 
 if TYPE_CHECKING:
     import torch
@@ -72,12 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (FOLDER / f"long-sizes-{LABEL}").write_text("".join(f"{size}\n" for size in sorted(elsewhere)))
     items[:] = chosen
     config.hook.pytest_deselected(items=dropped)
-
-
-def in_slice(nodeid: str, part: str) -> bool:
-    """Return whether a test belongs to part "K/N" of all tests: the same part in every process and on every machine."""
-    number, parts = map(int, part.split("/"))
-    return zlib.crc32(nodeid.encode()) % parts == number
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

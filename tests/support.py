@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -161,3 +162,9 @@ def fill(ballast: Path, free: int = 0) -> None:
             while file.write(bytes(4096)):
                 pass
         file.truncate(max(0, file.tell() - free))
+
+
+def in_slice(nodeid: str, part: str) -> bool:
+    """Return whether a test belongs to part "K/N" of all tests: the same part in every process and on every machine."""
+    number, parts = map(int, part.split("/"))
+    return zlib.crc32(nodeid.encode()) % parts == number

@@ -7,8 +7,7 @@ import shutil
 import subprocess
 from collections import Counter
 
-import conftest
-from support import ROOT
+from support import ROOT, in_slice
 
 
 def test_ten_commits_run_every_test_that_is_marked_full(tmp_path):
@@ -32,5 +31,5 @@ def test_ten_commits_run_every_test_that_is_marked_full(tmp_path):
         run.update(re.findall(r"^asked: --slice (\d/10)$", part))
     assert run == Counter(f"{number}/10" for number in range(10))
     names = [f"tests/test_{number}.py::test[{number}]" for number in range(200)]
-    parts = Counter(part for name in names for part in run if conftest.in_slice(name, part))
+    parts = Counter(part for name in names for part in run if in_slice(name, part))
     assert sum(parts.values()) == 200 and min(parts.values()) > 5
