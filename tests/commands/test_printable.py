@@ -86,7 +86,7 @@ def test_generated_text_keeps_its_lines_and_a_file_gets_it_as_it_is():
     code = f"""if True:
         from mpitrain.generate import _Screen
         from mpitrain.inference.prompts import BytesCodec
-        screen = _Screen({EVIL!r}, BytesCodec())
+        screen = _Screen({EVIL!r}, BytesCodec().decoder())
         for token in ({EVIL!r} + "one\\n\\ttwo").encode():
             screen.add(0, token)
         screen.end()

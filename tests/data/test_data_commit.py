@@ -364,7 +364,7 @@ def test_digits_without_scikit_learn(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(InputError, match=r'scikit-learn; pip install "mpitrain\[data\]"'):
+    with pytest.raises(InputError, match=r'scikit-learn; pip install "mpitrain\[digits\]"'):
         resolve("digits", tmp_path)
     assert os.listdir(tmp_path) == []
 
