@@ -22,7 +22,7 @@ RUN = ["--train.steps", str(STEPS), "--train.evaluate_samples", "24", "--checkpo
 LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "16"]
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_each_step(tmp_path):
     if reason := why_not(LINK):
