@@ -198,7 +198,7 @@ class Sleepy(mt.Trainer):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Learning rates of this rank's server, by update: the one used, and those of its parts: (lr, weight, staleness)."""
+    """Updates of this rank's server: the learning rate used, and (lr, weight, staleness) of each part."""
     rates, apply_commits, apply = [], Server._apply_commits, ShareUpdate.apply
 
     def noted(server):
