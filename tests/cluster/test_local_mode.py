@@ -16,10 +16,10 @@ from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics
 
 LINK = Link(bits_per_second=1e9, seconds=0.010)
-STEPS = 32
+STEPS = 16
 MODEL = ["--model.layers", "2", "--model.width", "512", "--model.sequence", "16", "--train.batch", "6"]
 RUN = ["--train.steps", str(STEPS), "--train.evaluate_samples", "24", "--checkpoint.every", "0"]
-LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "16"]
+LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "8"]
 
 
 @pytest.mark.campaign
