@@ -296,7 +296,7 @@ class CopyOften(Callback):
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         every = trainer.config.elastic.copy_every
-        if every and step.number % every == 0 and not trainer.last_step:
+        if step.number % every == 0 and not trainer.last_step:
             self._survivors.copy(trainer)
 
 

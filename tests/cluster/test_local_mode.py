@@ -16,13 +16,13 @@ from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics
 
 LINK = Link(bits_per_second=1e9, seconds=0.010)
-STEPS = 32
+STEPS = 16
 MODEL = ["--model.layers", "2", "--model.width", "512", "--model.sequence", "16", "--train.batch", "6"]
 RUN = ["--train.steps", str(STEPS), "--train.evaluate_samples", "24", "--checkpoint.every", "0"]
-LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "16"]
+LOCAL = ["--parallel.mode", "local", "--parallel.local_group", "node", "--parallel.local_steps", "8"]
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_each_step(tmp_path):
     if reason := why_not(LINK):
@@ -39,5 +39,5 @@ def test_nodes_that_average_now_and_then_train_faster_than_nodes_that_wait_at_ea
             found[name] = speed, lines[-1]["loss"], lines[-1]["held_out_loss"]
     print({name: [round(figure, 4) for figure in figures] for name, figures in found.items()})
     # all hosts compute on the same cores: the busier these are, the less of a step is spent on the link
-    assert found["local"][0] > 3 * found["sync"][0], found
+    assert found["local"][0] > 1.5 * found["sync"][0], found
     assert found["local"][2] < found["sync"][2] + 0.3, found

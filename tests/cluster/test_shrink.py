@@ -59,17 +59,20 @@ def same_run(folder: Path, undisturbed: list[dict]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "victim"), [*(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 0), (1, 2))), (2, 0), (3, 2)]
+    ("zero", "victim", "every"),
+    [*(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 0, 1), (1, 2, 1))), (2, 0, 4), (3, 2, 1)],
 )
-def test_training_goes_on_without_a_rank_that_is_killed(tmp_path, arguments, undisturbed, zero, victim):
-    job = Job(tmp_path / "r", 4, (*arguments, "--parallel.zero", zero))
+def test_training_goes_on_from_the_newest_copy_without_a_rank_that_is_killed(
+    tmp_path, arguments, undisturbed, zero, victim, every
+):
+    job = Job(tmp_path / "r", 4, (*arguments, "--parallel.zero", zero, "--elastic.copy_every", every))
     try:
         job.until(lambda: job.rows() >= 15)
         measured = job.time_to_recover(lambda: job.signal(victim))
     finally:
         job.end()
     [(lost, step, left, seconds)] = job.recoveries()
-    assert lost == [victim] and left == 3 and step >= 14 and seconds < 5
+    assert lost == [victim] and left == 3 and step >= 15 - every and step % every == 0 and seconds < 5
     assert job.recovered() == [pytest.approx(seconds, abs=0.06)] and job.is_told(seconds, measured), (seconds, measured)
     assert f"s from the loss of ranks to step {step + 1}" in summary(tmp_path / "r")
     events = [event for event in read_events(tmp_path / "r") if event["event"] != "evaluate"]

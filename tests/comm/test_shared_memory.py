@@ -214,12 +214,19 @@ for algorithm in ("auto", "mpi", "tree"):
     fill(world.rank)
     world.broadcast(x, 1, algorithm)
     assert wrong(period + 1) == 0, f"broadcast {algorithm}"
+
+fill(world.rank)
+if world.rank == 0:
+    world.send(x, 1)
+else:
+    world.recv(x, 0)
+    assert wrong(period) == 0, "recv"
 """
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-def test_vectors_of_more_than_2_to_the_31_elements(tmp_path):
+def test_vectors_and_messages_of_more_than_2_to_the_31_elements(tmp_path):
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30:
         pytest.skip("needs 12 GiB of free memory")
     done = two_ranks(tmp_path, LONG, timeout=500)

@@ -62,7 +62,7 @@ def test_averaging_after_each_step_is_synchronous_training(world, folder, text):
 CASES = {
     "local SGD": ({"local_steps": 4}, {"name": "sgd", "lr": 0.1}),
     "AdamW, after synchronous steps": ({"local_steps": 3, "warm": 2}, {}),
-    "DiLoCo": ({"local_steps": 2, "outer": "nesterov"}, {}),
+    "DiLoCo": ({"local_steps": 2, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.6}, {}),
     "one period late": ({"local_steps": 2, "overlap": True}, {}),
     "DiLoCo, one period late, a last short period": (
         {"local_steps": 3, "outer": "nesterov", "overlap": True, "warm": 1},

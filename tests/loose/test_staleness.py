@@ -23,6 +23,7 @@ from mpitrain.comm.memory import arena
 from mpitrain.data import SampleOrder
 from mpitrain.loose.clock import Applied
 from mpitrain.loose.server import Server
+from mpitrain.loose.update import ShareUpdate
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.monitor import read_metrics
 
@@ -195,11 +196,33 @@ class Sleepy(mt.Trainer):
         return step
 
 
+@pytest.fixture
+def rates(monkeypatch):
+    """Updates of this rank's server: the learning rate used, and (lr, weight, staleness) of each part."""
+    rates, apply_commits, apply = [], Server._apply_commits, ShareUpdate.apply
+
+    def noted(server):
+        late = [(c.lr, c.weight, max(0.0, server.progress - c.progress)) for _, c in server._ready]
+        if late:
+            rates.append(late)
+        apply_commits(server)
+
+    def applied(update, buckets, lr, factor):
+        rates[-1] = (lr, rates[-1])
+        apply(update, buckets, lr, factor)
+
+    monkeypatch.setattr(Server, "_apply_commits", noted)
+    monkeypatch.setattr(ShareUpdate, "apply", applied)
+    return rates
+
+
 @pytest.mark.ranks(3)
-def test_a_worker_sees_its_own_updates_and_they_are_those_of_its_samples(world, text, folder, recording, capsys):
-    settings = sections(
-        text, folder / "r", "none", 1, optim={"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, train={"clip": 0.0}
-    )
+def test_a_worker_sees_its_own_updates_and_staleness_lr_slows_down_late_ones(
+    world, text, folder, recording, rates, capsys
+):
+    plain = {"optim": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, "train": {"clip": 0.0}}
+    settings = sections(text, folder / "r", "none", 1, **plain)
+    settings["parallel"]["staleness_lr"] = True
     trainer, lines, recorded = trained(world, recording, settings, kind=Sleepy)
     by = [len(of.computed) for of in recorded]
     assert by[2] == 0 and by[0] + by[1] == 2 * STEPS and by[0] > by[1] >= 1  # who is slow gets fewer parts
@@ -209,6 +232,9 @@ def test_a_worker_sees_its_own_updates_and_they_are_those_of_its_samples(world, 
             assert torch.allclose(after, x - lr * weight * gradient, rtol=0, atol=1e-6)
             assert not torch.equal(after, x)
     assert max(m["staleness_max"] for m in lines) > 1.0  # of the part that slept
+    if world.rank == 2:  # the server; Zhang et al. 2016
+        assert all(rate == pytest.approx(sum(lr * w / max(1, late) for lr, w, late in parts)) for rate, parts in rates)
+        assert sum(late > 1.0 for _, parts in rates for *_, late in parts) > 0
     if world.rank == 0:
         capsys.readouterr()
         assert report.main([str(folder / "r")]) == 0

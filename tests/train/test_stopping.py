@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+import mpitrain as mt
+from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
 from mpitrain.trainer.stopping import Stopping, end_of_job, seconds_of
 
 
@@ -52,3 +54,20 @@ def test_a_signal_stops(tmp_path):
     assert stopping.reason() == "SIGUSR1"
     stopping.close()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.ranks(2)
+def test_a_run_stops_and_is_saved_stop_before_seconds_before_the_end_of_its_job(world, folder, text, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
+    for stop_before, code, steps in ((5400, EXIT_REQUEUE, 1), (1800, EXIT_DONE, 3)):
+        sections = {
+            "run": {"dir": str(folder / "r"), "stop_before": stop_before},
+            "data": {"path": text},
+            "model": {"layers": 1, "width": 16, "heads": 2, "sequence": 16},
+            "train": {"steps": 3, "batch": 2, "evaluate_samples": 2},
+            "checkpoint": {"every": 0},
+        }
+        trainer = mt.Trainer(sections, world=world)
+        with trainer.working():
+            assert trainer.train() == code
+        assert trainer.step == steps and trainer.resumed_step == (None if steps == 1 else 1)

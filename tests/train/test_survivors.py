@@ -9,6 +9,7 @@ import torch
 from support import one_line
 from torch import nn
 
+import mpitrain as mt
 from mpitrain.checkpoint import Store
 from mpitrain.checkpoint.verify import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
@@ -16,7 +17,7 @@ from mpitrain.config.settings import Config
 from mpitrain.mesh import tensor_groups_first
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.copies import Copies, Key, newest_whole
-from mpitrain.trainer.elastic import data_ranks
+from mpitrain.trainer.elastic import CopyOften, Survivors, data_ranks
 from mpitrain.trainer.engine import Engine
 
 LAYOUTS = {
@@ -180,3 +181,27 @@ def test_a_copy_becomes_a_checkpoint_like_any_other(world, folder, zero):
         if left.rank == 0:
             assert not any(damages(path))
     world.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
+def test_the_state_is_copied_at_the_start_and_after_each_copy_every_steps(
+    world, folder, text, monkeypatch, every, steps
+):
+    taken, take = [], Copies.take
+    monkeypatch.setattr(Copies, "take", lambda copies, *args: (taken.append(args[2]), take(copies, *args)))
+    sections = {
+        "run": {"dir": str(folder / "r")},
+        "data": {"path": text},
+        "model": {"layers": 1, "width": 16, "heads": 2, "sequence": 16},
+        "train": {"steps": 7, "batch": 4, "evaluate_samples": 2},
+        "elastic": {"copy_every": every},
+    }
+    trainer = mt.Trainer(sections, world=world)
+    survivors = Survivors(trainer)
+    trainer.callbacks += [survivors, CopyOften(survivors)]
+    with trainer.working():
+        assert trainer.train() == 0
+    assert taken == steps
+    manifest = survivors.restore(trainer)
+    assert manifest is not None and manifest.step == 6
