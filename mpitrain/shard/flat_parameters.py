@@ -188,9 +188,33 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
     Raises:
         InputError: It has made steps already, so that it has states of those parameters.
     """
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise refusal(
             "the optimizer has a state already; hand it over before its first step, and load a checkpoint after"
         )
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [s.value for s in flat_parameters if s.settings == number]
+    begin_states(optimizer)
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a state of steps that it made, rather than one that its constructor made."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
+
+
+def begin_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters without a state the one that the optimizer's constructor makes, as torch's Adagrad does.
+
+    States of parameters that the optimizer does not have are dropped.
+    """
+    held = {value for settings in optimizer.param_groups for value in settings["params"]}
+    for stranger in [value for value in optimizer.state if value not in held]:
+        del optimizer.state[stranger]
+    for part in getattr(optimizer, "parts", [optimizer]):
+        if isinstance(part, torch.optim.Adagrad):
+            for settings in part.param_groups:
+                lacking = [value for value in settings["params"] if not optimizer.state.get(value)]
+                if lacking:
+                    begun = part.defaults["initial_accumulator_value"]  # torch does not ask the group
+                    fresh = torch.optim.Adagrad([{**settings, "params": lacking}], initial_accumulator_value=begun)
+                    optimizer.state.update(fresh.state)

@@ -28,7 +28,9 @@ from mpitrain.shard.flat import CACHED_MB, FlatGroup, flat_groups, in_backward_o
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
+    begin_states,
     hand_over,
+    has_stepped,
     refuse_strangers,
     replicated_flat_parameters,
     sharded_flat_parameters,
@@ -135,6 +137,8 @@ class Sharding:
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
+        elif not has_stepped(optimizer):
+            begin_states(optimizer)  # of parameters that were divided since the optimizer was made
         self.host = self._host_update(gradients)
 
     def _host_update(self, gradients: Gradients) -> HostUpdate | None:

@@ -25,7 +25,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.layers.base_weights import require_whole
 from mpitrain.layout import Piece, Slice, logical_of, shares
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.shard.flat_parameters import FlatParameter, begin_states
 from mpitrain.shard.sharding import Sharding
 
 OPTIMIZER, COMPRESSION = "optimizer/", "compression/"
@@ -309,6 +309,7 @@ class EngineState:
         for value, state in self._states.items():
             if state:
                 optimizer.state[value] = state
+        begin_states(optimizer)
         self._states = {}
         if self._sharding.options.compression is not None:
             self._sharding.options.compression.load_state_dict(self._memories)

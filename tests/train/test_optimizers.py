@@ -21,7 +21,11 @@ GROUPS = [
     {"match": ["norm.*", "*.mlp_norm.*"], "weight_decay": 0.5},
     {"match": "embedding.*", "optimizer": "sgd", "lr": 0.05, "momentum": 0.9},
 ]
-FEW = {"groups": [{"pipeline": 2}], "muon": [{"zero": 1}, {"tensor": 2, "zero": 1}]}
+FEW = {
+    "groups": [{"pipeline": 2}],
+    "muon": [{"zero": 1}, {"tensor": 2, "zero": 1}],
+    "adagrad": [{"zero": 2}, {"zero": 3, "share_node": False}],
+}
 ALL = [
     {"zero": 1, "offload": "host"},
     {"zero": 2},
@@ -97,7 +101,19 @@ def muon_by_hand(module):
 MUON = {"name": "muon", "options": {"momentum": 0.9}}
 
 
-OPTIMIZERS = {"groups": ({"groups": GROUPS}, by_hand), "muon": (MUON, muon_by_hand)}
+ADAGRAD = {"name": "adagrad", "options": {"initial_accumulator_value": 0.1, "lr_decay": 0.01}, "weight_decay": 0.0}
+
+
+def adagrad_by_hand(module):
+    groups = [{"params": list(module.parameters()), "ratio": 1.0}]
+    return [torch.optim.Adagrad(groups, **ADAGRAD["options"])]
+
+
+OPTIMIZERS = {
+    "groups": ({"groups": GROUPS}, by_hand),
+    "muon": (MUON, muon_by_hand),
+    "adagrad": (ADAGRAD, adagrad_by_hand),
+}
 
 
 @pytest.mark.ranks(2)

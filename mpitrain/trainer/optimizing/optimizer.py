@@ -18,6 +18,7 @@ from mpitrain.config.named import find
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.monitor.text import counted
+from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon
 from mpitrain.shard.update import SCALE
 from mpitrain.trainer.optimizing.combined_optimizer import CombinedOptimizer
@@ -153,6 +154,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         trial.state = defaultdict(dict)
         trial.param_groups = [{**optimizer.param_groups[0], "params": [tensor]}]
         trial.gather = None  # of Muon
+        begin_states(trial)
         trial.step()
     except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
         return 0
