@@ -197,6 +197,11 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
     begin_states(optimizer)
 
 
+def is_elementwise(state: Any, value: torch.Tensor) -> bool:
+    """Return whether an optimizer's state has one number for each element of a value."""
+    return torch.is_tensor(state) and state.shape == value.shape and state.dim() > 0
+
+
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has a state of steps that it made, rather than one that its constructor made."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
