@@ -268,7 +268,7 @@ class Sharding:
                 gradient,
                 counted,
                 on_host=on_host,
-                matrices=True,
+                gathered=True,
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart

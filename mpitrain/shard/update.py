@@ -21,6 +21,7 @@ from mpitrain.shard.muon import gather_matrices
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.placement import SCRATCH
 from mpitrain.shard.sharding import EXACT_BLOCK, Sharding
+from mpitrain.shard.trust_ratio import gather_norms
 
 SCALE = "lr_scale"  # in a parameter group: its learning rate over that of the step
 
@@ -36,7 +37,8 @@ class Updater:
 
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
-        at_once = gather_matrices(sharding, self._axes)  # every rank must make as many steps of such an optimizer
+        asking = gather_matrices(sharding, self._axes), gather_norms(sharding, self._axes)
+        at_once = any(asking)  # every rank must make as many steps of such an optimizer
         self._rounds = [sharding.flat_parameters] if at_once else _rounds(sharding.flat_parameters, files is not None)
         # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
