@@ -306,7 +306,7 @@ class OptimSection(Section):
 
     name: str = setting(
         "adamw",
-        "adamw, sgd, muon, lion, any class of torch.optim, or package.module:Class of your own",
+        "adamw, sgd, muon, lion, lamb, lars, any class of torch.optim, or package.module:Class of your own",
         alias=["optimizer"],
     )
     lr: float = setting(2e-3, "peak learning rate", gt=0.0, alias=["learning_rate"])

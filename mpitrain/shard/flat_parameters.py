@@ -83,7 +83,7 @@ def sharded_flat_parameters(
     counted: Callable[[nn.Parameter], bool],
     *,
     on_host: bool = False,
-    matrices: bool = False,
+    gathered: bool = False,
 ) -> list[FlatParameter]:
     """The flat parameters of one share of every bucket.
 
@@ -95,12 +95,12 @@ def sharded_flat_parameters(
         gradient: Gives elements [lo, hi) of a group's reduced gradients, a view: gradient(group, lo, hi).
         counted: Whether a parameter's gradient belongs to this rank's part of the norm.
         on_host: The optimizer works on copies in host memory of what is on a device.
-        matrices: What the shares hold of matrices is gathered for an optimizer that needs these whole.
+        gathered: Ranks communicate for an optimizer that needs whole parameters.
 
     Raises:
         InputError: The optimizer's update of an element may depend on others.
     """
-    refuse_unless_elementwise(optimizer, matrices=matrices)
+    refuse_unless_elementwise(optimizer, gathered=gathered)
     settings_of = _settings_of(optimizer)
     flat_parameters = []
     for bucket, (g, b) in enumerate(numbered(groups)):
@@ -162,20 +162,20 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGrou
 
 
 def refuse_unless_elementwise(
-    optimizer: torch.optim.Optimizer, *, matrices: bool = False, otherwise: str = "parallel.zero 0"
+    optimizer: torch.optim.Optimizer, *, gathered: bool = False, otherwise: str = "parallel.zero 0"
 ) -> None:
     """Raise InputError for an optimizer that is not known to update each element by itself.
 
-    matrices: Matrices can be made whole, if that is what it needs. otherwise: The setting with which any will do.
+    gathered: Ranks communicate for one that needs whole parameters. otherwise: The setting with which any will do.
     """
     for part in getattr(optimizer, "parts", [optimizer]):
-        kind, needs_matrices = type(part), getattr(part, "needs_matrices", False)
-        if needs_matrices and not matrices:
+        kind, needs_whole = type(part), getattr(part, "needs_whole", False)
+        if needs_whole and not gathered:
             raise refusal(
-                f"{kind.__name__} needs whole matrices, and servers have stretches of them; use another optim.name, or "
-                "another parallel.mode"
+                f"{kind.__name__} needs whole parameters, and servers have stretches of them; use another optim.name, "
+                "or another parallel.mode"
             )
-        if not (needs_matrices or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
+        if not (needs_whole or kind in ELEMENTWISE or getattr(part, "elementwise", False)):
             raise refusal(
                 f"{kind.__name__} cannot be sharded: it is not known to update each element by itself; use "
                 f"adamw or another element-wise optimizer, {otherwise}, or say `optimizer.elementwise = True`"
@@ -188,9 +188,38 @@ def hand_over(optimizer: torch.optim.Optimizer, flat_parameters: Sequence[FlatPa
     Raises:
         InputError: It has made steps already, so that it has states of those parameters.
     """
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise refusal(
             "the optimizer has a state already; hand it over before its first step, and load a checkpoint after"
         )
     for number, settings in enumerate(optimizer.param_groups):
         settings["params"] = [s.value for s in flat_parameters if s.settings == number]
+    begin_states(optimizer)
+
+
+def is_elementwise(state: Any, value: torch.Tensor) -> bool:
+    """Return whether an optimizer's state has one number for each element of a value."""
+    return torch.is_tensor(state) and state.shape == value.shape and state.dim() > 0
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a state of steps that it made, rather than one that its constructor made."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
+
+
+def begin_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters without a state the one that the optimizer's constructor makes, as torch's Adagrad does.
+
+    States of parameters that the optimizer does not have are dropped.
+    """
+    held = {value for settings in optimizer.param_groups for value in settings["params"]}
+    for stranger in [value for value in optimizer.state if value not in held]:
+        del optimizer.state[stranger]
+    for part in getattr(optimizer, "parts", [optimizer]):
+        if isinstance(part, torch.optim.Adagrad):
+            for settings in part.param_groups:
+                lacking = [value for value in settings["params"] if not optimizer.state.get(value)]
+                if lacking:
+                    begun = part.defaults["initial_accumulator_value"]  # torch does not ask the group
+                    fresh = torch.optim.Adagrad([{**settings, "params": lacking}], initial_accumulator_value=begun)
+                    optimizer.state.update(fresh.state)

@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         ValueError: An option is out of its range, or a parameter is no matrix.
     """
 
-    needs_matrices = True
+    needs_whole = True
 
     def __init__(
         self,

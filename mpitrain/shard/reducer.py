@@ -7,13 +7,13 @@ meanwhile nothing would overlap: whole gradients are then reduced at the end of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.comm import Work
+from mpitrain.comm import Communicator, Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import numbered, refuse_sparse
 from mpitrain.shard.in_place import InPlace
@@ -37,6 +37,7 @@ class Reducer:
         last: Whether no more passes are expected before the step, after this one.
         order: The parameters in the order in which the gradients of the last backward pass came.
         passes: Backward passes reduced so far.
+        used: Parameters that got a gradient since the last update; None where nobody asks for them.
         factor: What a reduction's result is multiplied by.
     """
 
@@ -56,6 +57,7 @@ class Reducer:
         self.order: list[nn.Parameter] = []
         self.passes = 0
         self.factor = 1.0
+        self.used: set[nn.Parameter] | None = None
         self._forget = forget_unused and (unused_allowed or static)
         self._as_it_goes = gradients.reduction.overlaps or gradients.reduces_each_pass
         buckets = [gradients.groups[g].members(b) for g, b in numbered(gradients.groups)]
@@ -159,16 +161,29 @@ class Reducer:
             self._expected = {p: self._came.get(p, 0) for p in self._bucket}
         if self._forget:
             self._forget_unused()
+        if self.used is not None:
+            self.used |= self._touched
         self._touched.clear()
         self.passes += 1
 
     def _forget_unused(self) -> None:
         """Remove the gradients of parameters that no rank used. Collective."""
-        used = np.array([p in self._touched for p in self._bucket], dtype=np.uint8)
-        self.gradients.reduction.comm.all_reduce(used, "max")
-        for parameter, anywhere in zip(self._bucket, used, strict=True):
-            if not anywhere:
-                parameter.grad = None
+        for parameter in self._unused_by_all(self._touched, self.gradients.reduction.comm):
+            parameter.grad = None
+
+    def take_unused(self, comm: Communicator) -> set[nn.Parameter]:
+        """Return the parameters that no rank of `comm` used since the last call. Collective, where anybody asks."""
+        if self.used is None:
+            return set()
+        unused = set(self._unused_by_all(self.used, comm))
+        self.used.clear()
+        return unused
+
+    def _unused_by_all(self, used: Collection[nn.Parameter], comm: Communicator) -> list[nn.Parameter]:
+        """Return the parameters that no rank used. Collective."""
+        anywhere = np.array([p in used for p in self._bucket], dtype=np.uint8)
+        comm.all_reduce(anywhere, "max")
+        return [p for p, somewhere in zip(self._bucket, anywhere, strict=True) if not somewhere]
 
     def _unused_message(self, unused: Sequence[nn.Parameter]) -> str:
         """The message about parameters that got no gradient."""

@@ -28,7 +28,9 @@ from mpitrain.shard.flat import CACHED_MB, FlatGroup, flat_groups, in_backward_o
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
+    begin_states,
     hand_over,
+    has_stepped,
     refuse_strangers,
     replicated_flat_parameters,
     sharded_flat_parameters,
@@ -132,9 +134,13 @@ class Sharding:
         whose = None if staged else module  # split backward passes take weight gradients out of autograd's
         forget = not self.stage.states and not staged
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
+        if self.stage.states and not staged:
+            self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
             hand_over(optimizer, self.flat_parameters)
+        elif not has_stepped(optimizer):
+            begin_states(optimizer)  # of parameters that were divided since the optimizer was made
         self.host = self._host_update(gradients)
 
     def _host_update(self, gradients: Gradients) -> HostUpdate | None:
@@ -262,7 +268,7 @@ class Sharding:
                 gradient,
                 counted,
                 on_host=on_host,
-                matrices=True,
+                gathered=True,
             )
         gradient_of: GradientOf = attrgetter("grad")
         if self.options.reduce_dtype is not None:  # gradients in another dtype lie apart

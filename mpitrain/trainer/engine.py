@@ -100,7 +100,7 @@ class Engine:
         axes = axes or Axes()
         others = [other for other in axes.others if other.size > 1]
         if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
-            refuse_unless_elementwise(optimizer, matrices=True, otherwise="parallel.tensor 1")
+            refuse_unless_elementwise(optimizer, gathered=True, otherwise="parallel.tensor 1")
         self._pipeline = axes.pipeline
         broadcast_state(module, comm)
         convert(module, precision)

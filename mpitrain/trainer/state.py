@@ -25,7 +25,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.layers.base_weights import require_whole
 from mpitrain.layout import Piece, Slice, logical_of, shares
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.flat_parameters import FlatParameter
+from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_elementwise
 from mpitrain.shard.sharding import Sharding
 
 OPTIMIZER, COMPRESSION = "optimizer/", "compression/"
@@ -144,7 +144,7 @@ class EngineState:
     def _elementwise(self, key: str, flat_parameter: FlatParameter) -> torch.Tensor | None:
         """An optimizer state that has one number per element; None for any other."""
         value = self._sharding.optimizer.state.get(flat_parameter.value, {}).get(key)
-        return value if torch.is_tensor(value) and value.shape == flat_parameter.value.shape and value.dim() else None
+        return value if is_elementwise(value, flat_parameter.value) else None
 
     def trained(self) -> int:
         """Elements of the trained parameters that the data-parallel ranks write between them."""
@@ -309,6 +309,7 @@ class EngineState:
         for value, state in self._states.items():
             if state:
                 optimizer.state[value] = state
+        begin_states(optimizer)
         self._states = {}
         if self._sharding.options.compression is not None:
             self._sharding.options.compression.load_state_dict(self._memories)

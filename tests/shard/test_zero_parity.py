@@ -219,6 +219,34 @@ def test_a_gradient_of_an_earlier_step_is_gone_where_none_came(world, placement,
     engine.close()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("placement", "kind"),
+    [("ddp", "AdamW"), ("zero1", "Adam"), ("zero2-private", "SGD"), ("zero3", "Adagrad"), ("zero3-units", "RMSprop")],
+)
+def test_a_parameter_that_no_rank_used_in_a_step_is_not_decayed_and_its_states_rest(world, placement, kind):
+    """Never used, before it is used, after that, and used by one rank alone."""
+    options = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if kind == "SGD" else {})
+    model, whole = Branches(), Branches()
+    model.never, whole.never = nn.Linear(5, 3), nn.Linear(5, 3)
+    whole.load_state_dict(model.state_dict())
+    made = getattr(torch.optim, kind)(model.parameters(), **options)
+    engine = Engine(model, model.loss, made, world, Options(**PLACEMENTS[placement]), clip=0.0)
+    plain = getattr(torch.optim, kind)(whole.parameters(), **options)
+    samples = torch.randn(5, world.size, 2, 5, generator=torch.Generator().manual_seed(1))
+    whos = ((), (), (0,), (), ()) if kind != "Adam" else ((0,), (0,), (0,), (), ())  # bias correction counts steps
+    for step, who in enumerate(whos):  # the ranks that use the second layer
+        used = [torch.full((2,), rank in who) for rank in range(world.size)]
+        engine.forward_backward([[(samples[step, world.rank], used[world.rank])]], 2 * world.size)
+        engine.step()
+        plain.zero_grad()
+        for rank in range(world.size):
+            (whole.loss(whole(samples[step, rank]), used[rank]) / world.size).backward()
+        plain.step()
+        close(engine, dict(whole.named_parameters()))
+    engine.close()
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_an_optimizer_of_another_model_is_refused(world, zero):

@@ -21,7 +21,13 @@ GROUPS = [
     {"match": ["norm.*", "*.mlp_norm.*"], "weight_decay": 0.5},
     {"match": "embedding.*", "optimizer": "sgd", "lr": 0.05, "momentum": 0.9},
 ]
-FEW = {"groups": [{"pipeline": 2}], "muon": [{"zero": 1}, {"tensor": 2, "zero": 1}]}
+FEW = {
+    "groups": [{"pipeline": 2}],
+    "muon": [{"zero": 1}, {"tensor": 2, "zero": 1}],
+    "lamb": [{"tensor": 2}, {"zero": 1}],
+    "lars": [{"tensor": 2, "zero": 1}, {"zero": 3, "share_node": False}],
+    "adagrad": [{"zero": 2}, {"zero": 3, "share_node": False}],
+}
 ALL = [
     {"zero": 1, "offload": "host"},
     {"zero": 2},
@@ -97,7 +103,49 @@ def muon_by_hand(module):
 MUON = {"name": "muon", "options": {"momentum": 0.9}}
 
 
-OPTIMIZERS = {"groups": ({"groups": GROUPS}, by_hand), "muon": (MUON, muon_by_hand)}
+ADAGRAD = {"name": "adagrad", "options": {"initial_accumulator_value": 0.1, "lr_decay": 0.01}, "weight_decay": 0.0}
+
+
+def adagrad_by_hand(module):
+    groups = [{"params": list(module.parameters()), "ratio": 1.0}]
+    return [torch.optim.Adagrad(groups, **ADAGRAD["options"])]
+
+
+LAMB = {"name": "lamb", "no_decay": "nothing", "options": {"betas": [0.8, 0.99]}}
+LARS = {"name": "lars", "no_decay": "nothing", "options": {"trust_coefficient": 0.5}}
+
+
+class ByLayer(torch.optim.Optimizer):
+    """LAMB and LARS in the words of their papers, on whole parameters and in float64."""
+
+    def __init__(self, module, kind):
+        super().__init__([{"params": list(module.parameters()), "ratio": 1.0}], {"lr": 0.0})
+        self.kind, self.number = kind, 0
+
+    @torch.no_grad()
+    def step(self):
+        self.number += 1
+        for p in self.param_groups[0]["params"]:
+            g, w, rate, state = p.grad.double(), p.double(), self.param_groups[0]["lr"], self.state[p]
+            if self.kind == "lars":
+                local = 0.5 * w.norm() / (g.norm() + 0.1 * w.norm()) if w.norm() and g.norm() else 1.0
+                state["v"] = 0.9 * state.get("v", 0.0) + rate * local * (g + 0.1 * w)
+                p.copy_(w - state["v"])
+                continue
+            state["m"] = 0.8 * state.get("m", 0.0) + 0.2 * g
+            state["v"] = 0.99 * state.get("v", 0.0) + 0.01 * g * g
+            m, v = state["m"] / (1 - 0.8**self.number), state["v"] / (1 - 0.99**self.number)
+            r = m / (v.sqrt() + 1e-6) + 0.1 * w
+            p.copy_(w - rate * (w.norm() / r.norm() if w.norm() and r.norm() else 1.0) * r)
+
+
+OPTIMIZERS = {
+    "lamb": (LAMB, lambda module: [ByLayer(module, "lamb")]),
+    "lars": (LARS, lambda module: [ByLayer(module, "lars")]),
+    "groups": ({"groups": GROUPS}, by_hand),
+    "muon": (MUON, muon_by_hand),
+    "adagrad": (ADAGRAD, adagrad_by_hand),
+}
 
 
 @pytest.mark.ranks(2)
@@ -138,7 +186,7 @@ def test_groups_keep_their_rates_beside_a_server_and_among_replicas_and_muon_is_
         values = sections(text, frozen)
         wanted = plainly(values, lambda module: [torch.optim.SGD([{"params": module.parameters(), "ratio": 0.0}])])
         assert [m["loss"] for m in lines] == pytest.approx(wanted, rel=1e-5)
-    with pytest.raises(InputError, match=r"Muon needs whole matrices, and servers have stretches"):
+    with pytest.raises(InputError, match=r"Muon needs whole parameters, and servers have stretches"):
         run(world, folder / "refused", **sections(text, MUON, mode="server", servers=1))
 
 

@@ -14,7 +14,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """What has the parameter groups and the states of several optimizers, and lets each make its step.
 
     Args:
-        parts: The optimizers, without a state yet.
+        parts: The optimizers, that have made no step yet.
 
     Attributes:
         parts: The same.
@@ -26,6 +26,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": list(group["params"])} for group in groups], {})
         self.param_groups = groups  # theirs: what is changed in them here is changed there
         for part in parts:
+            self.state.update(part.state)
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -18,7 +18,9 @@ from mpitrain.config.named import find
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.monitor.text import counted
+from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon
+from mpitrain.shard.trust_ratio import Lamb, Lars
 from mpitrain.shard.update import SCALE
 from mpitrain.trainer.optimizing.combined_optimizer import CombinedOptimizer
 from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
@@ -27,7 +29,13 @@ from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
 _Kind = type[torch.optim.Optimizer]
 _NEED_A_CLOSURE = ("LBFGS",)
 _SPARSE_ONLY = ("SparseAdam",)
-_OURS: dict[str, _Kind] = {"muon": Muon, "lion": Lion, "uncorrectedadamw": UncorrectedAdamW}
+_OURS: dict[str, _Kind] = {
+    "muon": Muon,
+    "lion": Lion,
+    "lamb": Lamb,
+    "lars": Lars,
+    "uncorrectedadamw": UncorrectedAdamW,
+}
 
 
 def make_optimizer(
@@ -153,6 +161,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         trial.state = defaultdict(dict)
         trial.param_groups = [{**optimizer.param_groups[0], "params": [tensor]}]
         trial.gather = None  # of Muon
+        begin_states(trial)
         trial.step()
     except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
         return 0

@@ -10,6 +10,7 @@ from torch import nn
 
 from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
+from mpitrain.shard.flat_parameters import has_stepped
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 OptimizerOf = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -43,7 +44,7 @@ def following(given: Any, names: Names, module: nn.Module, comm: Communicator) -
     kept = {p: [parts[name] for name in named if name in parts][:1] for p, named in names.items()}
     if all(len(found) == 1 and found[0] is p for p, found in kept.items()):
         return given
-    if given.state:
+    if has_stepped(given):
         raise refusal(
             "the optimizer has a state already, of parameters that are divided now; give mt.initialize a new one, and "
             "load a checkpoint after"

@@ -11,6 +11,7 @@ import torch
 
 from mpitrain.checkpoint import Manifest
 from mpitrain.errors import refusal
+from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.trainer.state import OPTIMIZER
 
 
@@ -45,6 +46,7 @@ def _kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[
         trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [tensor]}]
         trial._optimizer_step_pre_hooks = trial._optimizer_step_post_hooks = OrderedDict()
         trial.gather = None  # of Muon
+        begin_states(trial)
         type(optimizer).step(trial)  # a scheduler replaces the object's own, by one that steps the original
         return {key for key, value in trial.state[tensor].items() if torch.is_tensor(value)}
     except Exception:  # what an optimizer of somebody else's does with a copy is nowhere written
