@@ -1,4 +1,4 @@
-"""LAMB and LARS, whose rate for a parameter follows its norm, on parameters that several ranks hold together.
+"""LAMB and LARS, whose rates follow norms over whole parameters, on parameters that several ranks hold together.
 
 What a rank holds of a parameter may be a stretch of it (ZeRO), some of its rows or columns (tensor parallel), or a
 stretch of those:

@@ -143,7 +143,7 @@ def test_the_example_of_the_page_is_what_the_command_prints(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_plan_is_the_same_byte_for_byte_whatever_the_load_and_the_order_of_sets(tmp_path):
-    asked = [
+    asked = ["--nodes", "1", "--ranks-per-node", "4", "--machine", "gpu-8", "--model.layers", "2"]
         "--nodes",
         "1",
         "--ranks-per-node",

@@ -17,6 +17,7 @@ from mpitrain.comm.process.topology import Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.sharding import Options
+from mpitrain.shard.trust_ratio import Lamb, Lars
 from mpitrain.trainer.engine import Engine
 
 PLACEMENTS = {
@@ -145,6 +146,24 @@ def take_steps(world, wanted, optimizer, microbatches, steps=10, **options):
     assert losses == pytest.approx(wanted[0], rel=1e-5)
     close(engine, wanted[1])
     engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["zero1", "zero2-private", "zero3", "zero3-units"])
+def test_norms_of_whole_parameters_that_lamb_and_lars_need_are_those_of_one_process(world, placement):
+    """Shares end in the middle of matrices, and gradients are clipped."""
+    for kind, options in ((Lamb, {"lr": 0.01}), (Lars, {"lr": 0.1, "trust_coefficient": 0.1, "weight_decay": 0.1})):
+        whole, model = gpt(), gpt()
+        wanted = alone(whole, whole.loss, kind(whole.parameters(), **options), tokens, steps=3)
+        made = kind(model.parameters(), **options)
+        placed = Options(bucket_mb=0.004, **PLACEMENTS[placement])
+        engine = Engine(model, model.loss, made, world, placed, clip=0.5)
+        assert steps_of(engine, world, tokens, steps=3) == pytest.approx(wanted[0], rel=1e-5)
+        close(engine, wanted[1])
+        engine.close()
+    model = gpt()
+    with pytest.raises(InputError, match="lamb and lars add up squares in an order that depends"):
+        Engine(model, model.loss, Lamb(model.parameters()), world, Options(zero=1, reproducible=True))
 
 
 @pytest.mark.ranks(3)
