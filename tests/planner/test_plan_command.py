@@ -144,17 +144,6 @@ def test_the_example_of_the_page_is_what_the_command_prints(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_plan_is_the_same_byte_for_byte_whatever_the_load_and_the_order_of_sets(tmp_path):
     asked = ["--nodes", "1", "--ranks-per-node", "4", "--machine", "gpu-8", "--model.layers", "2"]
-        "--nodes",
-        "1",
-        "--ranks-per-node",
-        "4",
-        "--machine",
-        "gpu-8",
-        "--model.layers",
-        "2",
-        "--train.batch",
-        "16",
-    ]
     told = []
     for seed, load in (("1", 0), ("2", 20)):
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
