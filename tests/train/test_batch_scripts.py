@@ -357,11 +357,12 @@ def on_a_site(folder: Path, **variables: str) -> tuple[str, list[str]]:
     [
         ({}, "--mpi=pmi2 "),
         ({"KINDS": "none pmix pmix_v4"}, "--mpi=pmix "),
-        ({"KINDS": "cray_shasta none pmi2"}, "--mpi=cray_shasta "),
+        ({"KINDS": "cray_shasta none pmi2", "CRAY_MPICH_DIR": "/opt/cray"}, "--mpi=cray_shasta "),
+        ({"KINDS": "cray_shasta none pmi2 pmix"}, "--mpi=pmi2 "),
         ({"DEFAULT": "pmix", "KINDS": "none pmi2 pmix"}, ""),
         ({"SLURM_MPI_TYPE": "cray_shasta"}, ""),
     ],
-    ids=["pmi2", "pmix", "cray", "default", "variable"],
+    ids=["pmi2", "pmix", "cray", "cray is listed", "default", "variable"],
 )
 def test_srun_is_asked_for_the_kind_of_pmi_that_the_site_has(tmp_path, site, option):
     _, started = on_a_site(tmp_path, **site)
