@@ -29,7 +29,7 @@ DeviceWay = Literal["mpi", "staged", "peer", "nccl"]  # comm.device
 Compression = Literal["fp16", "bf16", "topk", "powersgd"]  # comm.compression
 
 
-# of held-out samples, beside metrics of one's own: models.measures
+# metrics of held-out samples that have a name; users may add their own: models.measures
 Measured = Literal["accuracy", "token_accuracy", "top5_accuracy", "perplexity", "r2", "rmse"]
 OfClasses = Literal["f1", "f1_macro", "f1_micro", "precision", "recall", "per_class", "auroc"]
 

@@ -24,7 +24,7 @@ class SeveralWorks(Work):
             work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def done(self) -> bool:
-        """Whether all are complete."""
+        """Return whether all are complete."""
         return all(work.done() for work in self._works)
 
     def release(self) -> None:
@@ -34,7 +34,7 @@ class SeveralWorks(Work):
 
 
 def wraps(*tensors: Any) -> bool:
-    """Whether any of the arguments of an operation is made of other tensors."""
+    """Return whether any argument of an operation is made of other tensors."""
     return any(map(is_wrapper, tensors))
 
 

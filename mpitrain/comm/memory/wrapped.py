@@ -19,7 +19,7 @@ from mpitrain.errors import InputError
 
 
 def is_wrapper(x: Any) -> bool:
-    """Whether x is a tensor that is made of others."""
+    """Return whether x is a tensor that is made of others."""
     return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and bool(is_traceable_wrapper_subclass(x))
 
 

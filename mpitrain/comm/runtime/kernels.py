@@ -99,7 +99,7 @@ class Reduction:
 
     @property
     def library_saturates(self) -> bool:
-        """Whether some MPI libraries stop at the largest value where the arithmetic of torch wraps (Open MPI does)."""
+        """Return whether an MPI library may saturate where torch wraps around, as Open MPI does."""
         return self.operation is _SUM and self.dtype in SMALL_INTEGERS
 
     @property

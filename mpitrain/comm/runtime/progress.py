@@ -52,7 +52,7 @@ class InFlight(Protocol):
 
 
 class ProgressEngine:
-    """What is pending in one process, and the thread that looks after it."""
+    """The pending receives and operations of one process, and the thread that looks after them."""
 
     def __init__(self, records: Callable[[], Iterable[Record]]) -> None:
         """Begin with nothing pending.

@@ -237,7 +237,7 @@ class Messages(Work):
             record.limited = False
 
     def done(self) -> bool:
-        """Whether all messages have been carried. Calling this also makes progress on them, and on all receives."""
+        """Return whether all messages have been carried; also makes progress on them and on all receives."""
         if not self._complete:
             self._test(self._is_complete)
         if not self._complete:
@@ -253,7 +253,7 @@ class Carried(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether it was carried out."""
+        """Return whether it was carried out."""
 
     def run(self) -> None:
         """Carry it out, once; its error is raised where it is waited for."""
@@ -320,7 +320,7 @@ class Worker(Generic[C]):
 
     @property
     def is_this_thread(self) -> bool:
-        """Whether the caller is the worker's thread, where waiting for that thread would never end."""
+        """Return whether the caller is the worker's thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
     def finish(self, work: C) -> None:
@@ -332,7 +332,7 @@ class Worker(Generic[C]):
                 time.sleep(0)  # another thread has carried it out and is about to say so
 
     def waits(self, work: C, timeout: float | None) -> bool:
-        """Whether an operation is complete in time, of which a thread makes progress."""
+        """Wait for an operation that a thread carries out; returns whether it is complete in time."""
         begin = clock() if self._journal.on else 0.0
         with self._changed:
             complete = self._changed.wait_for(lambda: work.complete, timeout)
@@ -421,7 +421,7 @@ class Queued(Work):
         self.complete = True
 
     def announce(self) -> None:
-        """Do nothing: nobody else is told."""
+        """Do nothing: there is nobody to inform."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the operation has been carried out; see `Work.wait`."""
@@ -439,7 +439,7 @@ class Queued(Work):
             raise self._error
 
     def done(self) -> bool:
-        """Whether the operation has been carried out; it makes progress in a thread from now on."""
+        """Return whether the operation has been carried out; from now on a thread makes progress on it."""
         if not self.complete:
             self._worker.start()
             self._worker.progress.start_workers()

@@ -60,7 +60,7 @@ class Findings:
         return 0.0
 
     def whole(self, name: str, given: Any, least: int = 0) -> int:
-        """What should be a whole number of at least so much; the least where it is something else."""
+        """Return a whole number of at least `least`; note the mistake and return `least` where it is something else."""
         value = self.number(name, given)
         if value == int(value) and least <= value < 2**53:
             return int(value)
