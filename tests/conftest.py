@@ -141,9 +141,18 @@ def full(request: pytest.FixtureRequest) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
+    if report.failed and LABEL:
+        _record_failure(report)
     if RANKS > 1:
         _agree(report)
     return report
+
+
+def _record_failure(report: pytest.TestReport) -> None:
+    """Write the end of a failure to a file at once: the other ranks may hang, and nobody gets to pytest's summary."""
+    with (FOLDER / f"{LABEL}-{RANKS}-rank-{RANK}.failed").open("a", encoding="utf-8") as file:
+        file.write(f"-- {report.nodeid} ({report.when}) failed on rank {RANK} of {RANKS or 1}, {LABEL}:\n")
+        file.write(f"{str(report.longrepr)[-3000:]}\n")
 
 
 def _agree(report: pytest.TestReport) -> None:

@@ -34,16 +34,19 @@ failed=0
 without=(-p no:hypothesispytest -p no:anyio) # on ranks: the first imports all of Hypothesis at the end, used or not
 
 at_ranks() { # at_ranks SIZE LABEL COMMAND...: the tests marked for SIZE ranks, started by COMMAND
-    local size=$1 label=$2
+    local size=$1 label=$2 said=$MPITRAIN_TESTS/$2-$1
     shift 2
     echo "== $size rank(s), $label"
     MPITRAIN_TEST_RANKS=$size MPITRAIN_TEST_LABEL=$label timeout -k 10 1200 "$@" -n "$size" \
-        tests/rank.sh python -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${options[@]+"${options[@]}"} "${targets[@]}"
+        tests/rank.sh python -m pytest -q --color=no --capture=sys "${without[@]}" --only-mpi ${options[@]+"${options[@]}"} "${targets[@]}" \
+        > >(tee "$said-rank-0.log") 2>&1
     local code=$?
     if [ $code -ne 0 ] && [ $code -ne 5 ]; then # 5: no test for this size
-        [ -e "$MPITRAIN_TESTS/$label-$size.counts" ] || echo 0 1 0 >"$MPITRAIN_TESTS/$label-$size.counts"
         failed=1
-        tail -n 40 "$MPITRAIN_TESTS/$label-$size"-rank-*.log 2>/dev/null
+        if [ ! -e "$said.counts" ]; then # it was cut off
+            echo 0 1 0 >"$said.counts"
+            tail -n 40 "$said"-rank-*.log >"$said.failed"
+        fi
     fi
 }
 
@@ -126,6 +129,7 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
         at_ranks "$size" "$mpi" "${MPIRUN[@]}"
     done
 fi
+[ $failed = 0 ] || tail -n +1 "$MPITRAIN_TESTS"/*.failed 2>/dev/null # once more, where nobody has to look for them
 [ -z "$long" ] || echo "== $long: $([ $failed = 0 ] && echo passed || echo failed)"
 cat "$MPITRAIN_TESTS"/*.counts 2>/dev/null |
     awk -v bad=$failed '{ p += $1; f += $2; s += $3 } END { if (bad && !f) f = 1; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped" }'
