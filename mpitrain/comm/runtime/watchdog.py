@@ -237,10 +237,8 @@ class Watchdog:
                 f"mpitrain: {record.text()}: nothing has come for {seconds:.0f} s (comm.timeout), and {who} not answer"
             )
         spoken = any(places[r]["late"] for r in places if r < rank)  # that one reports
-        if spoken and self._failures is None:
-            time.sleep(2 * _PATIENCE)
-        elif spoken:  # before the silent are ended, with which the operation is not late any more
-            self._wait(_PATIENCE)
+        if spoken:  # with failures handled: before the silent are ended, with which the operation is not late any more
+            self._wait(2 * _PATIENCE if self._failures is None else _PATIENCE)
         if self._failures is not None and self._stop.is_set():  # those that are left have a world of their own
             return False
         lines = [f"{late}; the ranks are at:"]
