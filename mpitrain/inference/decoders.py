@@ -18,6 +18,7 @@ from torch import nn
 
 from mpitrain.errors import InputError, refusal
 from mpitrain.inference.cache import StateCache
+from mpitrain.models.hugging_face.families import CACHE_NAMES
 
 Blocks = Sequence[tuple[str, nn.Module]]
 Through = Callable[[Any, Callable[[Any], Any]], Any]  # see `Decoder.through`
@@ -136,7 +137,7 @@ class RecomputedBlocks(Decoder):
 
 
 class Transformers(Decoder):
-    """A model of the transformers library. model: has `forward(input_ids, past_key_values=, use_cache=)`."""
+    """A model of the transformers library, which takes its cache under the name under which it returns it."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -144,15 +145,18 @@ class Transformers(Decoder):
         self.begin()
 
     def begin(self) -> None:
-        self._past: Any = None
+        self._past: dict[str, Any] = {}
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        out = self._model(input_ids=tokens, past_key_values=self._past, use_cache=True)
-        self._past = out.past_key_values
+        out = self._model(input_ids=tokens, use_cache=True, **self._past)
+        self._past = {name: out[name] for name in CACHE_NAMES if name in out}
+        if not self._past:
+            raise InputError(f"{type(self._model).__name__} returns no cache, without which its texts cannot go on")
         return last_scores(out.logits)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._past.batch_select_indices(torch.tensor(rows))
+        for past in self._past.values():
+            past.batch_select_indices(torch.tensor(rows))
 
 
 def of_transformers(module: nn.Module) -> Any:

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.errors import InputError
 from mpitrain.models.earlier import Earlier, EarlierSlices, State, seen_before
 from mpitrain.models.hugging_face.facade import Facade
 
 Blocks = list[tuple[str, nn.Module]]
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of transformers, the newest first
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,15 @@ class Cache:
 
 @cache
 def _name_of_cache(forward: Callable[..., Any]) -> str:
-    """What the version of transformers calls the cache in the arguments of a layer."""
+    """Return the name that this version of transformers gives the cache in the arguments of a layer."""
     accepted = inspect.signature(forward).parameters
-    return next(name for name in ("past_key_values", "past_key_value", "layer_past") if name in accepted)
+    for name in CACHE_NAMES:
+        if name in accepted:
+            return name
+    raise InputError(
+        f"{forward.__qualname__} of the installed transformers takes none of {', '.join(CACHE_NAMES)}; "
+        "install a version of transformers that this version of mpitrain knows"
+    )
 
 
 class PositionsAdded(Facade):
