@@ -156,7 +156,7 @@ def one_rank(name: str, folder: str, only: str) -> None:
     told = (shared / "told").open("a") if world.rank == 0 else None
     done = set((shared / "done").read_text().split())
     chosen = [test for test in sorted(dir(Suite)) if test.startswith("test_") and re.search(only, test)]
-    meeting = Barriers(place().control, place().waiting)
+    meeting = Barriers(place().control)
 
     def tell(*what: Any) -> None:
         if told is not None:
