@@ -149,9 +149,10 @@ class Transformers(Decoder):
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor | None:
         out = self._model(input_ids=tokens, use_cache=True, **self._past)
-        self._past = {name: out[name] for name in CACHE_NAMES if name in out}
-        if not self._past:
+        name = next((name for name in CACHE_NAMES if name in out), None)
+        if name is None:
             raise InputError(f"{type(self._model).__name__} returns no cache, without which its texts cannot go on")
+        self._past = {name: out[name]}
         return last_scores(out.logits)
 
     def select(self, rows: Sequence[int]) -> None:
