@@ -136,9 +136,9 @@ class Sharding:
         refuse_strangers(optimizer, self.groups)
         gradients = self._place_gradients()
         whose = None if staged else module  # split backward passes take weight gradients out of autograd's
-        forget = not self.stage.states and not staged
+        forget = not self.stage.states
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
-        if self.stage.states and not staged:
+        if self.stage.states:
             self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
