@@ -56,10 +56,10 @@ def recording(monkeypatch):
         receive(worker, letter)
         came.append((int(letter.words[2]), int(letter.words[3])))
 
-    def committed(worker, words):
+    def committed(worker, words, unused):
         notes.computed.append((worker.portion.step, worker.portion.part, list(came)))
         came.clear()
-        commit(worker, words)
+        commit(worker, words, unused)
 
     def added(applied, portion):
         assert portion not in applied
