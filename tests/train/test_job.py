@@ -271,7 +271,9 @@ def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(
 def test_a_job_that_is_refused_has_no_run_folder_at_any_time(tmp_path, forked, sentence, name):
     """Where a file is in the way of runs/, a folder could not even be made for a moment."""
     (tmp_path / "runs").write_text("not a folder")
-    (tmp_path / "tiny.toml").write_text('node = { cores = 2, memory = "90 MiB", memory_bandwidth = "10 GB/s" }\n' + RATES)
+    (tmp_path / "tiny.toml").write_text(
+        'node = { cores = 2, memory = "90 MiB", memory_bandwidth = "10 GB/s" }\ncore.matrix = { fp32 = "50 Gflop/s" }\n'
+    )
     tiny = ["--parallel.auto", "true", "--parallel.machine", "tiny.toml", "--run.device", "cpu"]
     arguments, message = {**BAD, "nothing fits": (tiny, "no layout")}[name]
     base = ("--data.path", sentence, *SMALL, "--train.steps", 2)
