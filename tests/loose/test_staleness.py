@@ -207,9 +207,9 @@ def rates(monkeypatch):
             rates.append(late)
         apply_commits(server)
 
-    def applied(update, buckets, lr, factor):
+    def applied(update, buckets, lr, *rest):
         rates[-1] = (lr, rates[-1])
-        apply(update, buckets, lr, factor)
+        apply(update, buckets, lr, *rest)
 
     monkeypatch.setattr(Server, "_apply_commits", noted)
     monkeypatch.setattr(ShareUpdate, "apply", applied)
