@@ -272,15 +272,15 @@ class Sometimes:
         kind = getattr(torch.optim, self.kind, None) if self.kind != "Muon" else Muon
         return (kind or {"Lamb": Lamb, "Lars": Lars}[self.kind])(parameters, **options)
 
-    def engine(self, device=None, **options):
+    def engine(self, device=None, precision="fp32", **options):
         model = self._branches().to(device)
         if self.kind == "Muon":
             for p in model.parameters():
                 p.requires_grad_(p.dim() == 2)
-        return Engine(model, model.loss, self.optimizer(model), self.world, Options(**options), clip=0.0)
+        return Engine(model, model.loss, self.optimizer(model), self.world, Options(**options), precision=precision)
 
-    def train(self, engine, whos):
-        """Take a step for each of `whos`, the ranks that use the second layer."""
+    def train(self, engine, whos, plain=True):
+        """Take a step for each of `whos`, the ranks that use the second layer. plain: compare with one process."""
         size, device = self.world.size, engine.device
         for who in whos:
             samples = torch.randn(size, 2, 5, generator=torch.Generator().manual_seed(self.step))
@@ -288,11 +288,13 @@ class Sometimes:
             mine = samples[self.world.rank].to(device), used[self.world.rank].to(device)
             engine.forward_backward([[mine]], 2 * size)
             engine.step()
+            self.step += 1
+            if not plain:
+                continue
             self.plain.zero_grad()
             for rank in range(size):
                 (self.whole.loss(self.whole(samples[rank]), used[rank]) / size).backward()
             self.plain.step()
-            self.step += 1
             close(engine, dict(self.whole.named_parameters()))
 
 
@@ -341,6 +343,20 @@ def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, 
     counts = sorted({count for of in world.all_gather_object(counts) for count in of})
     assert len(counts) == 2 and counts[-1] == sometimes.step
     engine.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("placement", "files"), [("zero1", False), ("zero2", True), ("zero3-units", False)])
+def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_0(world, placement, files, folder):
+    found = []
+    for options in ({}, PLACEMENTS[placement] | ({"offload": str(folder / "states")} if files else {})):
+        sometimes = Sometimes(world, "AdamW")
+        engine = sometimes.engine(precision="bf16", **options)
+        sometimes.train(engine, ((), (0,), (), (0,), (0, 1), ()), plain=False)
+        found.append(engine.state_dict())
+        engine.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.ranks(2)
