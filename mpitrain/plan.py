@@ -13,6 +13,7 @@ from mpitrain.config.settings import Config
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import notation
+from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.described import description_of
 from mpitrain.planner.layouts import ParallelLayout
@@ -22,7 +23,7 @@ from mpitrain.planner.model import ModelProfile
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import details, nothing_fits, refused, report
 from mpitrain.planner.scaling import HEAD, picture, row, scaling
-from mpitrain.planner.search import COUNT, SIMULATED, Excess, best
+from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
 from mpitrain.storage.disk import write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for
@@ -93,10 +94,10 @@ def _plan(argv: Sequence[str]) -> int:
 
 def explained(predictor: Predictor, layout: ParallelLayout) -> str:
     """What is predicted of one layout, or why it does not fit. Raises InputError where it is impossible."""
-    memory, room = predictor.memory(layout), predictor.room()
-    told = details(predictor.predict(layout), room)
-    if sum(memory.values()) > room:
-        told += f"\n\ndoes not fit:\n{refused([Excess(layout, memory, room, 0.0)])}"
+    told = details(predictor.predict(layout), predictor.room())
+    excess = excess_of(Bounds(predictor), layout, predictor.memory(layout))
+    if excess is not None:
+        told += f"\n\ndoes not fit:\n{refused([excess])}"
     return told
 
 

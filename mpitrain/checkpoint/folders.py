@@ -77,6 +77,15 @@ def find(path: Path) -> list[Path]:
     return []
 
 
+def require(path: Path) -> list[Path]:
+    """Return the checkpoint folders that a path means. Raises InputError where there are none."""
+    if found := find(path):
+        return found
+    raise InputError(
+        f"checkpoint.resume {path} is no checkpoint and no run folder with one; give auto, never or the path of either"
+    )
+
+
 def best_step(root: Path) -> int | None:
     """The step of the checkpoint that is marked as the best; None where none is, or it is gone."""
     pointer = root / BEST

@@ -180,16 +180,7 @@ class Store:
 
     def at(self, path: Path) -> list[Path]:
         """The checkpoint folders that a path means, newest first. Raises InputError where there are none."""
-
-        def find() -> list[str]:
-            if found := folders.find(path):
-                return [str(folder) for folder in found]
-            raise InputError(
-                f"checkpoint.resume {path} is no checkpoint and no run folder with one; give auto, never "
-                "or the path of either"
-            )
-
-        return [Path(found) for found in self.comm.on_root(find)]
+        return [Path(found) for found in self.comm.on_root(lambda: list(map(str, folders.require(path))))]
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint in the run's checkpoint folder."""

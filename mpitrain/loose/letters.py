@@ -4,12 +4,14 @@
     CLAIM   limit, stop      give me the next part                 GRANT    step, part         work on this one
     PULL    least, final     send the parameters                   MEET     limit              there are no more
     PUSHED  step, part, b    bucket b of gradients is there        BUCKET   b, completed, progress   it is there
+    UNUSED  step, part       parameters that the part left alone
     COMMIT  step, part, ...  apply what I pushed                   RECORD   step, loss, ...    a step is complete
     SQUARES step, sum        of my shares of the gradients         FAILED                   this rank's server did
     HERE                     I have what I need to meet    TOGETHER                 all workers have
     END                      no more will come
 
 Gradients and parameters travel with PUSHED and BUCKET where the ranks share no memory (see `mpitrain.loose.memory`).
+UNUSED, which is left out where there are no such parameters, comes with a flag for each.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class LetterKind(IntEnum):
     SQUARES = 5
     HERE = 6
     END = 7
+    UNUSED = 8
     GRANT = 11
     MEET = 12
     BUCKET = 13

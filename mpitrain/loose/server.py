@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from mpitrain.comm import Work
 from mpitrain.comm.mailbox import Letter, Mailbox
@@ -86,6 +87,7 @@ class Server:
         self._asking: list[int] = []  # workers that wait for samples
         self._told = {step: list(told) for step, told in remembered.told.items()}  # of steps not complete
         self._squares: dict[int, list[float]] = {}  # by step, of the servers
+        self._unused: dict[Portion, set[nn.Parameter]] = {}  # by parts that left any alone
         self._sum = self._new_sum()
         self._since = time.perf_counter()  # when the last step was complete, or the first of some was begun
         self._end = False
@@ -93,6 +95,7 @@ class Server:
             LetterKind.CLAIM: self._claimed,
             LetterKind.PULL: self._pulled,
             LetterKind.PUSHED: self._pushed,
+            LetterKind.UNUSED: self._left_alone,
             LetterKind.COMMIT: self._committed,
             LetterKind.SQUARES: self._squared,
             LetterKind.HERE: self._arrived,
@@ -227,6 +230,16 @@ class Server:
 
         self._receiving.append((letter.receive(place), arrived))
 
+    def _left_alone(self, letter: Letter) -> None:
+        flags = torch.empty(self._update.parameters, dtype=torch.uint8)
+        letter.receive(flags).wait()
+        self._unused[Portion(int(letter.words[1]), int(letter.words[2]))] = self._update.marked(flags)
+
+    def _unused_by(self, portions: Iterable[Portion]) -> set[nn.Parameter]:
+        """The parameters that all of these parts left alone."""
+        found = [self._unused.pop(portion, set()) for portion in portions]
+        return set.intersection(*found) if found else set()
+
     def _committed(self, letter: Letter) -> None:
         worker, commit = letter.source, Commit(*letter.words[1:])
         if self._rules.staleness == 0:
@@ -250,6 +263,7 @@ class Server:
         if not commits:
             return
         good, rate, first = 0.0, 0.0, True
+        unused = self._unused_by(Portion(int(c.step), int(c.part)) for _, c in commits if c.factor != 0.0)
         for worker, commit in commits:
             missed = max(0.0, self.progress - commit.progress)
             self._told.setdefault(int(commit.step), []).append(Told(worker, commit, missed))
@@ -262,7 +276,7 @@ class Server:
             good += commit.weight * correction
             rate += commit.lr * commit.weight * correction
         if good:
-            self._update.apply(range(self._buckets), rate, 1.0 / good)
+            self._update.apply(range(self._buckets), rate, 1.0 / good, unused)
         complete = []
         for _, commit in commits:
             self.progress += commit.weight
@@ -365,10 +379,11 @@ class Server:
         self._pulls = [pull for pull in self._pulls if pull.least > step]
         for part in commits:
             self._note(Portion(step, part))
+        unused = self._unused_by(Portion(step, part) for part in commits)
         self.progress, failed = float(step), None
         for bucket in range(self._buckets - 1, -1, -1):
             if finite:
-                self._update.apply([bucket], told[0].commit.lr, factor)
+                self._update.apply([bucket], told[0].commit.lr, factor, unused)
             try:
                 for pull in waiting:
                     self._give(pull.worker, bucket)

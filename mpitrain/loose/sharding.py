@@ -216,7 +216,7 @@ class ServedSharding(Sharding):
         if self.published is None or self.sums is None:
             return None
         buckets = len(self.flats.buckets)
-        return ShareUpdate(self.optimizer, self.flat_parameters, self.sums, self.published, buckets)
+        return ShareUpdate(self, self.sums, self.published, buckets)
 
 
 def _buckets_of_units(

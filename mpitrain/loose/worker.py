@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import torch
+
 from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import CommunicationError
@@ -100,10 +102,17 @@ class ServedWorker:
             elif self._staleness == 0:  # else it finds them there when they are committed
                 self._questions.post(server, words)
 
-    def commit(self, commit: Commit) -> None:
-        """Have the servers apply what was pushed. commit: without what this worker knows of each server."""
+    def commit(self, commit: Commit, unused: torch.Tensor | None = None) -> None:
+        """Have the servers apply what was pushed.
+
+        Args:
+            commit: Without what this worker knows of each server.
+            unused: Which parameters the part left alone: uint8, in the order of the layout; None for no parameter.
+        """
         ahead = self.portion.step - 1 - min(self._completed)
         for share, server in enumerate(self._roles.servers):
+            if unused is not None and unused.any():
+                self._questions.post(server, [LetterKind.UNUSED, self.portion.step, self.portion.part], unused)
             words = commit._replace(progress=self._progress[share], ahead=ahead)
             self._questions.post(server, [LetterKind.COMMIT, *words])
 

@@ -30,6 +30,23 @@ class _LogFile(logging.FileHandler):
         pass
 
 
+class _Kept(logging.Handler):
+    """Keeps records until there is a file for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def keep_rank_log(rank: int) -> logging.Logger:
+    """The logger `mpitrain`, keeping what it is given for the file that `open_rank_log` opens later."""
+    close_rank_log()
+    return _log_to(_Kept(), rank, logging.INFO)
+
+
 def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> logging.Logger:
     """The logger `mpitrain`, writing to this rank's file. `logging.getLogger("mpitrain")` is the same one.
 
@@ -58,7 +75,13 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     )
+    for record in [r for h in logging.getLogger(NAME).handlers if isinstance(h, _Kept) for r in h.records]:
+        handler.handle(record)
     close_rank_log()
+    return _log_to(handler, rank, level)
+
+
+def _log_to(handler: logging.Handler, rank: int, level: int) -> logging.Logger:
     logger = logging.getLogger(NAME)
     logger.setLevel(level)
     logger.propagate = False  # the root logger would write to stderr, on every rank
@@ -70,9 +93,9 @@ def open_rank_log(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
 
 
 def close_rank_log() -> None:
-    """Close the file; without an open one there is nothing to be done."""
+    """Close the file, or forget what is kept for one; without either there is nothing to be done."""
     logger = logging.getLogger(NAME)
-    for handler in [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]:
+    for handler in [handler for handler in logger.handlers if isinstance(handler, (logging.FileHandler, _Kept))]:
         logger.removeHandler(handler)
         logging.getLogger(WARNINGS).removeHandler(handler)
         handler.close()

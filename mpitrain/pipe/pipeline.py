@@ -164,10 +164,17 @@ class Pipeline:
             for module, training in modes:
                 module.training = training
 
-    def synchronize_tied(self) -> None:
-        """Sum the gradients of parameters that stages on several ranks share. Call after the last backward."""
+    def synchronize_tied(self, used: set[nn.Parameter] | None = None) -> None:
+        """Sum the gradients of parameters that stages on several ranks share. Call after the last backward.
+
+        used: Parameters that got a gradient on this rank; those that did on another one are added.
+        """
         for tied in self._tied:
             if tied.parameter.requires_grad:
+                if used is not None:
+                    anywhere = torch.tensor([tied.parameter in used], dtype=torch.uint8)
+                    tied.group.all_reduce(anywhere, "max")
+                    used |= {tied.parameter} if anywhere else set()
                 if tied.parameter.grad is None:
                     tied.parameter.grad = torch.zeros_like(tied.parameter)
                 tied.group.all_reduce(tied.parameter.grad)

@@ -134,6 +134,14 @@ class Bounds:
         """Bytes of the rank that needs most, by category."""
         return self._of.memory(layout)
 
+    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
+        """Bytes in the host's memory, of the rank that needs most there, by category; empty without devices."""
+        return self._of.host_memory(layout)
+
+    def host_room(self) -> float:
+        """Bytes of its node's memory that a rank may take."""
+        return self._of.host_room()
+
     def room(self) -> float:
         """Bytes that a rank may take."""
         return self._of.room()

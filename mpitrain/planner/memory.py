@@ -10,6 +10,7 @@ from mpitrain.planner.flow import Flow
 from mpitrain.planner.held import StageHoldings, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.places import LayoutPlaces
+from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import SCRATCH, STAGES
 
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "allocator", "process")
@@ -100,6 +101,25 @@ def account(
     building = 4.0 * (held.numel if means.device else means.whole + held.numel * (means.whole > held.numel))
     found["working"] += max(0.0, building - total(found) + means.process)
     return found
+
+
+def host_account(means: Means, held: StageHoldings, data: float) -> dict[str, float]:
+    """Return the bytes of a rank with a device in the host's memory, by category, when it needs most there.
+
+    It builds the whole model in fp32 there, and moves or copies its part; what is offloaded comes after that.
+
+    Args:
+        means: Where memory is.
+        held: What the rank holds.
+        data: Bytes of batches that are read ahead.
+    """
+    layout, states = means.layout, STAGES[means.layout.zero].states
+    elements = held.flat.numel / means.places.shards()[0].size if states else float(held.numel)
+    building, training = {"model": 4.0 * means.whole}, {"data": data}
+    if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
+        training["pinned"] = elements * held.itemsize * (2 if held.itemsize < 4 else 1)
+        training["states"] = elements * 4.0 * (means.moments + 1) if layout.offload == HOST else 0.0
+    return {"process": float(means.process)} | (building if total(building) > total(training) else training)
 
 
 def _gradients_apart(layout: ParallelLayout, held: StageHoldings, schedule: Schedule, rank: int) -> float:

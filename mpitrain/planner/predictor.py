@@ -15,12 +15,14 @@ from mpitrain.planner.flow import Flow
 from mpitrain.planner.held import StageHoldings, bounds_of, held
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import Means, account, in_flight, total
+from mpitrain.planner.memory import Means, account, host_account, in_flight, total
 from mpitrain.planner.model import BlockCost, ModelProfile
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.step import StepSimulation
 from mpitrain.shard.flat import CACHED_MB
+
+_READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device
 
 
 class Predictor:
@@ -79,14 +81,29 @@ class Predictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
         places = self.places(layout)
-        means = Means(
-            places, self.machine.device is not None, self.model.moments, self.machine.process, self._elements()
-        )
-        flow = self.flow(layout)
+        means, flow = self._means(places), self.flow(layout)
         holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
         flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
         accounts = [account(means, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
         return max(accounts, key=total)
+
+    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
+        """Bytes by category in the host's memory, of the rank that takes most there; empty without devices."""
+        if self.machine.device is None:
+            return {}
+        places = self.places(layout)
+        data = _READ_AHEAD * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
+        holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
+        return max((host_account(self._means(places), held, data) for held in holds), key=total)
+
+    def host_room(self) -> float:
+        """Bytes of its node's memory that a rank may take."""
+        return self.machine.memory / self.ranks_per_node
+
+    def _means(self, places: LayoutPlaces) -> Means:
+        """What decides where memory is."""
+        model, machine = self.model, self.machine
+        return Means(places, machine.device is not None, model.moments, machine.process, self._elements())
 
     def _elements(self) -> int:
         """Of the whole model."""

@@ -66,7 +66,8 @@ def refused(excess: Sequence[Excess]) -> str:
     for each in excess:
         lines.append(f"  {_shortened(text(each.layout), _WIDTH - 2)}")
         total = bytes_text(sum(each.memory.values()))
-        lines.append(f"      {total}, {bytes_text(each.missing)} too much; most of it {_blame(each)}")
+        where = " on the host" if each.host else ""
+        lines.append(f"      {total}{where}, {bytes_text(each.missing)} too much; most of it {_blame(each)}")
     return "\n".join(lines)
 
 
@@ -95,8 +96,9 @@ def nothing_fits(plan: LayoutPlan) -> str:
     if not plan.excess:
         return f"none of {plan.layouts:,} layouts can be trained"
     least = plan.excess[0]
+    whose = "of the host's memory that a rank has" if least.host else "of a rank"
     return (
-        f"no layout fits in the {bytes_text(plan.room)} of a rank; {text(least.layout)} is closest, and takes "
+        f"no layout fits in the {bytes_text(least.room)} {whose}; {text(least.layout)} is closest, and takes "
         f"{math.ceil(least.missing):,} bytes ({bytes_text(least.missing)}) more, most of it {_blame(least)}"
     )
 
@@ -124,6 +126,8 @@ def _blame(excess: Excess) -> str:
         "activations": "recompute" if not layout.recompute else "a smaller microbatch",
         "working": "a smaller microbatch" if layout.microbatch > 1 else "",
         "process": "fewer ranks a node",
+        "model": "fewer ranks a node",
+        "pinned": "a higher zero" if not layout.zero else "",
     }
     mend = mends.get(blame, "")
     return f"{blame}, {bytes_text(excess.memory[blame])}" + (f" ({mend} takes less)" if mend else "")

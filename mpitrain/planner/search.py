@@ -57,6 +57,12 @@ class Estimates(Protocol):
     def room(self) -> float:
         """Bytes that a rank may take."""
 
+    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
+        """Bytes in the host's memory, of the rank that needs most there, by category; empty without devices."""
+
+    def host_room(self) -> float:
+        """Bytes of its node's memory that a rank may take."""
+
 
 @dataclass(frozen=True)
 class Excess:
@@ -67,12 +73,14 @@ class Excess:
         memory: Bytes on the rank that needs most, by category.
         room: Bytes that it may take.
         seconds: That a step would take at least.
+        host: Whether these are bytes of the host's memory, and the rank computes on a device.
     """
 
     layout: ParallelLayout
     memory: Mapping[str, float]
     room: float
     seconds: float
+    host: bool = False
 
     @property
     def missing(self) -> float:
@@ -180,6 +188,7 @@ class _Search:
         excess: What does not fit.
         predicted: Simulations so far.
         refused: Layouts so far whose bytes were added up and do not fit.
+        hopeless: Whether the host has no room for the model that every rank builds, whatever the layout.
     """
 
     def __init__(
@@ -193,11 +202,12 @@ class _Search:
         self.best: list[Prediction] = []
         self.excess: list[Excess] = []
         self.predicted = self.refused = 0
+        self.hopeless = False
 
     def run(self, limit: int, seconds: float) -> None:
         """Look at layouts until there are no more, or a limit is reached."""
         end = time.monotonic() + seconds
-        while self.waiting and self.predicted < limit:
+        while self.waiting and self.predicted < limit and not self.hopeless:
             if self.refused > _REFUSED * limit or (self.best and time.monotonic() > end):
                 return
             _, _, layout, left = heapq.heappop(self.waiting)
@@ -221,8 +231,9 @@ class _Search:
         for number, variant in enumerate(variants, 1):
             try:
                 memory = self._predictor.memory(variant)
-                if sum(memory.values()) > self._room:
-                    too_large.append(Excess(variant, memory, self._room, at_least))
+                excess = self._excess(variant, memory, at_least)
+                if excess is not None:
+                    too_large.append(excess)
                     self.refused += 1
                     continue
                 found = self._predictor.predict(variant)
@@ -238,8 +249,17 @@ class _Search:
         if too_large and layout not in self._fitting:
             self.excess.append(min(too_large, key=lambda each: each.missing))
 
+    def _excess(self, layout: ParallelLayout, memory: Mapping[str, float], at_least: float) -> Excess | None:
+        """What a layout takes that does not fit, on the device or on the host; None where it fits."""
+        excess = excess_of(self._predictor, layout, memory, at_least)
+        self.hopeless = self.hopeless or (excess is not None and excess.host and not layout.offload)
+        return excess
+
     def look_for_the_smallest(self) -> None:
         """Find the layout that takes the fewest bytes, and simulate it if it fits."""
+        if self.hopeless:
+            self.excess, self.waiting = [each for each in self.excess if each.host], []
+            return
         entries: list[tuple[float, int, ParallelLayout]] = []
         for layout in self._layouts:
             with suppress(InputError):
@@ -271,6 +291,23 @@ class _Search:
     def _slower_than_best(self, at_least: float) -> bool:
         """Whether as many as are wanted are known that are faster."""
         return len(self.best) >= self._count and _rounded(at_least) > _rounded(self.best[-1].seconds)
+
+
+def excess_of(
+    predictor: Estimates, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
+) -> Excess | None:
+    """Return what a layout takes that does not fit, on the device or on the host; None where it fits.
+
+    Args:
+        predictor: Of bytes.
+        layout: The layout.
+        memory: Bytes of the rank that needs most, by category.
+        at_least: Seconds of a step at least.
+    """
+    if sum(memory.values()) > predictor.room():
+        return Excess(layout, memory, predictor.room(), at_least)
+    host, room = predictor.host_memory(layout), predictor.host_room()
+    return Excess(layout, host, room, at_least, host=True) if sum(host.values()) > room else None
 
 
 def ranked(found: Iterable[Prediction]) -> list[Prediction]:

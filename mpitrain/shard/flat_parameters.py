@@ -8,9 +8,10 @@ an fp32 copy (the master weights of Micikevicius et al. 2018), which is rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,6 +54,31 @@ class FlatParameter:
         """Round the updated value into the parameter."""
         if self.stored is not None:
             self.stored.copy_(self.value)
+
+    def unused(self, parameters: Set[nn.Parameter]) -> bool:
+        """Return whether it is of these parameters, where it is of none but these or of none of them."""
+        return self.contents[0][0] in parameters
+
+    def pieces(self, keys: Sequence[object]) -> list[tuple[FlatParameter, slice]]:
+        """Return flat parameters in its memory, each of neighbours with equal keys, and what each has of its elements.
+
+        keys: Of its parameters, in the order of `contents`.
+        """
+        begins = [n for n, key in enumerate(keys) if n == 0 or key != keys[n - 1]]
+        bounds = [0, *(self.contents[n][3] for n in begins[1:]), self.value.numel()]
+        value, gradient = self.value.detach(), self.gradient()
+        found = []
+        for (n, end), (lo, hi) in zip(pairwise([*begins, len(keys)]), pairwise(bounds), strict=True):
+            assert gradient is not None
+            piece = replace(
+                self,
+                value=nn.Parameter(value[lo:hi]),
+                stored=self.stored[lo:hi] if self.stored is not None else None,
+                gradient=_giving(gradient[lo:hi]),
+                contents=tuple((p, first, last, at - lo) for p, first, last, at in self.contents[n:end]),
+            )
+            found.append((piece, slice(lo, hi)))
+        return found
 
 
 def replicated_flat_parameters(

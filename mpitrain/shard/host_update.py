@@ -34,18 +34,27 @@ class HostUpdate:
     def __init__(
         self, flat_parameters: Sequence[FlatParameter], device: torch.device, wanted: Callable[[], bool]
     ) -> None:
-        self._flat_parameters, self._device, self._wanted = list(flat_parameters), device, wanted
+        self._device, self._wanted = device, wanted
         self._leaving, self._returning = devices.new_stream(device), devices.new_stream(device)
         self._gradients: dict[int, torch.Tensor] = {}  # by id of the flat parameter, pinned
         self._rounded: dict[int, torch.Tensor] = {}  # the same for updated values in the parameter's dtype
         self._arrived: dict[int, torch.Event] = {}  # when the gradients of this step are on the host
         self._begun = False
-        written = [s.value if s.stored is None else s.stored for s in self._flat_parameters]
+        written = [s.value if s.stored is None else s.stored for s in flat_parameters]
         self._in_place = any(not devices.is_accelerator(each.device) for each in written)
         self._returned: torch.Event | None = None  # when what was last sent back has left the host's memory
+        self.follow(flat_parameters)
+
+    def follow(self, flat_parameters: Sequence[FlatParameter]) -> None:
+        """Update these from now on, of which some were pieces of others before."""
+        self._flat_parameters = list(flat_parameters)
         self._of_bucket: dict[int, list[FlatParameter]] = {}
         for flat_parameter in self._flat_parameters:
             self._of_bucket.setdefault(flat_parameter.bucket, []).append(flat_parameter)
+        known = {id(flat_parameter) for flat_parameter in self._flat_parameters}
+        for kept in (self._gradients, self._rounded, self._arrived):
+            for stranger in kept.keys() - known:
+                del kept[stranger]
 
     def nbytes(self) -> int:
         """Bytes of pinned memory that gradients and parameters pass through."""

@@ -189,12 +189,15 @@ class MatrixGather:
         self._tensor = next((axis for axis in axes if axis.label.split("/")[-1] == "tensor"), None)
         self._whole = not sharding.stage.states or sharding.shard.size == 1
         self._scratch: dict[str, torch.Tensor] = {}
-        own: dict[nn.Parameter, MatrixPart] = {}
+        self.follow(chosen)
+        self._buckets = self._listed()
+
+    def follow(self, chosen: Sequence[FlatParameter]) -> None:
+        """Take the matrices from these flat parameters from now on."""
+        self._own: dict[nn.Parameter, MatrixPart] = {}
         for flat in chosen:
             for parameter, first, last, place in flat.contents:
-                own[parameter] = MatrixPart(flat.value, place, first, last, parameter)
-        self._own = own
-        self._buckets = self._listed()
+                self._own[parameter] = MatrixPart(flat.value, place, first, last, parameter)
 
     def _listed(self) -> list[tuple[int, int, list[tuple[int, DividedMatrix]]]]:
         """(group, bucket, [(number of the parameter, how it is divided)]) of every bucket with matrices, alike on all

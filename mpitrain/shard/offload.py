@@ -31,8 +31,7 @@ class MappedFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._moved: set[int] = set()
-        self._places: set[int] = set()  # addresses of what lies in files
+        self._places: set[int] = set()  # addresses of files
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -60,11 +59,16 @@ class MappedFiles:
 
     def take(self, flat_parameter: FlatParameter, state: dict[str, object]) -> None:
         """Move a flat parameter's fp32 copy and its optimizer states to files, as far as they are not there yet."""
-        if flat_parameter.stored is not None and id(flat_parameter.value) not in self._moved:
-            flat_parameter.value.data = self.move(flat_parameter.value)
-            self._moved.add(id(flat_parameter.value))
+        if flat_parameter.stored is not None:
+            flat_parameter.value.data = self._moved(flat_parameter.value.data)
         for key, tensor in state.items():
-            if torch.is_tensor(tensor) and tensor.numel() > 1 and tensor.data_ptr() not in self._places:
-                mapped = self.move(tensor)
-                self._places.add(mapped.data_ptr())
-                state[key] = mapped
+            if torch.is_tensor(tensor) and tensor.numel() > 1:
+                state[key] = self._moved(tensor)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or where it is not in a file yet, one of the same values that is."""
+        if tensor.untyped_storage().data_ptr() in self._places:
+            return tensor
+        mapped = self.move(tensor)
+        self._places.add(mapped.untyped_storage().data_ptr())
+        return mapped

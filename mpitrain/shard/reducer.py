@@ -166,6 +166,14 @@ class Reducer:
         self._touched.clear()
         self.passes += 1
 
+    def touched(self) -> set[nn.Parameter]:
+        """Return the parameters that got a gradient since the last reduction, to which others may be added.
+
+        Gradients that came by other means than a backward pass with hooks must still be the parameters' `.grad`.
+        """
+        self._touched |= {p for p in self._bucket if p.grad is not None}
+        return self._touched
+
     def _forget_unused(self) -> None:
         """Remove the gradients of parameters that no rank used. Collective."""
         for parameter in self._unused_by_all(self._touched, self.gradients.reduction.comm):

@@ -12,9 +12,10 @@ training keeps WholeGradients at every stage, because it sums the gradients of s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,12 +32,13 @@ from mpitrain.shard.flat_parameters import (
     begin_states,
     hand_over,
     has_stepped,
+    is_elementwise,
     refuse_strangers,
     replicated_flat_parameters,
     sharded_flat_parameters,
 )
 from mpitrain.shard.host_update import HostUpdate
-from mpitrain.shard.offload import HOST
+from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.protocols import Gradients, Parameters
@@ -103,6 +105,7 @@ class Sharding:
         groups: The trained parameters and where each lies.
         flat_parameters: What this rank's optimizer updates.
         host: Carries gradients and parameters, where a device's parameters are updated on the host; None elsewhere.
+        files: Where the optimizer's states are kept; None: in memory.
 
     Raises:
         InputError: Options that do not go together, with each other or with the optimizer.
@@ -122,6 +125,7 @@ class Sharding:
         self.stage = STAGES[options.zero]
         self._staged = staged
         self._made: list[Communicator] = []
+        self.files: MappedFiles | None = None
         self.shard, self.replicas = self._ranks()
         self.share = self._share_number()
         names = {p: name for name, p in module.named_parameters()}
@@ -132,9 +136,9 @@ class Sharding:
         refuse_strangers(optimizer, self.groups)
         gradients = self._place_gradients()
         whose = None if staged else module  # split backward passes take weight gradients out of autograd's
-        forget = not self.stage.states and not staged
+        forget = not self.stage.states
         self.reducer = Reducer(gradients, names, whose, unused_allowed=True, forget_unused=forget)
-        if self.stage.states and not staged:
+        if self.stage.states:
             self.reducer.used = set()
         self.flat_parameters = self._flat_parameters(gradients, counted)
         if self.stage.states or any(s.stored is not None for s in self.flat_parameters):
@@ -278,6 +282,43 @@ class Sharding:
             gradient_of = views.__getitem__
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
+    def set_apart(self, unused: Set[nn.Parameter]) -> None:
+        """Let every flat parameter be of unused parameters alone, or of others alone."""
+        for flat in list(self.flat_parameters) if unused else ():
+            self.divide(flat, [p in unused for p, *_ in flat.contents])
+
+    def divide(self, flat: FlatParameter, keys: Sequence[object]) -> list[FlatParameter]:
+        """Let the optimizer update the parameters of a flat one apart from neighbours with other keys.
+
+        Args:
+            flat: The flat parameter.
+            keys: Of its parameters, in order.
+
+        Returns:
+            The flat parameters in its place.
+        """
+        if all(key == keys[0] for key in keys):
+            return [flat]
+        optimizer = self.optimizer
+        if self.files is not None:
+            self.files.take(flat, optimizer.state[flat.value])
+        pieces, state = flat.pieces(keys), optimizer.state.pop(flat.value, {})
+        for piece, part in pieces if state else ():
+            optimizer.state[piece.value] = {key: _part_of(of, flat.value, part) for key, of in state.items()}
+        made = [piece for piece, _ in pieces]
+        values = optimizer.param_groups[flat.settings]["params"]
+        at = next(n for n, value in enumerate(values) if value is flat.value)
+        values[at : at + 1] = [piece.value for piece in made]
+        at = next(n for n, other in enumerate(self.flat_parameters) if other is flat)
+        self.flat_parameters[at : at + 1] = made
+        if self.host is not None:
+            self.host.follow(self.flat_parameters)
+        for each in getattr(optimizer, "parts", [optimizer]):
+            if getattr(each, "gather", None) is not None:
+                own = {value for group in each.param_groups for value in group["params"]}
+                each.gather.follow([other for other in self.flat_parameters if other.value in own])
+        return made
+
     @property
     def gradients(self) -> Gradients:
         """Where the gradients of the parameters are kept."""
@@ -290,3 +331,10 @@ class Sharding:
         self.gradients.free()
         while self._made:
             self._made.pop().free()
+
+
+def _part_of(state: Any, value: torch.Tensor, part: slice) -> Any:
+    """What a piece of a flat parameter has of an optimizer's state of it."""
+    if is_elementwise(state, value):
+        return state[part]
+    return state.clone() if torch.is_tensor(state) else state

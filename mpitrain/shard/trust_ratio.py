@@ -191,10 +191,8 @@ class SquaresSum:
 
     def __init__(self, sharding: Sharding, chosen: Sequence[FlatParameter], tensor: Communicator | None) -> None:
         parameters = [p for group in sharding.groups for p in group.parameters]
-        numbers = {p: number for number, p in enumerate(parameters)}
-        self.parts: Parts = [
-            (flat.value, at, at + last - first, numbers[p]) for flat in chosen for p, first, last, at in flat.contents
-        ]
+        self._numbers = {p: number for number, p in enumerate(parameters)}
+        self.follow(chosen)
         device = chosen[0].value.device if chosen else sharding.groups[0].device
         self.squares = torch.zeros(len(parameters), 2, dtype=torch.float64, device=device)
         self._shard = sharding.shard if sharding.stage.states and sharding.shard.size > 1 else None
@@ -204,6 +202,14 @@ class SquaresSum:
                 "lamb and lars add up squares in an order that depends on the number of ranks, which reproducible "
                 "training must not; use another optim.name, or parallel.zero 0 without parallel.tensor"
             )
+
+    def follow(self, chosen: Sequence[FlatParameter]) -> None:
+        """Take the parameters from these flat ones from now on."""
+        self.parts: Parts = [
+            (flat.value, at, at + last - first, self._numbers[p])
+            for flat in chosen
+            for p, first, last, at in flat.contents
+        ]
 
     def total(self) -> None:
         """Sum `squares` over the ranks, in place. Collective."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.layout import split
-from mpitrain.shard.flat_parameters import FlatParameter, is_elementwise
+from mpitrain.shard.flat_parameters import FlatParameter
 from mpitrain.shard.muon import gather_matrices
 from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.placement import SCRATCH
@@ -38,8 +37,8 @@ class Updater:
     def __init__(self, sharding: Sharding, axes: Sequence[Communicator] = (), files: MappedFiles | None = None) -> None:
         self._sharding, self._axes, self._files = sharding, list(axes), files
         asking = gather_matrices(sharding, self._axes), gather_norms(sharding, self._axes)
-        at_once = any(asking)  # every rank must make as many steps of such an optimizer
-        self._rounds = [sharding.flat_parameters] if at_once else _rounds(sharding.flat_parameters, files is not None)
+        self._at_once = any(asking)  # every rank must make as many steps of such an optimizer
+        sharding.files = files
         # whether this rank counts every parameter of its groups, so that the norm is that of all gradients there are
         counted = {p for s in sharding.flat_parameters if s.counted for p, *_ in s.contents}
         self._all = counted == {p for group in sharding.groups for p in group.parameters}
@@ -66,6 +65,7 @@ class Updater:
         """
         sharding = self._sharding
         self._unused = sharding.reducer.take_unused(sharding.comm)
+        sharding.set_apart(self._unused)
         if sharding.host is not None:
             sharding.host.begin()
         if sharding.options.reproducible:
@@ -133,11 +133,11 @@ class Updater:
         optimizer, host = self._sharding.optimizer, self._sharding.host
         if host is not None:
             host.before_update()
-        for chosen in self._rounds:
+        every = self._sharding.flat_parameters
+        for chosen in [every] if self._at_once else _rounds(every, self._files is not None):
             for flat_parameter in chosen:
                 flat_parameter.value.grad = self._gradient(flat_parameter, factor)
-            with _left_alone(optimizer, chosen, self._unused):
-                optimizer_step(optimizer)
+            optimizer_step(optimizer)
             for flat_parameter in chosen:
                 if flat_parameter.stored is not None or self._sharding.stage.states:
                     flat_parameter.value.grad = None
@@ -152,33 +152,10 @@ class Updater:
         """The flat parameter's gradient times `factor`, in the dtype and on the device of its value."""
         host = self._sharding.host
         gradient = flat_parameter.gradient() if host is None else host.gradient(flat_parameter)
-        if gradient is None:
+        if gradient is None or flat_parameter.unused(self._unused):
             return None
         gradient = gradient.to(flat_parameter.value)
         return gradient.mul_(factor) if factor != 1.0 else gradient
-
-
-@contextmanager
-def _left_alone(
-    optimizer: torch.optim.Optimizer, chosen: Sequence[FlatParameter], unused: Set[nn.Parameter]
-) -> Iterator[None]:
-    """Let an optimizer's step inside leave parameters of flat ones as they are, and what it keeps for their elements.
-
-    Their gradients are zeros; their values are too inside, so that a state which begins there begins as if there were
-    no weight decay.
-    """
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for flat in chosen if unused else ():
-        value = flat.value.detach()
-        states = [s for s in optimizer.state.get(flat.value, {}).values() if is_elementwise(s, value)]
-        for parameter, first, last, at in flat.contents:
-            if parameter in unused:
-                views = [tensor.view(-1)[at : at + last - first] for tensor in (value, *states)]
-                kept += [(view, view.clone()) for view in views]
-                views[0].zero_()
-    yield
-    for view, before in kept:
-        view.copy_(before)
 
 
 def _squares_of_rows(x: torch.Tensor) -> torch.Tensor:

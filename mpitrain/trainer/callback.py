@@ -72,7 +72,7 @@ class Callback:
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """The run folder is this job's; data and model are not there yet."""
+        """Before data and model are there. The run folder is this job's where run.dir names it, else not there yet."""
 
     def restore(self, trainer: Trainer) -> Restored | None:
         """Put the model and the optimizer into a state from elsewhere than a checkpoint, and say which one it is.

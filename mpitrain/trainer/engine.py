@@ -248,8 +248,9 @@ class Engine:
         cast = [(narrowed(x, self.precision), y) for x, y in microbatches]
         loss = self.compute(lambda: pipeline.forward_backward(cast, scaled))
         with self.clock.backward:
+            used = self.sharding.reducer.touched()
             self.sharding.gradients.settle()  # copies of tied parameters must lie alike on all ranks
-            pipeline.synchronize_tied()
+            pipeline.synchronize_tied(used)
             self.sharding.reducer.finish()
         return loss / self.scale.value
 

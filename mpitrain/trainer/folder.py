@@ -29,6 +29,7 @@ from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.loading import CONFIG
 from mpitrain.monitor import open_rank_log
 from mpitrain.monitor.events import EVENTS
+from mpitrain.monitor.logs import keep_rank_log
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reason, write_whole
 
@@ -59,8 +60,10 @@ def together(world: Communicator, act: Callable[[], T]) -> T:
 class RunFolder:
     """One job's work in its run folder. Collective over `world`; use it in `with`.
 
-    path: of the folder; without run.dir it is known inside of the `with`. config: the settings, with that path. log:
-    this rank's, inside of the `with`. step: steps done, which its last words name.
+    Without run.dir the folder is made when training begins, by `make`: a job that is refused before leaves none.
+
+    path: of the folder; without run.dir it is chosen by `make`. config: the settings, with that path. log: this rank's,
+    inside of the `with`. made: whether the folder is there. step: steps done, which its last words name.
     """
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -68,6 +71,7 @@ class RunFolder:
         self.config = config
         self.path = Path(config.run.dir)
         self.step = 0
+        self.made = False
         self._unnamed = False  # whether this rank chose the folder's name
         self._lock: locks.Lock | None = None
 
@@ -77,12 +81,19 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def __enter__(self) -> RunFolder:
+        self.log = keep_rank_log(self.world.rank)
+        self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
+        if self.config.run.dir:
+            self.make()
+        return self
+
+    def make(self) -> None:
+        """Choose a name where none is given, make the folder, take its lock, and open the log. Collective."""
         self.path = Path(self.world.on_root(self._begin))
+        self.made = True
         section = self.config.run.model_copy(update={"dir": str(self.path)})
         self.config = self.config.model_copy(update={"run": section})
         self.log = together(self.world, lambda: open_rank_log(self.path, self.world.rank))
-        self.log.info("started: rank %d of %d, process %d", self.world.rank, self.world.size, os.getpid())
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.release()
@@ -91,21 +102,23 @@ class RunFolder:
             self._remove()
         if isinstance(error, KeyboardInterrupt):
             self.log.info("interrupted at step %d", self.step)
+            if not self.made:
+                raise Interrupted("interrupted before training began") from None
             again = self.resume_command(self.config, self.world.size)
             raise Interrupted(f"interrupted at step {self.step}; go on with: {again}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, SystemExit):  # Python would wait in MPI_Finalize for ranks that wait for this one
-            raise MpitrainError(
-                f"left by sys.exit({error.code!r}) after step {self.step}; {self.path}/logs says where"
-            ) from None
+            where = f"; {self.path}/logs says where" if self.made else ""
+            raise MpitrainError(f"left by sys.exit({error.code!r}) after step {self.step}{where}") from None
 
     def move_to(self, world: Communicator) -> None:
         """Go on with the ranks of a world that lost some, the first of which takes the lock over. Collective."""
         self.world = world
         if world.rank:
             self.release()
-        world.on_root(self._inherit)
+        if self.made:
+            world.on_root(self._inherit)
 
     def release(self) -> None:
         """Give the lock back, where this rank has it."""

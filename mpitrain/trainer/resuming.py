@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.checkpoint import folders
 from mpitrain.config.settings import Config
 from mpitrain.errors import CheckpointError, refusal
 from mpitrain.models.alike import require_same_model
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 def _named(config: Config) -> str:
     return f"data.mix {config.data.mix}" if config.data.mix else f"data.path {config.data.path!r}"
+
+
+def require_given(trainer: Trainer) -> None:
+    """Raise InputError where checkpoint.resume names a checkpoint and there is none. Collective."""
+    resume = trainer.config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        trainer.world.on_root(lambda: len(folders.require(Path(resume))))
 
 
 def load_newest(trainer: Trainer) -> Restored:

@@ -29,6 +29,7 @@ from mpitrain.shard.flat_parameters import FlatParameter, begin_states, is_eleme
 from mpitrain.shard.sharding import Sharding
 
 OPTIMIZER, COMPRESSION = "optimizer/", "compression/"
+_ELEMENTWISE = "one number per element"  # in place of such a state
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class EngineState:
         self._aliases = dict(axes.aliases) if axes.aliases is not None else tied_names(sharding.module)
         self._names = {p: self._aliases.get(name, name) for name, p in sharding.module.named_parameters()}
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._states: dict[torch.Tensor, dict[str, Any]] = {}
+        self._states: list[tuple[FlatParameter, dict[str, torch.Tensor], list[dict[str, Any]]]] = []
         self._memories: dict[str, torch.Tensor] = {}
         self._own = f"{COMPRESSION}{sharding.comm.world_ranks[sharding.comm.rank]}/"  # begins names of its tensors
 
@@ -268,24 +269,26 @@ class EngineState:
         known = set(self._names.values())
         values = manifest.value("optimizer")
         found: list[Holding] = []
-        self._states = {}
+        self._states = []
         for flat_parameter in self._sharding.flat_parameters:
-            state = self._states.setdefault(flat_parameter.value, {})
+            state: dict[str, torch.Tensor] = {}
+            odd: list[dict[str, Any]] = []  # of each parameter what is not one number per element, and which states are
             for p, first, last, at in flat_parameter.contents:
-                name = self._names[p]
+                name, own = self._names[p], dict[str, Any]()
                 for key, spec in keys.get(name, ()):
                     if tuple(spec.shape) == logical_of(p).shape and spec.shape:
                         if key not in state:
                             kind, like = getattr(torch, spec.dtype), flat_parameter.value
                             state[key] = torch.zeros(like.shape, dtype=kind, device=like.device)
-                        data = state[key].view(-1)[at : at + last - first]
+                        data, own[key] = state[key].view(-1)[at : at + last - first], _ELEMENTWISE
                         found.append(Holding(f"{OPTIMIZER}{key}/{name}", logical_of(p), first, last, data, True))
-                    elif key not in state:
+                    else:
                         device = self._device_of(flat_parameter, spec)
-                        state[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+                        own[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
                         part = Slice.whole(spec.shape)
-                        found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, state[key], True))
-                state.update(values.get(name, {}))
+                        found.append(Holding(f"{OPTIMIZER}{key}/{name}", part, 0, part.numel, own[key], True))
+                odd.append(own | values.get(name, {}))
+            self._states.append((flat_parameter, state, odd))
         strangers = sorted(set(keys) - known)
         if strangers and not self._staged:
             raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which this model lacks")
@@ -306,11 +309,19 @@ class EngineState:
         self._sharding.parameters.publish()
         optimizer = self._sharding.optimizer
         optimizer.state.clear()
-        for value, state in self._states.items():
-            if state:
-                optimizer.state[value] = state
+        for flat_parameter, state, odd in self._states:
+            optimizer.state[flat_parameter.value] = dict(state)
+            keys = [{k: v.tolist() if torch.is_tensor(v) else v for k, v in own.items()} for own in odd]
+            owners = iter(odd)
+            for piece in self._sharding.divide(flat_parameter, keys):  # parameters that made other steps
+                own, *_ = [next(owners) for _ in piece.contents]
+                before = optimizer.state.pop(piece.value, {})
+                if own:
+                    optimizer.state[piece.value] = {
+                        key: before[key] if value is _ELEMENTWISE else value for key, value in own.items()
+                    }
         begin_states(optimizer)
-        self._states = {}
+        self._states = []
         if self._sharding.options.compression is not None:
             self._sharding.options.compression.load_state_dict(self._memories)
 

@@ -38,19 +38,19 @@ class Stopping:
     """
 
     def __init__(self, folder: Path, *, watches: bool, margin: float) -> None:
-        self._file, self._watches, self._margin = folder / STOP_FILE, False, margin
+        self._watches, self._margin = False, margin
         self._asked = ""
         self._end: float | None = None
         self._looked = 0.0
         self._longest = 0.0
         if watches:
-            self.watch()
+            self.watch(folder)
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
         self._asked = self._asked or early.asked()
 
-    def watch(self) -> None:
-        """Look at the file and the clock from now on."""
-        self._watches = True
+    def watch(self, folder: Path) -> None:
+        """Look at the folder's file and the clock from now on."""
+        self._watches, self._file = True, folder / STOP_FILE
         self._end = end_of_job(os.environ)
 
     def _ask(self, number: int, frame: object) -> None:
@@ -86,13 +86,12 @@ class StopInTime(Callback):
         self._last = 0.0  # time.monotonic() of the last update, or of the start
 
     def setup(self, trainer: Trainer) -> None:
-        first, margin = trainer.world.rank == 0, trainer.config.run.stop_before
-        self._stopping = Stopping(trainer.folder.path, watches=first, margin=margin)
+        self._stopping = Stopping(trainer.folder.path, watches=False, margin=trainer.config.run.stop_before)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._last = time.monotonic()
         if self._stopping is not None and trainer.world.rank == 0:
-            self._stopping.watch()
+            self._stopping.watch(trainer.folder.path)
 
     def on_update(self, trainer: Trainer, step: Step) -> None:
         assert self._stopping is not None

@@ -53,7 +53,7 @@ from mpitrain.trainer.recording.events import EventRecords
 from mpitrain.trainer.recording.rank_records import RankRecords
 from mpitrain.trainer.recording.records import Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
-from mpitrain.trainer.resuming import load_newest
+from mpitrain.trainer.resuming import load_newest, require_given
 from mpitrain.trainer.saving import SaveSchedule
 from mpitrain.trainer.settings import config_of, shared_config
 from mpitrain.trainer.stopping import StopInTime, any_rank
@@ -162,6 +162,10 @@ class Trainer:
         try:
             with full_told(self.device):
                 self.prepare()
+            if not self.folder.made:
+                require_given(self)
+                self.folder.make()
+                self.config = self.strategy.config = self.folder.config
             with full_told(self.device), self.open_store() as self.store:
                 self.resume()
                 self.make_room()

@@ -172,3 +172,36 @@ def test_all_workers_evaluate_with_the_statistics_of_batches_that_are_saved(worl
     resumed = run(world, folder / "resumed", **sections)
     kept = ("loss", "grad_norm", "held_out_loss")
     assert [[m.get(k) for k in kept] for m in resumed] == [[m.get(k) for k in kept] for m in whole]
+
+
+@ALL
+@pytest.mark.parametrize("letters", [False, True])
+def test_a_parameter_that_no_worker_used_in_a_step_is_as_with_an_all_reduce_not_updated(
+    world, place, text, letters, monkeypatch
+):
+    """Neither decayed nor its step counted; also after a checkpoint, which each mode reads of the other."""
+    if letters:
+        monkeypatch.setattr(arena, "_shared_window", lambda *_: None)
+    for servers in how_many_serve(world):
+        workers, tensors = world.size - servers, []
+        some = world.subgroup(range(workers))
+        kinds = {"served": (servers, servers), "sync": (None, None), "mixed": (servers, None)}
+        for kind, modes in list(kinds.items())[: 2 if letters else 3]:
+            folder = place / f"unused-{kind}-{servers}-{letters}"
+            for mode, steps in zip(modes, (5, 11), strict=True):
+                sections = settings(text, servers=mode, train={"steps": steps, "batch": 3, "microbatch": 1})
+                sections |= {"model": {"factory": "train.odd_models:sometimes"}, "checkpoint": {"every": 50}}
+                sections["optim"] = {"lr": 0.02, "weight_decay": 0.3, "schedule": "constant", "no_decay": "nothing"}
+                comm = world if mode is not None else some
+                if comm is not None:
+                    run(comm, folder, **sections)
+                world.barrier()
+            if world.rank == 0:
+                with h5py.File(folder / "checkpoints/step-00000011/model.h5") as file:
+                    tensors.append({key: np.asarray(file[key]) for key in file})
+        if some is not None:
+            some.free()
+        for found in tensors[1:]:
+            assert found.keys() == tensors[0].keys() != set()
+            for key, tensor in found.items():
+                assert np.allclose(tensor, tensors[0][key], rtol=1e-4, atol=1e-5), (servers, key)

@@ -56,10 +56,10 @@ def recording(monkeypatch):
         receive(worker, letter)
         came.append((int(letter.words[2]), int(letter.words[3])))
 
-    def committed(worker, words):
+    def committed(worker, words, unused):
         notes.computed.append((worker.portion.step, worker.portion.part, list(came)))
         came.clear()
-        commit(worker, words)
+        commit(worker, words, unused)
 
     def added(applied, portion):
         assert portion not in applied
@@ -207,9 +207,9 @@ def rates(monkeypatch):
             rates.append(late)
         apply_commits(server)
 
-    def applied(update, buckets, lr, factor):
+    def applied(update, buckets, lr, *rest):
         rates[-1] = (lr, rates[-1])
-        apply(update, buckets, lr, factor)
+        apply(update, buckets, lr, *rest)
 
     monkeypatch.setattr(Server, "_apply_commits", noted)
     monkeypatch.setattr(ShareUpdate, "apply", applied)

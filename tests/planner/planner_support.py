@@ -67,6 +67,12 @@ class MadeUpPredictor:
     def room(self) -> float:
         return self._room
 
+    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
+        return {}
+
+    def host_room(self) -> float:
+        return 0.0
+
     def at_least(self, layout: ParallelLayout) -> float:
         if layout.microbatch == 3:
             raise refusal("three is impossible")

@@ -163,3 +163,42 @@ def test_a_plan_is_the_same_byte_for_byte_whatever_the_load_and_the_order_of_set
         assert done.returncode == 0, done.stderr
         told.append((done.stdout, (tmp_path / "plan.toml").read_bytes()))
     assert told[0] == told[1]
+
+
+def on_devices(node, device, *arguments):
+    """Plan for two devices of a node, of a model of about 2 GiB in fp32; node, device: their memories."""
+    Path("devices.toml").write_text(
+        f'node = {{ cores = 8, memory = "{node}", memory_bandwidth = "100 GB/s" }}\n'
+        f'device = {{ kind = "cuda", count = 2, memory = "{device}", memory_bandwidth = "2 TB/s", '
+        'matrix.fp32 = "50 Tflop/s" }\n'
+    )
+    asked = ["--ranks-per-node", "2", "--machine", "devices.toml", "--train.batch", "16"]
+    return command.main([*asked, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("node", "device", "layout", "why"),
+    [
+        ("64 GiB", "64 GiB", "2x1x1", ""),
+        ("4 GiB", "64 GiB", "2x1x1", "no layout fits in the 2 GiB of the host's memory that a rank has; "),
+        ("64 GiB", "3.5 GiB", "1x1x2 offload:host", ""),
+        (
+            "8 GiB",
+            "3.5 GiB",
+            "1x1x2 offload:host",
+            "no layout fits in the 4 GiB of the host's memory that a rank has; ",
+        ),
+    ],
+)
+def test_the_model_as_it_is_built_and_what_is_offloaded_have_to_fit_on_the_host(
+    node, device, layout, why, capsys, monkeypatch
+):
+    monkeypatch.setattr(profile, "profile_of", lambda *_, **__: MadeUpModel(6, batch=16, vocabulary=1_000_000))
+    assert on_devices(node, device) == (2 if why else 0)
+    told, error = capsys.readouterr()
+    assert why in error and error.count("\n") == bool(why)
+    assert error.count("most of it " + ("states" if "offload" in layout else "model")) == bool(why)
+    assert (" on the host, " in told) or not why
+    assert on_devices(node, device, "--explain", layout) == 0
+    told, _ = capsys.readouterr()
+    assert ("does not fit" in told) == (" on the host, " in told) == bool(why)

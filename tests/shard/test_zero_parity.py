@@ -12,10 +12,12 @@ from shard.steps import OPTIMIZERS, alone, engine_of, gpt, images, on, resnet, s
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mpitrain.checkpoint import Store
 from mpitrain.comm.member import Member
 from mpitrain.comm.process.topology import Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
+from mpitrain.shard.muon import Muon
 from mpitrain.shard.sharding import Options
 from mpitrain.shard.trust_ratio import Lamb, Lars
 from mpitrain.trainer.engine import Engine
@@ -238,31 +240,131 @@ def test_a_gradient_of_an_earlier_step_is_gone_where_none_came(world, placement,
     engine.close()
 
 
+KINDS = {
+    "Adam": {},
+    "AdamW": {},
+    "SGD": {"momentum": 0.9},
+    "Adagrad": {"lr_decay": 0.1},
+    "RMSprop": {},
+    "Lamb": {},
+    "Lars": {},
+    "Muon": {},
+}
+
+
+class Sometimes:
+    """Training of a layer that is never used and one that some ranks use in some steps, beside that of one process."""
+
+    def __init__(self, world, kind):
+        self.world, self.kind, self.step = world, kind, 0
+        self.whole = self._branches()
+        self.plain = self.optimizer(self.whole)
+
+    @staticmethod
+    def _branches():
+        model = Branches()
+        model.never = nn.Linear(5, 3)
+        return model
+
+    def optimizer(self, model):
+        options = {"lr": 0.01, "weight_decay": 0.1} | KINDS[self.kind]
+        parameters = [p for p in model.parameters() if self.kind != "Muon" or p.dim() == 2]
+        kind = getattr(torch.optim, self.kind, None) if self.kind != "Muon" else Muon
+        return (kind or {"Lamb": Lamb, "Lars": Lars}[self.kind])(parameters, **options)
+
+    def engine(self, device=None, precision="fp32", **options):
+        model = self._branches().to(device)
+        if self.kind == "Muon":
+            for p in model.parameters():
+                p.requires_grad_(p.dim() == 2)
+        return Engine(model, model.loss, self.optimizer(model), self.world, Options(**options), precision=precision)
+
+    def train(self, engine, whos, plain=True):
+        """Take a step for each of `whos`, the ranks that use the second layer. plain: compare with one process."""
+        size, device = self.world.size, engine.device
+        for who in whos:
+            samples = torch.randn(size, 2, 5, generator=torch.Generator().manual_seed(self.step))
+            used = [torch.full((2,), rank in who) for rank in range(size)]
+            mine = samples[self.world.rank].to(device), used[self.world.rank].to(device)
+            engine.forward_backward([[mine]], 2 * size)
+            engine.step()
+            self.step += 1
+            if not plain:
+                continue
+            self.plain.zero_grad()
+            for rank in range(size):
+                (self.whole.loss(self.whole(samples[rank]), used[rank]) / size).backward()
+            self.plain.step()
+            close(engine, dict(self.whole.named_parameters()))
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("placement", "kind"),
-    [("ddp", "AdamW"), ("zero1", "Adam"), ("zero2-private", "SGD"), ("zero3", "Adagrad"), ("zero3-units", "RMSprop")],
+    [
+        ("ddp", "AdamW"),
+        ("zero1", "Adam"),
+        ("zero1-private", "AdamW"),
+        ("zero2-private", "SGD"),
+        ("zero2", "Lamb"),
+        ("zero2", "Lars"),
+        ("zero1", "Muon"),
+        ("zero3", "Adagrad"),
+        ("zero3-units", "AdamW"),
+        ("zero3-units", "RMSprop"),
+    ],
 )
-def test_a_parameter_that_no_rank_used_in_a_step_is_not_decayed_and_its_states_rest(world, placement, kind):
-    """Never used, before it is used, after that, and used by one rank alone."""
-    options = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if kind == "SGD" else {})
-    model, whole = Branches(), Branches()
-    model.never, whole.never = nn.Linear(5, 3), nn.Linear(5, 3)
-    whole.load_state_dict(model.state_dict())
-    made = getattr(torch.optim, kind)(model.parameters(), **options)
-    engine = Engine(model, model.loss, made, world, Options(**PLACEMENTS[placement]), clip=0.0)
-    plain = getattr(torch.optim, kind)(whole.parameters(), **options)
-    samples = torch.randn(5, world.size, 2, 5, generator=torch.Generator().manual_seed(1))
-    whos = ((), (), (0,), (), ()) if kind != "Adam" else ((0,), (0,), (0,), (), ())  # bias correction counts steps
-    for step, who in enumerate(whos):  # the ranks that use the second layer
-        used = [torch.full((2,), rank in who) for rank in range(world.size)]
-        engine.forward_backward([[(samples[step, world.rank], used[world.rank])]], 2 * world.size)
-        engine.step()
-        plain.zero_grad()
-        for rank in range(world.size):
-            (whole.loss(whole(samples[step, rank]), used[rank]) / world.size).backward()
-        plain.step()
-        close(engine, dict(whole.named_parameters()))
+def test_a_parameter_that_no_rank_used_in_a_step_is_as_in_torch_not_updated(world, placement, kind):
+    """Neither decayed, nor its states changed, nor its steps counted, by which Adam corrects its averages."""
+    sometimes = Sometimes(world, kind)
+    engine = sometimes.engine(**PLACEMENTS[placement])
+    sometimes.train(engine, ((), (0,), (), (0,), range(world.size), (), (1,)))
+    engine.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_steps_that_a_parameter_missed_are_saved_and_read_at_every_stage(world, folder, kind):
+    sometimes = Sometimes(world, kind)
+    names = ["zero1", "zero3-units", "ddp", "zero2", "zero1"]
+    engine = sometimes.engine(**PLACEMENTS[names[0]])
+    for number, name in enumerate(names[1:]):
+        sometimes.train(engine, ((), (0,), ())[number:])
+        with Store(folder / str(number), world, 3) as store:
+            store.prepare(set_aside=False)
+            saved = store.save(number, *engine.parts())
+            engine.close()
+            engine = sometimes.engine(**PLACEMENTS[name])
+            manifest = store.load(saved, engine.parts_to_load)
+            engine.finish_load(manifest)
+        assert not any("never" in of for of in manifest.tensors if of.startswith("optimizer/"))
+    sometimes.train(engine, ((0,), (), range(world.size)))
+    counts = sorted({float(state["step"]) for state in engine.optimizer.state.values() if state})
+    counts = sorted({count for of in world.all_gather_object(counts) for count in of})
+    assert len(counts) == 2 and counts[-1] == sometimes.step
+    engine.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("placement", "files"), [("zero1", False), ("zero2", True), ("zero3-units", False)])
+def test_copies_in_fp32_of_parameters_that_missed_steps_are_updated_as_at_stage_0(world, placement, files, folder):
+    found = []
+    for options in ({}, PLACEMENTS[placement] | ({"offload": str(folder / "states")} if files else {})):
+        sometimes = Sometimes(world, "AdamW")
+        engine = sometimes.engine(precision="bf16", **options)
+        sometimes.train(engine, ((), (0,), (), (0,), (0, 1), ()), plain=False)
+        found.append(engine.state_dict())
+        engine.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("offload", ["", "host", "files"])
+def test_on_a_device_too_a_parameter_that_missed_steps_has_its_own_count(world, offload, device, folder):
+    sometimes = Sometimes(world, "AdamW")
+    engine = sometimes.engine(device, zero=2, offload=str(folder / "states") if offload == "files" else offload)
+    sometimes.train(engine, ((), (0,), (), (0,), (0, 1)))
     engine.close()
 
 

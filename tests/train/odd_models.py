@@ -98,3 +98,21 @@ def of_peft(description, family):
     base = hugging_face.language_model(family)
     torch.manual_seed(3)
     return Scores(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))), nats
+
+
+class Sometimes(nn.Module):
+    """Two layers, of which samples that begin with some tokens alone use the second, and one that nobody uses."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding, self.first = nn.Embedding(vocabulary, 8), nn.Linear(8, 8)
+        self.second, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, vocabulary)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(self.embedding(x)).tanh()
+        return self.head(y + self.second(y) if int(x[0, 0]) % 4 == 0 else y)
+
+
+def sometimes(description):
+    return Sometimes(description.vocabulary), nats

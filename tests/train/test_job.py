@@ -267,6 +267,38 @@ def test_bad_input_gets_one_clear_line_and_exit_code_2_and_leaves_no_run_folder(
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.parametrize("name", [*(name for name in BAD if "folder" not in name), "nothing fits"])
+def test_a_job_that_is_refused_has_no_run_folder_at_any_time(tmp_path, forked, sentence, name):
+    """Where a file is in the way of runs/, a folder could not even be made for a moment."""
+    (tmp_path / "runs").write_text("not a folder")
+    (tmp_path / "tiny.toml").write_text(
+        'node = { cores = 2, memory = "90 MiB", memory_bandwidth = "10 GB/s" }\ncore.matrix = { fp32 = "50 Gflop/s" }\n'
+    )
+    tiny = ["--parallel.auto", "true", "--parallel.machine", "tiny.toml", "--run.device", "cpu"]
+    arguments, message = {**BAD, "nothing fits": (tiny, "no layout")}[name]
+    base = ("--data.path", sentence, *SMALL, "--train.steps", 2)
+    both = (*arguments, *base) if arguments[0].endswith(".toml") else (*base, *arguments)
+    one_line(forked.run("train", *both, cwd=tmp_path), message)
+
+
+def test_a_start_that_is_killed_leaves_no_run_folder(tmp_path, sentence):
+    (tmp_path / "models_of_mine.py").write_text(
+        "import os, signal\ndef killed(description):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = train_command("--data.path", sentence, *SMALL[-2:], "--model.factory", "models_of_mine:killed")
+    done = warm.job(2, command, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    assert done.returncode != 0 and not (tmp_path / "runs").exists()
+
+
+def test_what_ranks_said_before_they_had_a_run_folder_is_in_their_logs(tmp_path, sentence):
+    done = warm.job(2, train_command("--data.path", sentence, *SMALL, "--train.steps", 1), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (logs,) = (tmp_path / "runs").glob("*/logs")
+    for rank in range(2):
+        first, second, *_ = (logs / f"rank-{rank:05d}.log").read_text().splitlines()
+        assert first.split(" ", 1)[1].startswith(f"rank {rank} INFO started: rank {rank} of 2, process ") and second
+
+
 def test_runs_without_a_name_get_folders_of_their_own_also_within_one_second(tmp_path, sentence):
     """Folders of all times to come are there already, as if other jobs had begun then."""
     wrong = ("--data.path", sentence, *SMALL, "--train.steps", 1, "--checkpoint.resume", "nowhere")

@@ -305,7 +305,8 @@ class Session:
         factor = 0.0 if step.skipped else 1.0
         if factor and self._rules.staleness != 0 and self._rules.clip and norm > self._rules.clip:
             factor = self._rules.clip / (norm + 1e-6)
-        worker.commit(Commit(portion.step, portion.part, step.lr, weight, factor, step.loss, norm, 0.0, 0.0))
+        commit = Commit(portion.step, portion.part, step.lr, weight, factor, step.loss, norm, 0.0, 0.0)
+        worker.commit(commit, self.engine.take_unused())
 
     def _read(self, portion: Portion) -> Batch:
         """The samples of a part."""

@@ -89,7 +89,11 @@ class ServedEngine(Engine):
     @torch.no_grad()
     def take_over(self, earlier: ServedEngine) -> None:
         """Take over the shares and optimizer states, and the module's buffers, of an engine of the same servers."""
-        for own, before in zip(self.sharding.flat_parameters, earlier.sharding.flat_parameters, strict=True):
+        pieces = earlier.sharding.flat_parameters
+        numbers = iter([number for number, piece in enumerate(pieces) for _ in piece.contents])
+        for own in list(self.sharding.flat_parameters):  # those of the earlier one may have been divided
+            self.sharding.divide(own, [next(numbers) for _ in own.contents])
+        for own, before in zip(self.sharding.flat_parameters, pieces, strict=True):
             own.value.copy_(before.value)
             own.store()
             if before.value in earlier.optimizer.state:
@@ -107,6 +111,12 @@ class ServedEngine(Engine):
         found = squares(self.sharding.gradients.flat)
         norm = math.sqrt(found) if math.isfinite(found) else math.nan
         return StepResult(norm, not math.isfinite(norm))
+
+    def take_unused(self) -> torch.Tensor:
+        """Return which parameters no backward pass since the last call used: uint8, in the order of the layout."""
+        unused = self.sharding.reducer.take_unused(self.comm)
+        every = [p for group in self.sharding.groups for p in group.parameters]
+        return torch.tensor([p in unused for p in every], dtype=torch.uint8)
 
     def parts(self) -> tuple[list[Part], dict[str, Any]]:
         parts, values = self._state.parts()

@@ -82,7 +82,7 @@ class EventRecords(Callback):
             outcome, message = self._outcome, trainer.stop_reason if self._outcome == "stopped" else ""
             if not outcome:
                 outcome, message = _of_error(sys.exc_info()[1] or self._error)
-            if self._log is None:  # the first step was never reached
+            if self._log is None and trainer.folder.made:  # the first step was never reached
                 self._log = _opened(trainer)
             peak = self._peak or _own_peak(trainer)
             seconds = time.monotonic() - self._began
