@@ -9,6 +9,9 @@ begun at a random later place:
 
 Of the ranks that are blocked, the one that is at the earliest place waits for an event that all its ranks have posted,
 so this event completes, and no program deadlocks where events that were posted make progress.
+
+The reference for the results is a formula and not a run over gloo: there `is_completed()` of a message stays False
+until `wait()`, so a program that polls a message never ends.
 """
 
 from __future__ import annotations

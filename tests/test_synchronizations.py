@@ -11,17 +11,32 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, clean_environment, launcher, require_pretend
+import warm
+from support import ROOT, require_pretend
 
 pytestmark = pytest.mark.campaign
 
-ORDER = "tests/comm/test_device_order.py"
-OPERATIONS = "tests/comm/test_operations.py"
-BACKEND = "tests/backend/test_backend_device.py"
-TRAINING = "tests/train/test_device.py"
-CHECKPOINTS = "tests/checkpoint/test_store.py tests/checkpoint/test_background_saves.py"
-STATES = f"{CHECKPOINTS} tests/shard/test_stages_checkpoints.py"
-ON_THE_HOST, LOADER = "tests/shard/test_host_update.py", "tests/data/test_data_loader.py"
+IN_ORDER, OPERATION = "tests/comm/test_device_order.py", "tests/comm/test_operations.py"
+ORDER = f"{IN_ORDER}::test_an_operation_comes_after_what_was_asked_before_and_before_what_is_asked_later"
+REPLACED = f"{IN_ORDER}::test_results_replace_what_was_there_when_it_has_been_read"
+BACKGROUND = f"{IN_ORDER}::test_an_operation_in_the_background_stands_where_it_was_asked_for"
+MEMORY = f"{IN_ORDER}::test_memory_is_not_given_out_while_an_operation_may_use_it"
+MESSAGE = f"{IN_ORDER}::test_messages_come_after_what_was_asked_before"
+BLOCKS = f"{OPERATION}::test_uneven_blocks"
+SUBMITTED = f"{OPERATION}::test_asynchronous_operations_complete_in_the_order_of_submission"
+BACKEND = "tests/backend/test_backend_device.py::test_an_operation_stands_where_it_was_issued"
+BACKEND_MESSAGE = "tests/backend/test_backend_device.py::test_messages_stand_where_they_were_issued"
+BACKEND_MEMORY = "tests/backend/test_backend_device.py::test_memory_is_not_given_out_while_an_operation_may_use_it"
+LOSSES = "tests/train/test_device.py::test_losses_are_those_of_the_cpu[ddp-pretend]"
+BATCH = "tests/train/test_device.py::test_a_batch_may_be_changed_as_soon_as_it_was_given"
+SAVED = "tests/checkpoint/test_store.py::test_what_is_saved_is_loaded_whole_and_in_columns"
+SAVED_BESIDE = "tests/checkpoint/test_background_saves.py::test_a_background_save_holds_the_state_at_its_call"
+RESUMED = (
+    "tests/shard/test_stages_checkpoints.py"
+    "::test_training_on_a_device_goes_on_with_the_same_bits_and_on_the_cpu_too[pretend]"
+)
+ON_THE_HOST = "tests/shard/test_host_update.py"
+LOADER = "tests/data/test_data_loader.py::test_a_device_gets_the_samples_that_the_host_reads"
 SERIAL = (ON_THE_HOST, LOADER)
 
 STAGED = "mpitrain/comm/collectives/transports/staged.py"
@@ -40,10 +55,10 @@ _BESIDE_OR_NOT = "with self._order.beside() if self._order is not None else null
 # what waits: file, what is replaced, by what, the tests that find it
 MUTATIONS = {
     "copies in, for the caller's stream": (STAGED, "self._in.wait_event(asked)", "pass", ORDER),
-    "who fills a slot, until it is empty": (STAGED, "self._in.wait_event(emptied)", "pass", ORDER),
+    "who fills a slot, until it is empty": (STAGED, "self._in.wait_event(emptied)", "pass", REPLACED),
     "the host, for what is copied in": (STAGED, "ready.event.synchronize()", "pass", ORDER),
     "the caller's stream, for what is copied out": (STAGED, "caller.wait_event(emptied)", "pass", ORDER),
-    "the host, for a tensor that is not cut": (STAGED, "recorded(device).synchronize()", "pass", OPERATIONS),
+    "the host, for a tensor that is not cut": (STAGED, "recorded(device).synchronize()", "pass", BLOCKS),
     "MPI, for the device": (DIRECT, "recorded(first.device).synchronize()", "pass", ORDER),
     "ranks that meet, for their devices": (
         BINDING,
@@ -55,19 +70,24 @@ MUTATIONS = {
         PEER,
         "current_stream(own[0].device).wait_event(self._emptied)",
         "pass",
-        OPERATIONS,
+        SUBMITTED,
     ),
-    "the background, for the caller's stream": (BESIDE, "self._stream.wait_event(event)", "pass", ORDER),
+    "the background, for the caller's stream": (BESIDE, "self._stream.wait_event(event)", "pass", BACKGROUND),
     "whoever waits, for the background": (
         BESIDE,
         "                stream.wait_event(self._end)",
         "                pass",
-        ORDER,
+        BACKGROUND,
     ),
-    "memory, for the background": (BESIDE, "tensor.record_stream(self._stream)", "pass", ORDER),
-    "a message, for what it is of": (MESSAGES, "recorded(device).synchronize()", "pass", ORDER),
-    "a message to the device, for its readers": (MESSAGES, "asked.synchronize()", "pass", ORDER),
-    "a message by the host, for its readers": (MESSAGES, "current_stream(device).wait_event(asked)", "pass", ORDER),
+    "memory, for the background": (BESIDE, "tensor.record_stream(self._stream)", "pass", MEMORY),
+    "a message, for what it is of": (MESSAGES, "recorded(device).synchronize()", "pass", MESSAGE),
+    "a message to the device, for its readers": (MESSAGES, "asked.synchronize()", "pass", MESSAGE),
+    "a message by the host, for its readers": (
+        MESSAGES,
+        "current_stream(self.tensor.device).wait_event(self.asked)",
+        "pass",
+        MESSAGE,
+    ),
     "the backend, for the caller": (STREAMS, "self._streams[device].wait_event(event)", "pass", BACKEND),
     "whoever waits, for the backend": (STREAMS, "current_stream(device).wait_event(event)", "pass", BACKEND),
     "the backend, on its side stream": (
@@ -76,10 +96,10 @@ MUTATIONS = {
         "pass",
         BACKEND,
     ),
-    "memory, for the backend": (STREAMS, "tensor.record_stream(self._streams[tensor.device])", "pass", BACKEND),
+    "memory, for the backend": (STREAMS, "tensor.record_stream(self._streams[tensor.device])", "pass", BACKEND_MEMORY),
     "futures, for the backend's side stream": (WORK, _BESIDE_OR_NOT, "with nullcontext():", BACKEND),
     "futures, for devices": (WORK, "[*devices_of(outputs)]", "[]", BACKEND),
-    "whoever waits, for a message": (WORK, "current_stream(device).wait_event(event)", "pass", BACKEND),
+    "whoever waits, for a message": (WORK, "current_stream(device).wait_event(event)", "pass", BACKEND_MESSAGE),
     "gradients that leave, for backward": (
         HOST_UPDATE,
         "self._leaving.wait_event(devices.recorded(self._device))",
@@ -100,16 +120,28 @@ MUTATIONS = {
         "pass",
         ON_THE_HOST,
     ),
-    "a save, for the device": (STATE, "    stream.wait_event(devices.recorded(device))", "    pass", CHECKPOINTS),
-    "the file, for what is copied": (STATE, "copied.synchronize()", "pass", CHECKPOINTS),
-    "a load, for the device": (STATE, "self.stream.wait_event(devices.recorded(device))", "pass", CHECKPOINTS),
-    "whoever loads, for the last copy": (STATE, "self.stream.synchronize()", "pass", STATES),
-    "who reads a file, until the buffer is free": (STATE, "left.synchronize()", "pass", STATES),
-    "the background save, for its copy": (SNAPSHOT, "recorded(away[0].device).synchronize()", "pass", CHECKPOINTS),
+    "a save, for the device": (STATE, "    stream.wait_event(devices.recorded(device))", "    pass", SAVED),
+    "the file, for what is copied": (STATE, "copied.synchronize()", "pass", SAVED),
+    "a load, for the device": (STATE, "self.stream.wait_event(devices.recorded(device))", "pass", SAVED),
+    "whoever loads, for the last copy": (STATE, "self.stream.synchronize()", "pass", SAVED),
+    "who reads a file, until the buffer is free": (STATE, "left.synchronize()", "pass", RESUMED),
+    "the background save, for its copy": (SNAPSHOT, "recorded(away[0].device).synchronize()", "pass", SAVED_BESIDE),
     "the model, for its batch": (BATCHES, "device.current_stream(to).wait_event(copied)", "pass", LOADER),
-    "who gives a batch, until it is copied": (PLACED, "copied.synchronize()", "pass", TRAINING),
-    "the log, for what it tells": (DEVICE, "        copied.synchronize()", "        pass", TRAINING),
+    "who gives a batch, until it is copied": (PLACED, "copied.synchronize()", "pass", BATCH),
+    "the log, for what it tells": (DEVICE, "        copied.synchronize()", "        pass", LOSSES),
 }
+
+
+# A forked process has torch, but must import the package and the tests from the copy.
+ON_THE_COPY = """
+import sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("mpitrain", "support"):
+        del sys.modules[name]
+sys.dont_write_bytecode = True
+import pytest
+sys.exit(pytest.main(["-q", "-x", "--color=no", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +150,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pretend
 
     folder = tmp_path_factory.mktemp("mutated")
-    ignored = shutil.ignore_patterns("__pycache__")
     pretend.build.library()
     for name in ("mpitrain", "tests", pretend.build.CACHE.name):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        shutil.copytree(ROOT / name, folder / name)
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     return folder
@@ -129,19 +160,14 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     """The tests, at two ranks unless they are serial ones."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = clean_environment(PYTHONDONTWRITEBYTECODE="1")
+    command = [sys.executable, "-c", ON_THE_COPY, *tests]
+    environment = {"PYTHONPATH": str(copy)}
+    ranks = 1
     if not set(tests) & set(SERIAL):
-        command, environment["MPITRAIN_TEST_RANKS"] = [*launcher(2), *command, "--only-mpi"], "2"
-    return subprocess.run(
-        command,
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        errors="replace",
-    )
+        ranks = 2
+        command.append("--only-mpi")
+        environment["MPITRAIN_TEST_RANKS"] = "2"
+    return warm.job(ranks, command, timeout=170, cwd=copy, **environment)
 
 
 def test_with_all_of_them_the_tests_pass(copy):
@@ -151,14 +177,7 @@ def test_with_all_of_them_the_tests_pass(copy):
         assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-def is_first_of_its_tests(mutation: str) -> bool:
-    return next(name for name, (*_, tests) in MUTATIONS.items() if tests == MUTATIONS[mutation][-1]) == mutation
-
-
-@pytest.mark.parametrize(
-    "mutation",
-    [name if is_first_of_its_tests(name) else pytest.param(name, marks=pytest.mark.full) for name in MUTATIONS],
-)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_synchronization_too_few_is_found(copy, mutation):
     file, old, new, tests = MUTATIONS[mutation]
     text = (copy / file).read_text()
@@ -168,4 +187,5 @@ def test_a_synchronization_too_few_is_found(copy, mutation):
         ended = run(copy, *tests.split())
     finally:
         (copy / file).write_text(text)
+    print(ended.stdout[-1500:])
     assert ended.returncode != 0 and "failed" in ended.stdout, f"without it, {tests} passed"

@@ -92,6 +92,8 @@ class Lamb(TrustRatios):
 
     Args:
         params: As of torch.optim.AdamW, as all the rest.
+        least, most: What the ratio of the norms is kept between, as other implementations do.
+        correct: Whether the averages are divided by what they lack in the first steps.
     """
 
     def __init__(
@@ -101,10 +103,16 @@ class Lamb(TrustRatios):
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
+        least: float = 0.0,
+        most: float = math.inf,
+        correct: bool = True,
     ) -> None:
         if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas {list(betas)} are not two numbers from 0 to below 1")
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        if not 0.0 <= least <= most:
+            raise ValueError(f"least {least} and most {most} are not from 0 on, the greater one last")
+        given = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, given | {"least": least, "most": most, "correct": correct})
 
     def _measured(self, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         gradient, state, (first, second) = value.grad, self.state[value], group["betas"]
@@ -113,14 +121,14 @@ class Lamb(TrustRatios):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(value), torch.zeros_like(value)
         state["step"] += 1
-        steps = float(state["step"])
+        steps = float(state["step"]) if group["correct"] else math.inf
         state["exp_avg"].lerp_(gradient, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         divisor = (state["exp_avg_sq"] / (1 - second**steps)).sqrt_().add_(group["eps"])
         return (state["exp_avg"] / (1 - first**steps)).div_(divisor).add_(value, alpha=group["weight_decay"])
 
     def _ratio(self, weight: torch.Tensor, other: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        return weight / other
+        return (weight / other).clamp(group["least"], group["most"])
 
     def _update(self, value: torch.Tensor, measured: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         return measured

@@ -84,6 +84,15 @@ def test_a_batch_of_sends_and_receives_completes_in_any_order(group, world):
 
 
 @pytest.mark.ranks(2, 3)
+def test_a_rank_sends_to_itself_as_schedules_with_neighbouring_stages_on_one_rank_do(group, world):
+    x, y = torch.full((1_000_000,), float(world.rank)), torch.empty(1_000_000)
+    operations = [group.P2POp(group.isend, x, world.rank), group.P2POp(group.irecv, y, world.rank)]
+    for work in group.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(x, y)
+
+
+@pytest.mark.ranks(2, 3)
 def test_operations_of_groups_complete_in_whatever_order_they_are_waited_for(group, world):
     other = group.new_group(list(range(world.size)))
     y = torch.empty(1_000_000)

@@ -179,6 +179,15 @@ FILES = {
         {},
         {"accumulate": 4, "optimizer": ("UncorrectedAdamW", {"lr": 3e-5, "weight_decay": 0.0})},
     ),
+    "BERT in large batches": (
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True, "loss_scale": 0},
+         "optimizer": {"type": "Lamb", "params": {"lr": 0.011, "weight_decay": 0.01, "bias_correction": False,
+                                                  "max_coeff": 0.3}},
+         "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
+        {},
+        {"optimizer": ("lamb", {"lr": 0.011, "weight_decay": 0.01, "eps": 1e-8, "least": 0.01, "most": 0.3,
+                                "correct": False})},
+    ),
     "steps in the direction of signs, and what bf16 was called before": (
         {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bfloat16": {"enabled": True},
          "optimizer": {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}},
@@ -253,11 +262,17 @@ REFUSED = {
          "fp16": {"enabled": True}, "zero_optimization": {"stage": 2, "cpu_offload": True}},
         ['optimizer.type OneBitAdam has no counterpart here; use "AdamW"'],
     ),
-    "BERT in large batches": (
+    "BERT in large batches, rates by layer in one bit": (
         {"train_batch_size": 65536, "train_micro_batch_size_per_gpu": 64, "fp16": {"enabled": True, "loss_scale": 0},
-         "optimizer": {"type": "Lamb", "params": {"lr": 0.011, "bias_correction": False, "max_coeff": 0.3}},
+         "optimizer": {"type": "OneBitLamb", "params": {"lr": 0.011, "max_coeff": 0.3, "freeze_step": 1000}},
          "sparse_attention": {"mode": "fixed", "block": 16}},
-        ['optimizer.type Lamb has no counterpart here (use "AdamW"', "sparse_attention has no counterpart here (rem"],
+        ['optimizer.type OneBitLamb has no counterpart here (use "Lamb"', "sparse_attention has no counterpart here"],
+    ),
+    "LAMB whose ratios and options are none": (
+        {"train_batch_size": 4,
+         "optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": True, "min_coeff": 2, "max_coeff": 1}}},
+        ["optimizer.params.eps_inside_sqrt has no counterpart here",
+         "optimizer.params.min_coeff 2 and max_coeff 1 are no range from 0 on (give the smaller one as min_coeff)"],
     ),
     "a search for the layout": (
         {"train_micro_batch_size_per_gpu": AUTO, "autotuning": {"enabled": True, "fast": False}},

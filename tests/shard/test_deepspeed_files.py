@@ -16,6 +16,7 @@ import mpitrain as mt
 from mpitrain.config.deepspeed import read_deepspeed, read_json
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
+from mpitrain.shard.trust_ratio import Lamb
 from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
 
 
@@ -81,6 +82,29 @@ def test_optimizers_that_torch_lacks_are_those_of_their_papers():
                 torchs.step()
             ours.step()
             assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_lamb_is_that_of_deepspeeds_kernel(correct):
+    """Its default bounds of the ratio, of which here the lower, the upper and none count; also without correction."""
+    values = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1, "bias_correction": correct, "weight_decay": 0.01}}}
+    kind, options = read_deepspeed(values, ranks=1).optimizer
+    torch.manual_seed(0)
+    for size, bound in ((1e-3, 0.01), (1.0, None), (100.0, 10.0)):
+        w, gradients = torch.randn(7) * size, torch.randn(5, 7)
+        mine, m, v = nn.Parameter(w.clone()), torch.zeros(7), torch.zeros(7)
+        lamb = Lamb([mine], **options)
+        for number, g in enumerate(gradients, 1):
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            lacks = (1 - 0.9**number, 1 - 0.999**number) if correct else (1, 1)
+            update = m / lacks[0] / ((v / lacks[1]).sqrt() + 1e-8) + 0.01 * w
+            ratio = min(max(w.norm() / update.norm(), 0.01), 10.0)
+            assert number > 1 or (ratio == bound) == (bound is not None)
+            w = w - 0.1 * ratio * update
+            mine.grad = g.clone()
+            lamb.step()
+            assert torch.allclose(mine, w, rtol=1e-5, atol=1e-8)
+    assert kind == "lamb"
 
 
 def by_deepspeeds_formula(name, update, *, low, high, warmup, steps, log, ratio=0.0, floor=0.0):

@@ -13,7 +13,9 @@ _KNOWN = {
     **{name: {"lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "fused", "maximize"} for name in _ADAM},
     "lion": {"lr", "betas", "weight_decay"},
     "muon": {"lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps"},
+    "lamb": {"lr", "betas", "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff"},
 }
+_LAMB = {"eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's defaults where ours are others
 _ADAMS_OWN = {"adam_w_mode", "bias_correction"}
 # that say how DeepSpeed computes, and not what
 _HARMLESS = {"torch_adam", "set_grad_none", "fp32_optimizer_states", "legacy_fusion", "capturable"}
@@ -22,13 +24,11 @@ _COMPRESSED = (
     "comm.compression of a configuration of ours"
 )
 _BY_WIDTH = 'use {} and "optim.groups" of a configuration of ours, which give parameters rates of their own'
-_BY_LAYER = 'use "AdamW" with a lower lr, or at stage 0 leave the section out and give an optimizer of your own'
 _INSTEAD = {
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "onebitlamb": _BY_LAYER,
-    "lamb": _BY_LAYER,
-    "fusedlamb": _BY_LAYER,
+    "onebitlamb": _COMPRESSED.replace("AdamW", "Lamb"),
+    "fusedlamb": 'use "Lamb"',
     "muadam": _BY_WIDTH.format('"Adam"'),
     "muadamw": _BY_WIDTH.format('"AdamW"'),
     "musgd": _BY_WIDTH.format('"SGD"'),
@@ -63,6 +63,8 @@ def read_optimizer(
         options = {key: value for key, value in options.items() if key in taken}
     if kind in _ADAM:
         return _adam(kind, options, findings)
+    if kind == "lamb":
+        return "lamb", _lamb(options, findings)
     return {"lion": "Lion", "muon": "Muon"}.get(kind, name), options
 
 
@@ -76,6 +78,19 @@ def _adam(kind: str, options: dict[str, Any], findings: Findings) -> tuple[str, 
     return "UncorrectedAdamW", options if decoupled else options | {"decoupled": False}
 
 
+def _lamb(options: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    options = _LAMB | options
+    for key in _LAMB:
+        options[key] = findings.number(f"optimizer.params.{key}", options[key])
+    least, most = options.pop("min_coeff"), options.pop("max_coeff")
+    if not 0.0 <= least <= most:
+        findings.wrong(
+            f"optimizer.params.min_coeff {least:g} and max_coeff {most:g} are no range from 0 on",
+            "give the smaller one as min_coeff",
+        )
+    return options | {"least": least, "most": most, "correct": bool(options.pop("bias_correction", True))}
+
+
 def has_betas(optimizer: tuple[str, Mapping[str, Any]] | None) -> bool:
     """Whether a schedule that moves the momentum finds betas; where the caller brings the optimizer, it may."""
-    return optimizer is None or "adam" in optimizer[0].lower() or optimizer[0] == "Lion"
+    return optimizer is None or "adam" in optimizer[0].lower() or optimizer[0] in ("Lion", "lamb")
