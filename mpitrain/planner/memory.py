@@ -20,7 +20,7 @@ _DEFERRING = 3  # slots of sharded gradients that are reduced in split phases
 
 @dataclass(frozen=True)
 class Means:
-    """What decides where memory is.
+    """The settings that memory depends on.
 
     Attributes:
         places: Of the ranks.

@@ -101,7 +101,7 @@ class Predictor:
         return self.machine.memory / self.ranks_per_node
 
     def _means(self, places: LayoutPlaces) -> Means:
-        """What decides where memory is."""
+        """Return the settings that memory depends on."""
         model, machine = self.model, self.machine
         return Means(places, machine.device is not None, model.moments, machine.process, self._elements())
 

@@ -250,7 +250,7 @@ class _Search:
             self.excess.append(min(too_large, key=lambda each: each.missing))
 
     def _excess(self, layout: ParallelLayout, memory: Mapping[str, float], at_least: float) -> Excess | None:
-        """What a layout takes that does not fit, on the device or on the host; None where it fits."""
+        """Return by how much a layout exceeds the memory of the device or the host; None if it fits."""
         excess = excess_of(self._predictor, layout, memory, at_least)
         self.hopeless = self.hopeless or (excess is not None and excess.host and not layout.offload)
         return excess
@@ -296,7 +296,7 @@ class _Search:
 def excess_of(
     predictor: Estimates, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
 ) -> Excess | None:
-    """Return what a layout takes that does not fit, on the device or on the host; None where it fits.
+    """Return by how much a layout exceeds the memory of the device or the host; None if it fits.
 
     Args:
         predictor: Of bytes.

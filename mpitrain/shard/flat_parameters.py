@@ -56,11 +56,11 @@ class FlatParameter:
             self.stored.copy_(self.value)
 
     def unused(self, parameters: Set[nn.Parameter]) -> bool:
-        """Return whether it is of these parameters, where it is of none but these or of none of them."""
+        """Return whether these parameters include its own; they include all of its own or none."""
         return self.contents[0][0] in parameters
 
     def pieces(self, keys: Sequence[object]) -> list[tuple[FlatParameter, slice]]:
-        """Return flat parameters in its memory, each of neighbours with equal keys, and what each has of its elements.
+        """Divide this where neighbours' keys differ; returns the pieces, in the same memory, and their elements.
 
         keys: Of its parameters, in the order of `contents`.
         """

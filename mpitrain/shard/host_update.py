@@ -46,7 +46,7 @@ class HostUpdate:
         self.follow(flat_parameters)
 
     def follow(self, flat_parameters: Sequence[FlatParameter]) -> None:
-        """Update these from now on, of which some were pieces of others before."""
+        """Update these flat parameters from now on; some may be pieces of those before."""
         self._flat_parameters = list(flat_parameters)
         self._of_bucket: dict[int, list[FlatParameter]] = {}
         for flat_parameter in self._flat_parameters:

@@ -66,7 +66,7 @@ class MappedFiles:
                 state[key] = self._moved(tensor)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or where it is not in a file yet, one of the same values that is."""
+        """Return the tensor if it is in a file, else a copy of it in a file."""
         if tensor.untyped_storage().data_ptr() in self._places:
             return tensor
         mapped = self.move(tensor)

@@ -283,12 +283,12 @@ class Sharding:
         return replicated_flat_parameters(self.optimizer, gradient_of, counted, on_host=on_host)
 
     def set_apart(self, unused: Set[nn.Parameter]) -> None:
-        """Let every flat parameter be of unused parameters alone, or of others alone."""
+        """Divide flat parameters, so that none of them holds both unused parameters and used ones."""
         for flat in list(self.flat_parameters) if unused else ():
             self.divide(flat, [p in unused for p, *_ in flat.contents])
 
     def divide(self, flat: FlatParameter, keys: Sequence[object]) -> list[FlatParameter]:
-        """Let the optimizer update the parameters of a flat one apart from neighbours with other keys.
+        """Divide a flat parameter between neighbours whose keys differ; the optimizer updates the pieces separately.
 
         Args:
             flat: The flat parameter.
@@ -334,7 +334,7 @@ class Sharding:
 
 
 def _part_of(state: Any, value: torch.Tensor, part: slice) -> Any:
-    """What a piece of a flat parameter has of an optimizer's state of it."""
+    """Return a piece's share of one optimizer state of a flat parameter."""
     if is_elementwise(state, value):
         return state[part]
     return state.clone() if torch.is_tensor(state) else state
