@@ -478,6 +478,8 @@ def test_a_broken_cuda_array_interface_is_one_line(world, interface):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ["read-only", "pyarrow", "without versions"])
 def test_what_another_library_declares_read_only_is_read_and_never_written(world, kind):
+    if kind == "read-only" and np.lib.NumpyVersion(np.__version__) < "2.1.0":
+        pytest.skip("NumPy, which stands in for JAX here, lends no read-only arrays over DLPack before 2.1")
     mine = np.arange(3.0) + world.rank
     if kind == "pyarrow":
         array = pytest.importorskip("pyarrow").array(mine)

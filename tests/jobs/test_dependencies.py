@@ -15,10 +15,20 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from support import ROOT, clean_environment
 
 CORE = ("openmpi", "data", "digits", "hf", "metrics")  # extras that the core of the suite needs
 TOOLS = ("hypothesis", "peft", "pytest", "pytest-mpi", "pytest-timeout")
+SERIAL = ["tests/test_config.py", "tests/test_storage.py", "tests/train/test_schedules.py"]
+SERIAL += ["tests/data", "tests/inference", "tests/models"]
+RANKS = [
+    "tests/comm/test_operations.py",
+    "tests/backend/test_backend_operations.py",
+    "tests/pipe/test_pipe_training.py",
+]
+RANKS += ["tests/shard", "tests/checkpoint/test_checkpoint_layouts.py", "tests/checkpoint/test_store.py"]
+RANKS += ["tests/train/test_trainer.py", "tests/train/test_metrics.py"]
 OFFERED = {"cupy", "nccl"}  # imported where somebody has installed them; those wheels do not import without a driver
 
 
@@ -68,22 +78,34 @@ def test_every_requirement_has_a_lowest_version_and_an_unstable_one_a_highest():
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_the_core_of_the_suite_passes_with_the_lowest_versions(tmp_path):
-    """Torch comes with CUDA's libraries where the index has no other build: 5 GB, removed at the end by pytest."""
+    """Of torch the lowest version that the package index has for the CPU alone: that for CUDA is 5 GB."""
     venv.create(tmp_path / "lowest", with_pip=True)
     python = tmp_path / "lowest/bin/python"
     tools = [each for each in requirements("test") if each.name in TOOLS]
-    wanted = sorted({lowest(each) for each in [*requirements(*CORE), *tools]})
-    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *wanted, limit=900)
+    wanted = {lowest(each) for each in [*requirements(*CORE), *tools] if each.name != "torch"}
+    wanted.add(f"torch==={lowest_torch(python)}")
+    installed = run(python, "-m", "pip", "install", "-q", "--no-cache-dir", *sorted(wanted), limit=900)
     assert installed.returncode == 0, installed.stderr[-3000:]
-    serial = ["tests/comm/test_programs.py", "tests/test_config.py", "tests/test_storage.py", "tests/data"]
-    done = run(python, "-m", "pytest", "-q", *serial, "tests/inference", "tests/train/test_schedules.py", limit=400)
+    done = run(python, "-m", "pytest", "-q", *SERIAL, limit=400)
     assert done.returncode == 0, done.stdout[-3000:]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     start = [tmp_path / "lowest/bin/mpirun", "--oversubscribe", *root, "-n", "2", python, "-m", "pytest", "-q", "-x"]
-    ranks = ["tests/comm/test_operations.py", "tests/shard", "tests/train/test_trainer.py", "tests/checkpoint"]
-    done = run(*start, "--only-mpi", "-p", "no:hypothesispytest", *ranks, limit=450, MPITRAIN_TEST_RANKS="2")
+    done = run(
+        *start, "--color=no", "--only-mpi", "-p", "no:hypothesispytest", *RANKS, limit=450, MPITRAIN_TEST_RANKS="2"
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\b[1-9]\d+ passed", done.stdout)
+
+
+def lowest_torch(python: Path) -> str:
+    """The lowest version of torch for the CPU alone that is allowed and offered; skips where there is none."""
+    (declared,) = [each for each in requirements() if each.name == "torch"]
+    told = run(python, "-m", "pip", "index", "versions", "torch", limit=100).stdout
+    offered = re.findall(r"[\d.]+\+cpu", told.partition("Available versions:")[2].partition("\n")[0])
+    allowed = sorted((each for each in offered if Version(each) in declared.specifier), key=Version)
+    if not allowed:
+        pytest.skip("the package index offers no torch for the CPU alone")
+    return allowed[0]
 
 
 def run(*command: str | Path, limit: float, **environment: str) -> subprocess.CompletedProcess[str]:
