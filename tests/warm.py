@@ -121,6 +121,8 @@ def _become(
     sys.executable = environment.get("WARM_PYTHON", sys.executable)
     if cores:
         os.sched_setaffinity(0, cores)
+    if words[0] == "-":  # the code comes on standard input
+        words = ["-c", sys.stdin.read(), *words[1:]]
     kind, name, *arguments = words if words[0].startswith("-") else ["", *words]
     first = cwd if kind else str(Path(cwd, name).parent)
     given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]

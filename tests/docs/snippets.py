@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
 from support import ROOT, clean_environment, launcher
 
 LIMIT, OF_A_START = 400, 120  # seconds of a block, and of ranks in it
@@ -156,6 +157,8 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         words = [*launcher(1)[:-2], '"$@"']
         (tools / name).write_text(f"#!/bin/sh\nexec timeout {OF_A_START} {' '.join(words)}\n")
         (tools / name).chmod(0o755)
+    if warm.FORKS and not (tools / "python").exists():
+        (tools / "python").symlink_to(warm.shared().python)  # which need not import torch
     path = os.pathsep.join([str(tools), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
     return subprocess.run(
         ["timeout", "-k", "5", str(LIMIT), "bash", "-euo", "pipefail", "-c", script],
