@@ -104,7 +104,7 @@ if [ "$mpi" = openmpi ] && [ "$sizes" = "1 2 3 4 8" ]; then
         if [ -n "$all" ]; then
             targets=(tests/comm tests/checkpoint/test_{background_saves,reading_together}.py tests/commands
                 tests/backend/test_backend_operations.py
-                tests/pipe/test_pipe_training.py::test_delays_anywhere_change_nothing
+                tests/pipe/test_pipe_training.py::test_random_delays_change_nothing
                 tests/shard/test_{ddp,initialize}.py tests/train/test_trainer.py)
         fi
         at_ranks 3 mpich mpiexec

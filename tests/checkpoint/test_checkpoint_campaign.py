@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_no_damage_ever_leads_to_a_wrong_load(ranks, tmp_path, full):
+def test_random_damage_leads_to_no_wrong_load(ranks, tmp_path, full):
     cases = 1500 if full else 200 if ranks == 3 else 100
     ended = job(
         ranks, [sys.executable, str(HERE / "damage_cases.py"), "damage", str(tmp_path), str(ranks), str(cases)],
@@ -60,7 +60,7 @@ def test_a_disk_that_fills_up_at_any_write_costs_only_that_save(ranks, tmp_path)
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1500)
-def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_alone(tmp_path, full):
+def test_a_save_killed_at_random_moments_leaves_whole_checkpoints_alone(tmp_path, full):
     from endless_saves import state
 
     chance = random.Random(11)

@@ -90,6 +90,7 @@ class Job:
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
+            print(self.said)  # shown where the test fails
 
     def recoveries(self) -> list[tuple[list[int], int, int, float]]:
         """(ranks that died, step, ranks that train on, seconds) of each time that it went on."""

@@ -89,7 +89,7 @@ def test_classes_and_vocabulary_are_counted(arrays_set, command):
     assert "vocabulary  901" in out
 
 
-def test_targets_of_any_shape(arrays_set):
+def test_targets_of_two_dimensions(arrays_set):
     x, y = np.zeros((6, 2)), np.arange(24.0).reshape(6, 2, 2)
     folder = arrays_set(x, y)
     assert np.array_equal(everything(folder)[1], y)
@@ -98,7 +98,7 @@ def test_targets_of_any_shape(arrays_set):
 
 
 @pytest.mark.parametrize("labels", ["sorted", "in turn"])
-def test_held_out_rows_have_every_class_whatever_the_order(arrays_set, labels):
+def test_held_out_rows_have_every_class_sorted_or_in_turn(arrays_set, labels):
     classes = np.repeat(np.arange(10), 200) if labels == "sorted" else np.arange(2000) % 10
     rows = np.arange(2000.0)[:, None]
     folder = arrays_set(rows, classes, held_out=0.05)

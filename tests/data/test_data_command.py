@@ -46,7 +46,7 @@ def test_info_says_what_a_person_wants_to_know(tmp_path, command):
     assert [sum(int(row[column]) for row in counts) for column in (2, 3)] == [190, 10]
 
 
-def test_the_command_that_prepare_suggests_trains_on_any_kind_of_data(tmp_path, command):
+def test_the_command_that_prepare_suggests_trains_on_tables_images_and_text(tmp_path, command):
     (tmp_path / "table.csv").write_text("a,b,label\n" + "".join(f"{n},{n * n},{n % 2}\n" for n in range(20)))
     np.savez(tmp_path / "images.npz", x=np.zeros((40, 8, 9, 3), np.uint8), y=np.arange(40) % 2)
     (tmp_path / "words.txt").write_text("some words to learn from\n" * 400)

@@ -124,7 +124,7 @@ def mesh_alone(mesh, steps):
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_mesh_example_has_the_losses_of_one_process_on_every_mesh(world, capsys):
+def test_the_mesh_example_has_the_losses_of_one_process_on_four_meshes(world, capsys):
     mesh = load("mesh")
     expected = mesh_alone(mesh, 6)
     n = world.size

@@ -120,7 +120,7 @@ def test_eight_ranks_hold_as_many_of_32_microbatches_as_the_literature_says(worl
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v"])
-def test_delays_anywhere_change_nothing(world, kind):
+def test_random_delays_change_nothing(world, kind):
     draw = random.Random(world.rank)
 
     def with_delays() -> nn.Sequential:
@@ -241,7 +241,7 @@ def test_half_precision_passes_between_stages(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_cut_trains_alike(world):
+def test_named_cuts_train_alike(world):
     ((x, _),) = tokens(1)
     for cut in ("uniform", "parameters", "time"):
         options = {"schedule": "1f1b", "cut": cut, "sample": x}

@@ -255,7 +255,7 @@ def test_a_divided_model_leaves_the_callers_generators_alone(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_a_mesh_fits_any_other_and_is_exported(world, folder):
+def test_a_checkpoint_of_a_pipeline_fits_other_layouts_and_is_exported(world, folder):
     engine = made(optim=ADAMW, pipeline=2)
     trained(engine, 4)
     saved = engine.save(folder / "run")

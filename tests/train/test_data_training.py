@@ -79,7 +79,7 @@ def by_the_formula(config, data):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_masked_losses_are_those_of_the_formula_on_any_ranks(world, place, pairs):
+def test_masked_losses_are_those_of_the_formula_on_one_to_three_ranks(world, place, pairs):
     alone = world.subgroup([0])
     wanted = run(alone, place / "alone", **settings({"path": pairs})) if alone is not None else None
     wanted = world.broadcast_object(wanted)
@@ -101,7 +101,7 @@ def test_slices_of_masked_sequences_are_refused(world, place, pairs):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_mix_trains_on_the_same_samples_on_any_ranks_and_through_restarts(world, place, text, pairs):
+def test_a_mix_trains_on_the_same_samples_on_one_to_three_ranks_and_through_restarts(world, place, text, pairs):
     exact = world.size != 3  # whose sums no other number of ranks can have
     how = settings({"mix": {text: 0.7, pairs: 0.3}, "record_ids": True}) | {"optim": {"schedule": "constant"}}
 

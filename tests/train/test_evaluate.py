@@ -79,7 +79,7 @@ LAYOUTS = {
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_the_figures_are_those_of_the_run_on_any_layout(world, folder, runs):
+def test_the_figures_are_those_of_the_run_on_seven_layouts(world, folder, runs):
     names = ("loss", "perplexity", "token_accuracy")
     wanted = [read_metrics(runs["tokens"])[-1][f"held_out_{name}"] for name in names]
     before = looks(runs["tokens"]) if world.rank == 0 else None

@@ -140,7 +140,7 @@ MORE = {
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.campaign)], ids=["few", "more"])
-def test_every_layout_measures_what_one_rank_does(world, place, text, layouts):
+def test_layouts_measure_what_one_rank_does(world, place, text, layouts):
     sections = {
         "data": {"path": text},
         "model": GPT | ({"heads": 3, "width": 18} if world.size == 3 else {}),
@@ -173,7 +173,7 @@ def test_a_model_measures_itself_also_where_a_pipeline_ends(world, folder, array
 
 
 @pytest.mark.ranks(2)
-def test_virtual_workers_give_the_same_bits_on_any_number_of_ranks(world, folder, arrays):
+def test_virtual_workers_give_the_same_bits_on_one_rank_and_on_two(world, folder, arrays):
     sections = {
         "data": {"path": arrays["numbers"]},
         "model": {"name": "mlp", "layers": 1, "width": 8},
@@ -205,7 +205,7 @@ def test_divided_scores_are_judged_as_whole_ones(world):
     axis.free()
 
 
-def test_sums_of_any_cut_come_to_the_formulas():
+def test_sums_of_parts_come_to_the_formulas():
     from sklearn.metrics import accuracy_score, confusion_matrix, r2_score, root_mean_squared_error
 
     draw = torch.Generator().manual_seed(0)
