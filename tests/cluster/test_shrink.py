@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not OPEN_MPI, reason="ranks can die alone only under Open MPI 5; this environment has another"),
 ]
-STEPS = 60
+STEPS = 150  # of some milliseconds each, in which a test that waits for a core can still kill
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 24)
 ACROSS = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")  # options of mpirun
 
