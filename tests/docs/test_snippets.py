@@ -30,8 +30,6 @@ BLOCKS = [block for page in pages() for block in snippets.snippets(page)]
 LANGUAGES = {"bash", "console", "python", "toml", "json", "text"}
 PAGES = sorted({block.page for block in BLOCKS if block.script and not block.skip and not block.quick})
 PAGES.remove(ROOT / "docs/examples.md")  # tests/examples runs its commands, and looks at what they print
-# whose jobs take more than a minute: with --full
-LONG = {"after", "checkpoints", "huggingface", "trainer", "watch", "which-parallelism"}
 KEY = re.compile(r"--([a-z]+)\.([a-z_]+)")
 # not of those that pages also call a module or an array: `model.forward`, `data.shape`
 QUOTED = re.compile(rf"`({'|'.join({*sections()} - {'model', 'data'})})\.([a-z_]+)\b(?!\()")
@@ -144,9 +142,7 @@ def test_a_block_that_stands_alone_runs(block: Snippet, tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.full) if page.stem in LONG else page for page in PAGES], ids=name_of
-)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_of_a_page_runs(page, tmp_path, data):
     (tmp_path / "data").mkdir()
     for made in data:
