@@ -23,13 +23,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mpitrain.bench.__main__ import names as benchmarks
 from mpitrain.config.by_model import told as by_model
 from mpitrain.config.section import aliases, others
 from mpitrain.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("train", "evaluate", "generate", "predict", "data", "checkpoint", "adapters", "report", "plan", "bench")
+COMMANDS = ("train", "evaluate", "generate", "predict", "data", "checkpoint", "adapters", "report", "plan")
 COMMANDS += ("doctor", "backend")
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 VALUES = {
@@ -163,8 +162,6 @@ def commands_page() -> str:
 
 def under(command: str, text: str) -> list[str]:
     """The words that may follow a command's name, of which each has a help of its own. text: the command's help."""
-    if command == "bench":
-        return benchmarks()
     if command == "report":
         return ["schedule"]
     found = re.search(r"^positional arguments:\n  \{([\w,]+)\}", text, re.MULTILINE)

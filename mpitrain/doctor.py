@@ -44,7 +44,7 @@ OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20
 _CMA = "MPIR_CVAR_CH4_CMA_ENABLE"  # MPICH's setting for messages by process_vm_readv
 _ONE_THREAD = "operations cannot run beside computation; use an MPI with THREAD_MULTIPLE"
-_UNMEASURED = "built-in; measured by python -m mpitrain.bench collectives --tune"
+_UNMEASURED = "built-in; measured by python -m mpitrain.doctor --tune"
 _RANKS_SHOWN, _SHOWN = 8, 12  # ranks whose devices are told, and the last characters of what tells devices apart
 Line = tuple[str, str, str]  # verdict, subject, finding
 

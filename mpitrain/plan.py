@@ -29,7 +29,7 @@ from mpitrain.storage.disk import write_whole
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_MACHINES = ("machine.toml", "bench-results/machine.toml")  # where `mpitrain.bench machine` leaves a profile
+_MACHINES = ("machine.toml", "bench-results/machine.toml")  # where `--measure` leaves a profile
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,7 +188,7 @@ def _default_machine() -> str:
             return name
     raise refusal(
         f"there is no {' and no '.join(_MACHINES)} here; give --machine one of {', '.join(given_machines())} or a "
-        "file, or measure one with python -m mpitrain.bench machine"
+        "file, or measure one with python -m mpitrain.plan --measure"
     )
 
 

@@ -58,11 +58,12 @@ class Warm:
     def run(
         self, name: str, *arguments: object, cwd: Path | None = None, timeout: float = 60, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """What `python -m mpitrain.NAME ARGUMENTS` says, and its exit code. name: or -c, and code as the argument.
+        """What `python -m mpitrain.NAME ARGUMENTS` says, and its exit code. name: or benchmarks, or -c and code.
 
         timeout: seconds, then it is killed.
         """
-        words = [*(["-c"] if name == "-c" else ["-m", f"mpitrain.{name}"]), *map(str, arguments)]
+        module = name if name == "benchmarks" else f"mpitrain.{name}"
+        words = [*(["-c"] if name == "-c" else ["-m", module]), *map(str, arguments)]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as place:
                 place.connect(self._place)
@@ -93,10 +94,10 @@ def shared() -> Warm:
 
 
 def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m mpitrain.bench` says, and its exit code; the ranks of its jobs are forked as well."""
+    """What `python -m benchmarks` says, and its exit code; the ranks of its jobs are forked as well."""
     path = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"  # there mpirun is
     ranks = {"WARM_PYTHON": str(shared().python), "PATH": path} if FORKS else {}
-    return shared().run("bench", *arguments, timeout=timeout, **ranks, **environment)
+    return shared().run("benchmarks", *arguments, timeout=timeout, **ranks, **environment)
 
 
 def job(

@@ -178,4 +178,4 @@ class MPIProcessGroup(GroupCollectives):
     )
     _register_on_completion_hook = _refusing("_register_on_completion_hook", "use work.get_future().then(callback)")
     _enable_collectives_timing = _refusing("_enable_collectives_timing", "use torch.profiler")
-    _start_time_estimate = _refusing("time estimates", "use python -m mpitrain.bench backend")
+    _start_time_estimate = _refusing("time estimates", "use python -m benchmarks backend")

@@ -30,7 +30,7 @@ memory = "4 GiB"
 latency = "10.2 ms"
 bandwidth = "0.93 Gbit/s"
 """
-BENCH = [sys.executable, "-m", "mpitrain.bench"]
+BENCH = [sys.executable, "-m", "benchmarks"]
 AT_SIX = ["--ranks", "6", "--nodes", "3", "--models", "gpt-of-6-heads", "--choices", "1"]
 LAYOUTS = "6x1x1 mb4;3x1x2 mb8;3x2x1 mb4 1f1b;1x1x6 mb24"
 

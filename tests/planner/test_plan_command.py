@@ -71,7 +71,7 @@ def test_one_layout_is_explained(tmp_path, capsys):
         ((*ASKED, "--model.widht", "4"), "width"),
         ((*ASKED, "--parallel.mode", "server"), "parallel.mode"),
         (("a.toml", *ASKED, "--out", "a.toml"), "a.toml"),
-        (("--ranks-per-node", "2"), "mpitrain.bench machine"),
+        (("--ranks-per-node", "2"), "mpitrain.plan --measure"),
     ],
 )
 def test_errors_are_one_line(arguments, why, capsys):

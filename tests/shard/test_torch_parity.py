@@ -9,7 +9,7 @@ from shard.steps import OPTIMIZERS, engine_of, gpt, tokens
 from torch import nn
 
 import mpitrain as mt
-from mpitrain.bench.peers import gloo
+from benchmarks.runner.peers import gloo
 
 STEPS = 5
 

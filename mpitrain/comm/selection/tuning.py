@@ -1,6 +1,6 @@
 """Which algorithm of an operation is fastest at which size: built-in defaults, or a table measured on this machine.
 
-`python -m mpitrain.bench collectives --tune` measures and writes the table, one file per kind of machine and
+`python -m mpitrain.doctor --tune` measures and writes the table, one file per kind of machine and
 MPI library, under $XDG_CACHE_HOME/mpitrain (or ~/.cache/mpitrain). Rank 0 reads it; all ranks use the same.
 """
 

@@ -1,0 +1,104 @@
+"""`python -m benchmarks NAME [options]`: one of the benchmarks of this folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.runner.jobs import is_first, launched
+from mpitrain import early
+from mpitrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, MpitrainError
+
+_USAGE = """\
+usage: python -m benchmarks NAME [options]
+       python -m benchmarks NAME --help
+       mpirun -n N python -m benchmarks NAME [options]     at N ranks only; also under srun
+
+Measures mpitrain side by side with its peers on this machine. Started plainly, it starts itself under mpirun at the
+rank counts of --ranks. Results (a table, a JSON file, a plot) are written into bench-results/.
+
+benchmarks:
+"""
+
+_EXAMPLES = """
+examples:
+  python -m benchmarks collectives --quick            seconds: does it work here?
+  python -m benchmarks collectives                    minutes, on an otherwise idle machine
+  python -m benchmarks collectives --tune             find and keep the fastest algorithms for this machine
+  python -m benchmarks collectives --device auto      on the memory of an accelerator, by each way of carrying it
+  python -m benchmarks data                           loaders side by side, and the share of a step they take
+  python -m benchmarks generate                       a minute: tokens a second beside transformers
+  python -m benchmarks machine --folder /scratch/me   a minute: machine.toml, from which mpitrain.plan predicts
+  python -m benchmarks step --device auto --ranks 1   tokens a second and the share of an accelerator's peak
+  python -m benchmarks waiting                        minutes: one slow rank, with servers and without
+  python -m benchmarks recording                      a minute: what a step costs that monitor.timeline records
+  python -m benchmarks strategies --ranks 4           minutes: one model by DDP, ZeRO, pipeline, tensor and peers
+  python -m benchmarks step                           a quarter of an hour, with the memory of each contender
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command.
+
+    Args:
+        arguments: The benchmark's name, and its own arguments.
+
+    Returns:
+        The exit code.
+    """
+    early.answer(arguments[:1], usage)
+    if not arguments:
+        print(usage())
+        return EXIT_BAD_INPUT
+    name, rest = arguments[0], list(arguments[1:])
+    modules = _modules()
+    if name not in modules:
+        if is_first():
+            print(f"mpitrain: there is no benchmark {name!r}; there are {', '.join(sorted(modules))}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if not launched():
+        os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that is an MPI job of its own could not start mpirun
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and ends what it started
+    try:
+        return int(importlib.import_module(modules[name][0]).main(rest))
+    except MpitrainError as error:
+        if not launched():
+            print(f"mpitrain: {error}", file=sys.stderr)
+            return error.exit_code
+        raise
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def names() -> list[str]:
+    """The benchmarks there are: modules here that define `main`."""
+    return sorted(_modules())
+
+
+def usage() -> str:
+    """What --help shows."""
+    found = _modules()
+    width = max(map(len, found))
+    lines = (f"  {name:{width}}  {found[name][1]}\n" for name in sorted(found))
+    return _USAGE + "".join(lines) + _EXAMPLES.rstrip()
+
+
+def _modules() -> dict[str, tuple[str, str]]:
+    """By the name of each benchmark its module, and the first line of the docstring; read, not imported."""
+    found = {}
+    here = Path(__file__).parent
+    for path in here.rglob("[!_]*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(part, ast.FunctionDef) and part.name == "main" for part in tree.body):
+            module = ".".join((here.name, *path.relative_to(here).with_suffix("").parts))
+            found[path.stem] = module, (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""Saving and loading a sharded state: raw writes, mpitrain, torch.distributed.checkpoint and torch.save
+
+Every rank holds a slice of every tensor, as under ZeRO. Saves go to new files and end with fsync (raw: one file per
+rank, written in blocks of 8 MiB; torch.distributed.checkpoint: its file-system writer over gloo, which fsyncs;
+torch.save: one file per rank, fsynced afterwards). The loads read what was just written, out of the page cache,
+cut along the other dimension. Peers get their state as DTensors, and hash nothing when they load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.runner.jobs import Benchmark, parser, run, temporary_folder
+from benchmarks.runner.peers import gloo
+from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from mpitrain.checkpoint import Part, Store, TensorSpec
+from mpitrain.layout import Box, Piece
+from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.storage.crc import crc32
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+_COLUMNS = 1024
+_ROWS = 1024  # of a tensor: 4 MiB of float32
+_BLOCK = 8 << 20  # bytes of a raw write
+_RAW, _OURS, _DCP, _TORCH = "raw write", "mpitrain", "torch.distributed.checkpoint", "torch.save"
+_COPY, _STALL = "one memory copy", "mpitrain in the background: stall"
+_SAVES = (_RAW, _OURS, _DCP, _TORCH)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    options = parser("checkpoint", __doc__ or "", ranks="1,2")
+    options.add_argument("--mb", type=int, default=256, metavar="MB", help="MiB of state, all ranks together [256]")
+    options.add_argument("--dir", type=Path, metavar="DIR", help="where to write [a temporary folder in --out]")
+    options.add_argument("--repeats", type=int, default=9, metavar="N", help="[9]")
+    return run(Benchmark("checkpoint", options, measure, report), arguments)
+
+
+class BenchState:
+    """Tensors of 4 MiB. This rank saves its rows of each, and loads its columns."""
+
+    def __init__(self, world: Communicator, mb: int) -> None:
+        self.world = world
+        self.names = [f"model/block.{number}.weight" for number in range(max(1, mb // 4))]
+        self.rows = _bounds(_ROWS, world)
+        self.columns = _bounds(_COLUMNS, world)
+        made = torch.Generator().manual_seed(world.rank)
+        self.slices = [torch.rand(self.rows[1] - self.rows[0], _COLUMNS, generator=made) for _ in self.names]
+        self.nbytes = len(self.names) * _ROWS * _COLUMNS * 4
+
+    def parts(self) -> list[Part]:
+        """What this rank saves."""
+        lo, hi = (row * _COLUMNS for row in self.rows)
+        whole = Box.whole(_ROWS * _COLUMNS)
+        return [
+            Part(_spec(name), Piece(name, whole, lo, hi), of.view(-1))
+            for name, of in zip(self.names, self.slices, strict=True)
+        ]
+
+    def empty_parts(self) -> list[Part]:
+        """Where this rank loads."""
+        box = Box.along((_ROWS, _COLUMNS), 1, *self.columns)
+        return [Part(_spec(n), Piece(n, box, 0, box.numel), torch.zeros(box.numel)) for n in self.names]
+
+    def distributed(self, axis: int) -> dict[str, Any]:
+        """The tensors as torch has them divided.
+
+        Args:
+            axis: 0 for the slices that are saved, 1 for zeros to be filled.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (self.world.size,))
+        width = self.columns[1] - self.columns[0]
+        locals_ = self.slices if axis == 0 else [torch.zeros(_ROWS, width) for _ in self.names]
+        shape = torch.Size((_ROWS, _COLUMNS))
+        return {
+            name: DTensor.from_local(of, mesh, [Shard(axis)], run_check=False, shape=shape, stride=(_COLUMNS, 1))
+            for name, of in zip(self.names, locals_, strict=True)
+        }
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
+    import torch.distributed.checkpoint as dcp
+
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    state = BenchState(world, 16 if options.quick else options.mb)
+    parts, wanted = state.parts(), state.empty_parts()
+    temporary = temporary_folder(world, options, "checkpoint")
+    with temporary as folder, gloo(world), Store(folder / "ours", world, 1) as store:
+        store.prepare(set_aside=False)
+        store.save(0, parts, {})
+        own, theirs = state.distributed(0), state.distributed(1)
+        dcp.save(own, checkpoint_id=folder / "dcp-load")
+        step = iter(range(1, 1 << 30))
+        buffers = [torch.zeros_like(of) for of in state.slices]
+        fresh = partial(_fresh, store, world, folder)
+        calls: dict[str, Callable[[], object]] = {
+            _RAW: lambda: _raw(folder / f"peer-raw-{world.rank}", state.slices),
+            _OURS: lambda: store.save(next(step), parts, {}),
+            _DCP: lambda: dcp.save(own, checkpoint_id=folder / "peer-dcp"),
+            _TORCH: lambda: _torch_save(folder / f"peer-torch-{world.rank}", state),
+            _COPY: lambda: [b.copy_(s) for b, s in zip(buffers, state.slices, strict=True)],
+            _STALL: lambda: store.save(next(step), parts, {}, background=True),
+            f"load {_OURS}": lambda: store.load(store.newest_first()[0], lambda manifest: wanted),
+            f"load {_DCP}": lambda: dcp.load(theirs, checkpoint_id=folder / "dcp-load"),
+        }
+        contenders = {name: Contender(call, fresh, single=True) for name, call in calls.items()}
+        times = interleaved(world, contenders, 2 if options.quick else options.repeats)
+        for part, name in zip(wanted, state.names, strict=True):
+            if not torch.equal(part.data.view(_ROWS, -1), theirs[name].to_local()):
+                raise RuntimeError(f"{name}: the two loads differ")
+        store.finish()
+    seconds = {name: list(of.all) for name, of in times.items()}
+    return {"bytes": state.nbytes, "hashes": crc32.__module__, "seconds": seconds}
+
+
+def _fresh(store: Store, world: Communicator, folder: Path) -> None:
+    """Nothing is being written, and what peers wrote before is gone."""
+    store.finish()
+    world.barrier()
+    if world.rank == 0:
+        for path in folder.glob("peer-*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    world.barrier()
+
+
+def _raw(path: Path, slices: Sequence[torch.Tensor]) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for data in slices:
+            raw = data.view(-1).view(torch.uint8).numpy().data
+            for lo in range(0, len(raw), _BLOCK):
+                file.write(raw[lo : lo + _BLOCK])
+        os.fsync(file.fileno())
+
+
+def _torch_save(path: Path, state: BenchState) -> None:
+    with open(path, "wb") as file:
+        torch.save(dict(zip(state.names, state.slices, strict=True)), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    tables, targets = [], []
+    for ranks, result in results.items():
+        median = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in result["seconds"].items()}
+        tables.append(_table(ranks, result["bytes"] / 2**20, median, f"Ours hash with {result['hashes']}."))
+        targets += _targets(ranks, median)
+    return Report("Checkpoints", tables, targets)
+
+
+def _table(ranks: int, mib: float, median: dict[str, float], note: str) -> ReportTable:
+    rows = [(f"save {name}", median[name] * 1e3, mib / median[name], median[_RAW] / median[name]) for name in _SAVES]
+    others = [(name, of * 1e3, mib / of, None) for name, of in median.items() if name not in _SAVES]
+    columns = ("what", "ms (median)", "MiB/s", "of raw")
+    return ReportTable(f"{ranks} rank(s), {mib:.0f} MiB", columns, [*rows, *others], note)
+
+
+def _targets(ranks: int, median: dict[str, float]) -> list[ReportTarget]:
+    def ratio(what: str, over: str, under: str, least: float) -> ReportTarget:
+        found = median[over] / median[under]
+        return ReportTarget(f"{what}, {ranks} rank(s)", f"at least {least:g}", f"{found:.2f}", found >= least)
+
+    stall, what = median[_STALL] / median[_COPY], f"stall of a background save to one memory copy, {ranks} rank(s)"
+    return [
+        ratio("saving speed to raw writing", _RAW, _OURS, 0.9),
+        ratio("saving speed to torch.distributed.checkpoint", _DCP, _OURS, 2),
+        ratio("loading speed to torch.distributed.checkpoint", f"load {_DCP}", f"load {_OURS}", 2),
+        ReportTarget(what, "at most 1.5", f"{stall:.2f}", stall <= 1.5),
+    ]
+
+
+def _spec(name: str) -> TensorSpec:
+    return TensorSpec(name, (_ROWS, _COLUMNS), "float32")
+
+
+def _bounds(length: int, world: Communicator) -> tuple[int, int]:
+    """This rank's chunk, as torch cuts them."""
+    each = -(-length // world.size)
+    return min(length, each * world.rank), min(length, each * (world.rank + 1))

@@ -1,0 +1,231 @@
+"""Loading samples: against a plain memory-mapped NumPy loader, and how much of a training step it takes
+
+Samples a second: all ranks together read one epoch of a token set in the same shuffled order, each its share of every
+batch, as int64 tensors. The files are in the page cache; what is compared is what the loaders do themselves.
+
+    plain         slices of an np.memmap of the same tokens in one raw file, with the whole order in memory; it checks
+                  nothing and reads no shards, and a damaged file goes unnoticed
+    mpitrain      the Loader; workers 0 reads in the calling thread, 1 (the default) ahead in a thread
+    first epoch   the set is opened anew, so every extent is hashed; later epochs trust what was found right
+
+Share of a step: the time in `next(loader)` over that of the whole step, on the rank where it is largest, for the
+default model and for a GPT of 20 M parameters; the set is new to the process, so hashing counts. With workers 0 that
+is all that loading costs; with 1 it is what the step waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Generator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.runner.jobs import Benchmark, parser, run, temporary_folder
+from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.step.contenders import RATE, Shape
+from mpitrain.comm import Communicator
+from mpitrain.config.training import ModelSection
+from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
+from mpitrain.data.prepare import prepare
+from mpitrain.errors import InputError
+from mpitrain.shard.sharding import Options
+from mpitrain.speeds.timing import Contender, interleaved
+from mpitrain.trainer.engine import Engine
+
+SEQUENCE = 128  # tokens of a sample
+MOST = 0.02  # of a step
+_PLAIN = "plain"
+_DEFAULT = ModelSection()
+MODELS = {  # and the samples a rank has of a batch
+    "default GPT": (Shape(256, _DEFAULT.layers, _DEFAULT.width, SEQUENCE), 8),
+    "GPT of 20 M parameters": (Shape(2048, 6, 512, SEQUENCE), 4),
+}
+
+Batches = Generator[tuple[torch.Tensor, torch.Tensor], None, None]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    options = parser("data", __doc__ or "", ranks="1,2,4")
+    options.add_argument("--mb", type=int, default=8, metavar="MB", help="MiB of tokens, a byte each [8]")
+    options.add_argument("--batch", type=int, default=8, metavar="N", help="samples of a batch, each rank [8]")
+    options.add_argument("--dir", type=Path, metavar="DIR", help="where to put them [a temporary folder in --out]")
+    options.add_argument("--repeats", type=int, default=9, metavar="N", help="epochs of each loader [9]")
+    options.add_argument("--steps", type=int, default=30, metavar="N", help="training steps [30]")
+    return run(Benchmark("data", options, measure, report), arguments)
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
+    mb, repeats, steps = (1, 3, 4) if options.quick else (options.mb, options.repeats, options.steps)
+    with temporary_folder(world, options, "data") as folder:
+        world.on_root(lambda: _make(folder, mb << 20))
+        result = {"loading": _loading(world, folder, options.batch, repeats)}
+        models = list(MODELS)[:1] if options.quick else MODELS
+        result["steps"] = {name: _steps(world, folder, *MODELS[name], steps) for name in models}
+    return result
+
+
+def _make(folder: Path, tokens: int) -> None:
+    """raw.txt, and the data set of the same tokens."""
+    drawn = np.random.default_rng(1).integers(ord("a"), ord("z"), tokens, dtype=np.uint8)
+    drawn[::80] = ord("\n")
+    (folder / "raw.txt").write_bytes(drawn.tobytes())
+    prepare([str(folder / "raw.txt")], folder / "set", held_out=0.0)
+
+
+# -- samples a second ----------------------------------------------------------------------------------------
+
+
+def _loading(world: Communicator, folder: Path, batch: int, repeats: int) -> dict[str, Any]:
+    order = SampleOrder(len(_opened(folder)), seed=1)
+    count = order.samples // (batch * world.size)
+    if not count:
+        raise InputError(
+            f"an epoch of {order.samples} samples has no batch of {batch} on each rank; give a larger --mb"
+        )
+    whole = order.ids(0, order.samples)
+
+    plain = partial(_plain, folder, whole, batch, world)
+    _compare(plain(), _ours(_opened(folder), order, batch, world, 0), count)
+    contenders = {_PLAIN: Contender(lambda: _take(plain(), count), single=True)}
+    for workers in (0, 1):
+        for name, anew in (("first epoch", True), ("later epochs", False)):  # after a set's first nothing is hashed
+            opened = [_opened(folder)]
+
+            def epoch(opened: list[Dataset] = opened, workers: int = workers) -> None:
+                _take(_ours(opened[0], order, batch, world, workers), count)
+
+            def open_anew(opened: list[Dataset] = opened) -> None:
+                opened[0] = _opened(folder)
+
+            contender = Contender(epoch, open_anew if anew else None, single=True)
+            contenders[f"mpitrain, workers {workers}, {name}"] = contender
+    times = interleaved(world, contenders, repeats)
+    samples = count * batch * world.size
+    return {"samples": samples, "seconds": {name: list(of.all) for name, of in times.items()}}
+
+
+def _opened(folder: Path) -> Dataset:
+    return open_dataset(folder / "set", sequence=SEQUENCE)
+
+
+def _ours(data: Dataset, order: SampleOrder, batch: int, world: Communicator, workers: int) -> Batches:
+    lo = batch * world.rank
+    share = (lo, lo + batch)
+    with Loader(data, order, batch=batch * world.size, share=lambda size: share, workers=workers) as loader:
+        for each in loader:
+            yield each.x, each.y
+
+
+def _plain(folder: Path, order: np.ndarray, batch: int, world: Communicator) -> Batches:
+    tokens = np.memmap(folder / "raw.txt", dtype=np.uint8, mode="r")
+    for first in range(batch * world.rank, len(order), batch * world.size):
+        ids = order[first : first + batch].tolist()
+        rows = np.stack([tokens[i * SEQUENCE : i * SEQUENCE + SEQUENCE + 1] for i in ids])
+        yield torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+
+
+def _take(batches: Batches, count: int) -> None:
+    for _ in range(count):
+        next(batches)
+    batches.close()
+
+
+def _compare(a: Batches, b: Batches, count: int) -> None:
+    for number in range(min(count, 100)):
+        if not all(map(torch.equal, next(a), next(b))):
+            raise RuntimeError(f"batch {number}: the two loaders give different samples")
+    a.close()
+    b.close()
+
+
+# -- share of a step -----------------------------------------------------------------------------------------
+
+
+def _steps(world: Communicator, folder: Path, shape: Shape, batch: int, steps: int) -> dict[str, dict[str, float]]:
+    """For workers 0 and 1: seconds of a step, of waiting in it, and the share, of the rank where that is largest."""
+    model = shape.build()
+    engine = Engine(model, model.loss, torch.optim.AdamW(model.parameters(), RATE, fused=True), world, Options(zero=0))
+    order = SampleOrder(len(_opened(folder)), seed=1)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        engine.forward_backward([[(x, y)]], batch * world.size)
+        engine.step()
+
+    nothing = torch.zeros(batch, SEQUENCE, dtype=torch.int64)
+    train(nothing, nothing)  # binds and touches what later steps use
+    found = {}
+    for workers in (0, 1):
+        batches, waited = _ours(_opened(folder), order, batch, world, workers), 0.0
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):  # the first batch counts as well
+            asked = time.perf_counter()
+            x, y = next(batches)
+            waited += time.perf_counter() - asked
+            train(x, y)
+        whole = time.perf_counter() - began
+        batches.close()
+        share = torch.tensor([waited / whole], dtype=torch.float64)
+        world.all_reduce(share, "max")
+        found[f"workers {workers}"] = {"step": whole / steps, "waiting": waited / steps, "share": float(share)}
+    engine.close()
+    return found
+
+
+# -- the report ----------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    tables, targets = [], []
+    for ranks, result in results.items():
+        speed = _speeds(result["loading"])
+        rows = [(name, of, of / speed[_PLAIN]) for name, of in speed.items()]
+        title = f"{ranks} rank(s): samples a second, all ranks together"
+        note = f"Of {SEQUENCE} tokens, {options.batch} a rank and batch; the median over the epochs."
+        tables.append(ReportTable(title, ("loader", "samples/s", "of plain"), rows, note))
+        shares = [(model, how, of) for model, hows in result["steps"].items() for how, of in hows.items()]
+        columns = ("model", "loader", "step ms", "loading ms", "loading %")
+        cells = [(m, how, of["step"] * 1e3, of["waiting"] * 1e3, of["share"] * 100) for m, how, of in shares]
+        tables.append(ReportTable(f"{ranks} rank(s): share of a training step", columns, cells))
+        for model, how, of in shares:
+            met = None if options.quick else of["share"] < MOST
+            what = f"{ranks} rank(s), {model}, {how}: share of a step"
+            targets.append(ReportTarget(what, f"under {MOST:.0%}", f"{of['share']:.2%}", met))
+        for name, _, ratio in rows[1:]:
+            met = None if options.quick else ratio >= 1
+            what = f"{ranks} rank(s), {name}: samples/s of plain"
+            targets.append(ReportTarget(what, "at least 1 times", f"{ratio:.2f}", met))
+    return Report("Loading data", tables, targets, partial(_draw, results=results))
+
+
+def _speeds(loading: dict[str, Any]) -> dict[str, float]:
+    """Samples a second of each loader."""
+    return {name: loading["samples"] / float(np.median(seconds)) for name, seconds in loading["seconds"].items()}
+
+
+def _draw(figure: Any, results: dict[int, Any]) -> None:
+    left, right = figure.subplots(1, 2)
+    names = list(next(iter(results.values()))["loading"]["seconds"])
+    for number, name in enumerate(names):
+        places = [i + (number - (len(names) - 1) / 2) * 0.16 for i in range(len(results))]
+        left.bar(places, [_speeds(r["loading"])[name] for r in results.values()], 0.16, label=name)
+    left.set_xticks(range(len(results)), [f"{ranks} rank(s)" for ranks in results])
+    left.set_ylabel("samples a second")
+    left.legend(fontsize="x-small")
+    models = list(next(iter(results.values()))["steps"])
+    for model in models:
+        for how in ("workers 0", "workers 1"):
+            shares = [100 * r["steps"][model][how]["share"] for r in results.values()]
+            right.plot([str(ranks) for ranks in results], shares, marker="o", label=f"{model}, {how}")
+    right.axhline(100 * MOST, color="grey", linestyle="--")
+    right.set_xlabel("ranks")
+    right.set_ylabel("share of a step, %")
+    right.legend(fontsize="x-small")

@@ -1,0 +1,150 @@
+"""Text that goes on from prompts, by `mpitrain.generate` and by transformers' model.generate: tokens a second.
+
+A GPT with random weights, as GPT-2 is made and as Llama is, is loaded from one folder of Hugging Face by both. Prompts
+of 32 tokens go on by 128 more, each the likeliest, with the cache of keys and values: one prompt, and 8 together. Both
+must make the same tokens, or nothing is reported. Weights are in main memory when a contender's turn comes, as far as
+the other has used the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.runner.jobs import Benchmark, parser, repeated, run
+from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from mpitrain.comm import Communicator
+from mpitrain.errors import CommunicationError, InputError
+from mpitrain.speeds.timing import Contender, interleaved, plain
+
+FAMILIES = ("gpt2", "llama")
+OURS, THEIRS = "mpitrain", "transformers"
+PROMPTS = (1, 8)
+WANTED = 1.0  # times transformers' tokens a second
+_USUAL = {"layers": 6, "width": 384, "vocabulary": 8192, "prompt": 32, "tokens": 128}
+_QUICK = {"layers": 2, "width": 128, "vocabulary": 512, "prompt": 8, "tokens": 16}
+_HEAD = 64  # features
+_STD = 0.05  # of random weights: less, and scores are so alike that sums in another order choose other tokens
+Tokens = list[list[int]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    options = parser("generate", "Text that goes on from prompts, beside transformers' model.generate.", ranks="1")
+    repeated(options, 7, 120, "one model and number of prompts")
+    return run(Benchmark("generate", options, measure, report), arguments)
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds by family, number of prompts and contender. Collective."""
+    if world.size > 1:
+        raise InputError("transformers generates in one process; start 1 rank", agreed=True)
+    repeats, sizes = (3, _QUICK) if options.quick else (options.repeats, _USUAL)
+    found: dict[str, Any] = {}
+    for family in FAMILIES:
+        generators = _generators(family, sizes)
+        for count in PROMPTS:
+            prompts = torch.randint(
+                sizes["vocabulary"], (count, sizes["prompt"]), generator=torch.Generator().manual_seed(2)
+            )
+            calls = {name: partial(generate, prompts) for name, generate in generators.items()}
+            ours, theirs = (call() for call in calls.values())
+            if ours != theirs:
+                raise CommunicationError(f"{family}, {count} prompts: {OURS} and {THEIRS} make different tokens")
+            contenders = {name: Contender(call, single=True) for name, call in calls.items()}
+            times = interleaved(world, contenders, repeats, options.seconds)
+            found.setdefault(family, {})[str(count)] = plain(times)
+            print(f"  {family}, {count} prompts", flush=True)
+    return {"sizes": sizes, "seconds": found}
+
+
+def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch.Tensor], Tokens]]:
+    """What lets prompts [count, positions] go on, by contender; the weights of both are the same."""
+    import transformers
+
+    from mpitrain.inference.generation import Generation
+    from mpitrain.inference.placing import placed
+    from mpitrain.inference.sampling import Draws, Sampling
+    from mpitrain.models.hugging_face.folder import quiet
+    from mpitrain.trainer.weights.huggingface import import_folder
+
+    tokens = sizes["tokens"]
+    torch.manual_seed(1)
+    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-") as parent, quiet():
+        folder = Path(parent)
+        model = transformers.AutoModelForCausalLM.from_config(_configuration(family, sizes)).float().eval()
+        model.save_pretrained(folder / "model")
+        import_folder(folder / "model", folder / "run", ["--model.sequence", str(sizes["prompt"] + tokens)])
+        own = placed(folder / "run", None, torch.device("cpu"), print)
+    generation = Generation(own, Sampling(temperature=0), tokens)
+
+    def ours(prompts: torch.Tensor) -> Tokens:
+        given = prompts.tolist()
+        return [made.tokens for made in generation.run(given, Draws(1, given))]
+
+    def theirs(prompts: torch.Tensor) -> Tokens:
+        made = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, do_sample=False, use_cache=True
+        )
+        return made[:, prompts.shape[1] :].tolist()
+
+    return {OURS: ours, THEIRS: theirs}
+
+
+def _configuration(family: str, sizes: dict[str, int]) -> Any:
+    """Of transformers; the names of sizes are those that all its families take."""
+    import transformers
+
+    width = sizes["width"]
+    given = {
+        "vocab_size": sizes["vocabulary"],
+        "max_position_embeddings": sizes["prompt"] + sizes["tokens"],
+        "hidden_size": width,
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": width // _HEAD,
+        "initializer_range": _STD,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "llama":  # with half as many heads of keys and values
+        given |= {"num_key_value_heads": width // _HEAD // 2, "intermediate_size": 8 * width // 3}
+    return transformers.AutoConfig.for_model(family, **given)
+
+
+# -- the report --------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Table, targets and plot of the results by rank count."""
+    [result] = results.values()
+    sizes, rows, targets = result["sizes"], [], []
+    for family, by_count in result["seconds"].items():
+        for count, seconds in by_count.items():
+            rates = [int(count) * sizes["tokens"] / seconds[name]["median"] for name in (OURS, THEIRS)]
+            ratio = rates[0] / rates[1]
+            rows.append((family, int(count), *rates, ratio))
+            what = f"{family}, prompts at a time {count}: tokens a second against transformers"
+            met = None if options.quick else ratio >= WANTED
+            targets.append(ReportTarget(what, f"at least {WANTED:g} times", f"{ratio:.2f} times", met))
+    note = (
+        f"{sizes['layers']} layers of width {sizes['width']}, vocabulary {sizes['vocabulary']}; prompts of "
+        f"{sizes['prompt']} tokens go on by {sizes['tokens']}, fp32, greedy: tokens a second of all prompts, median."
+    )
+    columns = ("model", "prompts", OURS, THEIRS, "ratio")
+    table = ReportTable("Tokens a second", columns, rows, note)
+    return Report("Generation", [table], targets, partial(_draw, rows=rows))
+
+
+def _draw(figure: Any, rows: Sequence[tuple[Any, ...]]) -> None:
+    axes = figure.subplots()
+    for number, name in enumerate((OURS, THEIRS)):
+        axes.bar([at + 0.4 * number for at in range(len(rows))], [row[2 + number] for row in rows], 0.4, label=name)
+    axes.set_xticks([at + 0.2 for at in range(len(rows))], [f"{row[0]}, {row[1]}" for row in rows])
+    axes.set_ylabel("tokens a second")
+    axes.legend()

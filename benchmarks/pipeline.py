@@ -1,0 +1,217 @@
+"""Training steps through a pipeline against torch.distributed.pipelining over gloo; idle time against prediction.
+
+The same untied GPT (embedding, blocks, norm, head), cut into the same stages, the same microbatches and the same
+schedule in the same processes:
+
+    gpipe         ScheduleGPipe
+    1f1b          Schedule1F1B
+    interleaved   ScheduleInterleaved1F1B       two stages a rank
+    zero-bubble   ScheduleZBVZeroBubble         two stages a rank, placed as a V
+
+What is timed is one batch forward and backward, with gradients set to zero before it; no optimizer. Microbatches
+are `small` (what a pipeline of many microbatches has: overhead shows) and `large`.
+
+The idle fraction is measured in batches of their own that record each step. What is predicted is the simulation
+of the schedule with the median time of each stage's steps in those batches, and messages that take no time. With
+more ranks than cores the ranks take turns, which the prediction does not know: such figures are shown, not judged.
+The simulated time is also what computing alone takes: what a runtime adds to it is its own, and no runtime of the
+same blocks and schedule can take less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.runner.jobs import Benchmark, parser, repeated, run
+from benchmarks.runner.peers import gloo
+from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from mpitrain.comm import Communicator
+from mpitrain.errors import InputError
+from mpitrain.layout import split
+from mpitrain.models.gpt import TransformerBlock
+from mpitrain.models.losses import cross_entropy
+from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.record import from_json
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from mpitrain.pipe.schedules import make_schedule
+from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
+
+VOCABULARY, WIDTH, HEADS = 256, 64, 4
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank
+SIZES = {"small": (1, 32), "large": (4, 128)}  # samples and tokens of a microbatch
+_RECORDED = 3  # batches, the median of which counts
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    made = parser("pipeline", "Pipeline schedules against torch.distributed.pipelining.", ranks="2,4")
+    made.add_argument(
+        "--layers", type=int, default=14, metavar="N", help="blocks of the GPT, besides three others [14]"
+    )
+    made.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a batch [8]")
+    repeated(made, 15, 20, "one schedule and size")
+    return run(Benchmark("pipeline", made, measure, report), arguments)
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds a batch by size, schedule and contender, and idle fractions. Collective."""
+    if world.size == 1:
+        raise InputError("a pipeline of one rank sends nothing; start 2 ranks or more", agreed=True)
+    if options.layers + 3 < 2 * world.size or options.microbatches % world.size:
+        raise InputError(
+            f"pipeline on {world.size} ranks: two stages a rank need {2 * world.size - 3} layers or more, and "
+            f"interleaved in torch a multiple of {world.size} microbatches; change --layers or --microbatches",
+            agreed=True,
+        )
+    repeats, seconds = (3, 1.0) if options.quick else (options.repeats, options.seconds)
+    result: dict[str, Any] = {"nodes": world.num_nodes, "cores": os.cpu_count()}
+    with gloo(world):
+        for size, shape in SIZES.items():
+            result[size] = {}
+            for name, chunks in SCHEDULES.items():
+                case = _Case(world, name, chunks, options, shape)
+                times = interleaved(world, case.contenders(), repeats, seconds)
+                result[size][name] = plain(times) | {"idle": case.idle()}
+                if world.rank == 0:
+                    ms = ", ".join(f"{key} {t.median * 1e3:.1f} ms" for key, t in times.items())
+                    print(f"  {world.size} ranks, {size}, {name}: {ms}", flush=True)
+    return result
+
+
+class _Case:
+    """One schedule at one size, for both contenders."""
+
+    def __init__(
+        self, world: Communicator, name: str, chunks: int, options: argparse.Namespace, shape: tuple[int, int]
+    ) -> None:
+        self.world, self.count = world, options.microbatches
+        self.schedule = make_schedule(name, world.size, self.count, chunks)
+        torch.manual_seed(1)
+        model = _gpt(options.layers)
+        samples, sequence = shape
+        self.x = torch.randint(VOCABULARY, (self.count * samples, sequence))
+        self.y = torch.randint(VOCABULARY, (self.count * samples, sequence))
+        self.parts = list(zip(self.x.chunk(self.count), self.y.chunk(self.count), strict=True))
+        self.weights = [1 / self.count] * self.count
+        bounds = split(len(model), self.schedule.stages)
+        theirs = {s: deepcopy(model[bounds[s] : bounds[s + 1]]) for s in self.schedule.stages_of(world.rank)}
+        self.pipeline = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks)
+        self.recorded = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks, record=True)
+        self.peer, self.peer_module = _peer(self.schedule, theirs, self.x, self.y)
+
+    def contenders(self) -> dict[str, Contender]:
+        """The pipeline, and torch's if it has checked out to compute the same loss."""
+        expected = self.pipeline.forward_backward(self.parts, self.weights)
+        found = torch.tensor([self.peer()], dtype=torch.float64)
+        self.world.broadcast(found, root=self.schedule.rank_of[-1])
+        if abs(float(found) - expected) > 1e-4 * abs(expected):
+            text = f"torch computes a loss of {float(found)}, not {expected}: nothing to compare"
+            raise InputError(text, agreed=True)
+        ours = partial(self.pipeline.forward_backward, self.parts, self.weights)
+        return {
+            "mpitrain": Contender(ours, partial(self.pipeline.module.zero_grad, set_to_none=False), single=True),
+            "torch": Contender(self.peer, partial(self.peer_module.zero_grad, set_to_none=False), single=True),
+        }
+
+    def idle(self) -> dict[str, float] | None:
+        """Measured, and predicted from the times of the steps; `alone`: seconds a batch that were predicted.
+
+        Collective; on rank 0.
+        """
+        recordings = []
+        for _ in range(_RECORDED):
+            self.recorded.forward_backward(self.parts, self.weights)
+            recordings.append(self.recorded.recording())
+        if self.world.rank != 0:
+            return None
+        measured = [from_json(recording) for recording in recordings if recording is not None]
+        runs = [run for one in measured for of_rank in one.runs for run in of_rank]
+
+        def of(kind: type) -> list[float]:
+            times = [[r.end - r.begin for r in runs if type(r.step) is kind and r.step.stage == s] for s in stages]
+            return [float(np.median(t)) if t else 0.0 for t in times]
+
+        stages = range(self.schedule.stages)
+        whole = of(Backward)
+        inputs = [a + b for a, b in zip(whole, of(BackwardInput), strict=True)]
+        predicted = simulate(self.schedule, Costs(of(Forward), inputs, of(BackwardWeight)))
+        idle = float(np.median([one.idle for one in measured]))
+        return {"measured": idle, "predicted": predicted.idle, "alone": predicted.makespan}
+
+
+def _gpt(layers: int) -> nn.Sequential:
+    blocks = [TransformerBlock(WIDTH, HEADS, 0.0) for _ in range(layers)]
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.LayerNorm(WIDTH), head)
+
+
+def _peer(
+    schedule: Schedule, modules: dict[int, nn.Module], x: torch.Tensor, y: torch.Tensor
+) -> tuple[Callable[[], float], nn.Module]:
+    """One batch through torch's pipeline of the same stages: the mean loss where the last stage is, else 0."""
+    from torch.distributed import pipelining
+
+    device = torch.device("cpu")
+    stages = [pipelining.PipelineStage(module, number, schedule.stages, device) for number, module in modules.items()]
+    kinds: dict[str, Any] = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "zero-bubble": pipelining.ScheduleZBVZeroBubble,
+    }
+    given = stages if schedule.chunks > 1 else stages[0]
+    runner = kinds[schedule.name](given, n_microbatches=schedule.microbatches, loss_fn=cross_entropy)
+    rank = dist.get_rank()
+    first, last = schedule.rank_of[0] == rank, schedule.rank_of[-1] == rank
+
+    def step() -> float:
+        losses: list[torch.Tensor] = []
+        runner.step(*((x,) if first else ()), **({"target": y, "losses": losses} if last else {}))
+        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else 0.0
+
+    return step, nn.ModuleList(modules.values())
+
+
+def report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    rows: list[dict[str, Any]] = []
+    targets = []
+    for ranks, result in results.items():
+        fits = ranks <= (result["cores"] or 1) * result["nodes"]
+        for size in SIZES:
+            ratios = []
+            for name in SCHEDULES:
+                found = result[size][name]
+                ratio = found["torch"]["median"] / found["mpitrain"]["median"]
+                ratios.append(ratio)
+                idle = found["idle"]
+                row = {"ranks": ranks, "microbatch": size, "schedule": name}
+                row |= {f"{who} ms": found[who]["median"] * 1e3 for who in ("mpitrain", "torch")}
+                row |= {"computing alone ms": 1e3 * idle["alone"] if fits else None, "times as fast": ratio}
+                row |= {"idle %": 100 * idle["measured"], "predicted idle %": 100 * idle["predicted"] if fits else None}
+                rows.append(row)
+            wanted, least = 1.3 if size == "small" else 1.0, min(ratios)
+            what = f"{ranks} ranks, {size} microbatches, against torch's pipelining, slowest schedule"
+            found = f"{least:.2f} (geometric mean {geometric_mean(ratios):.2f})"
+            targets.append(ReportTarget(what, f"at least {wanted} times as fast", found, least >= wanted))
+    shapes = "; ".join(f"{size}: {samples} x {sequence} tokens" for size, (samples, sequence) in SIZES.items())
+    table = ReportTable(
+        "One batch forward and backward",
+        tuple(rows[0]),
+        [tuple(row.values()) for row in rows],
+        f"{options.microbatches} microbatches ({shapes}) through a GPT of {options.layers} blocks, {WIDTH} wide. "
+        "Computing alone: the schedule simulated with the median time of each step, and messages that take none. "
+        "It and the predicted idle time are left out where ranks share cores.",
+    )
+    return Report("Pipelines", (table,), targets)

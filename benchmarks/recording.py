@@ -1,0 +1,118 @@
+"""What a recorded step costs (`monitor.timeline`): steps with and without, in turns, of one run.
+
+The trainer's own GPT is trained, and every second step is recorded as a timeline records it: parts, modules, single
+operations. Each recorded step is compared with the one before or after it, whatever else the machine does meanwhile.
+Where the ranks' clocks are compared, and where files are written, is before and after steps, and does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.runner.jobs import Benchmark, parser, run
+from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.training_runs import WARM, TrainerRun
+from mpitrain.comm import Communicator
+from mpitrain.trainer.recording.timeline import Recording
+
+MOST = 1.03  # times as long a recorded step may take
+_PAIRS = 60
+_MODEL = {"layers": 4, "width": 256, "heads": 4, "sequence": 64}
+_BATCH = 4  # samples for each rank
+
+
+class _RecordedRun(TrainerRun):
+    """Steps of the trainer, of which single ones are recorded."""
+
+    def timed(self, *, recorded: bool) -> tuple[float, float, int]:
+        """Take a step. Returns its seconds, those of its processor time on this rank, and how many things it recorded.
+
+        Collective.
+        """
+        trainer, clock = self._trainer, self._trainer.engine.clock
+        totals = clock.totals()
+        spent = (totals["forward"] + totals["backward"]) / max(1, trainer.step)
+        recording = Recording(trainer, lambda at: at, spent) if recorded else None
+        gc.collect()
+        trainer.world.barrier()
+        begin, used = time.perf_counter(), time.process_time()
+        clock.step(trainer.step + 1)
+        with clock.data:
+            batch = next(self._coming)
+        trainer.step = trainer.train_step(batch).number
+        clock.settle()
+        seconds, used = time.perf_counter() - begin, time.process_time() - used
+        if recording is None:
+            return seconds, used, 0
+        told = recording.stop()
+        return seconds, used, len(told["spans"]) + len(told["communication"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    made = parser("recording", "What a recorded step costs, beside one that is not, in turns.", ranks="2")
+    made.add_argument("--pairs", type=int, default=_PAIRS, metavar="N", help=f"steps of each kind [{_PAIRS}]")
+    for key, value in _MODEL.items():
+        made.add_argument(f"--{key}", type=int, default=value, metavar="N", help=f"model.{key} [{value}]")
+    return run(Benchmark("recording", made, measure, _report), arguments)
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What steps take at this rank count, recorded and not. Collective."""
+    pairs = 4 if options.quick else options.pairs
+    config = {
+        "run": {"device": "cpu", "dir": "unused"},
+        "model": {"name": "gpt"} | {key: getattr(options, key) for key in _MODEL},
+        "train": {"batch": _BATCH * world.size, "steps": 2 * pairs + WARM + 2, "evaluate_every": 0},
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        training = _RecordedRun(world, config)
+        training.prepare()
+        world.journal.start()
+        for number in range(WARM + 2):
+            training.timed(recorded=number % 2 == 1)
+        rows = []
+        for pair in range(pairs):  # which of the two comes first changes, too
+            first = pair % 2 == 0
+            both = {recorded: training.timed(recorded=recorded) for recorded in (first, not first)}
+            rows.append([*both[False], *both[True]])
+        world.journal.stop()
+        training.close()
+    everyone = world.all_gather_object(rows)
+    return {
+        "seconds": [[of[p][0] for of in everyone] for p in range(pairs)],  # by pair and rank
+        "recorded_seconds": [[of[p][3] for of in everyone] for p in range(pairs)],
+        "used": [sum(of[p][1] for of in everyone) for p in range(pairs)],  # of all ranks
+        "recorded_used": [sum(of[p][4] for of in everyone) for p in range(pairs)],
+        "entries": statistics.mean(row[5] for row in rows),
+    }
+
+
+def _ratios(found: Mapping[str, Any]) -> tuple[float, float]:
+    """Of a recorded step to one that is not, the median over the pairs: of its time, and of its processor time."""
+    plain, recorded = ([max(of) for of in found[key]] for key in ("seconds", "recorded_seconds"))
+    time_ = statistics.median(b / a for a, b in zip(plain, recorded, strict=True))
+    return time_, statistics.median(b / a for a, b in zip(found["used"], found["recorded_used"], strict=True))
+
+
+def _report(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> Report:
+    rows, targets = [], []
+    for ranks, found in results.items():
+        of_time, of_processor = _ratios(found)
+        step = statistics.median(max(of) for of in found["seconds"])
+        entries = found["entries"]
+        used = statistics.median(b - a for a, b in zip(found["used"], found["recorded_used"], strict=True)) / ranks
+        each = used / max(1.0, entries) * 1e6
+        rows.append([ranks, step * 1e3, of_time, of_processor, entries, each])
+        wanted = f"at most {MOST}"
+        targets.append(ReportTarget(f"recorded / not, {ranks} ranks", wanted, f"{of_time:.3f}", of_time <= MOST))
+    columns = ["ranks", "step [ms]", "time, recorded / not", "processor time", "entries", "us an entry"]
+    note = "Ratios are medians over pairs of steps; entries are what a rank records in a step."
+    return Report("What a recorded step costs", [ReportTable("Recorded steps", columns, rows, note)], targets)

@@ -1,0 +1,1 @@
+"""Parameter servers, and one slow rank."""

@@ -1,0 +1,1 @@
+"""A training step beside torch DDP, FSDP2 and DeepSpeed."""

@@ -1,0 +1,1 @@
+"""One model by every strategy."""

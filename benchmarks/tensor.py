@@ -1,0 +1,183 @@
+"""Tensor parallelism against torch's (DTensor over gloo): the same transformer blocks, forward and backward.
+
+What is timed, per shape (samples x tokens x width; two GPT blocks, four features to an MLP input, heads of 64):
+
+    mpitrain            `mpitrain.tensor.parallelize`, activations whole outside the pairs of layers
+    sequence            the same with sequence=True: activations divided along the sequence
+    torch               torch.distributed.tensor.parallel.parallelize_module, ColwiseParallel and RowwiseParallel
+    one process         the whole blocks on every rank, nothing divided: what a rank would do alone
+
+All of them get the same weights and the same input, and the first three must come to the same output and gradient of
+the input, or nothing is reported. A measurement is one forward and one backward pass; weights and activations of a
+contender are in main memory when its turn comes, as far as the others have used the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.runner.jobs import Benchmark, parser, repeated, run
+from benchmarks.runner.peers import gloo
+from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from mpitrain.comm import Communicator
+from mpitrain.errors import CommunicationError, InputError
+from mpitrain.layout import split
+from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
+
+Shape = tuple[int, int, int]  # samples, tokens of each, width
+
+SHAPES: tuple[Shape, ...] = ((1, 64, 256), (1, 128, 256), (4, 128, 256), (1, 128, 512), (4, 128, 512), (8, 256, 512))
+QUICK_SHAPES: tuple[Shape, ...] = ((1, 64, 256), (4, 128, 256))
+LAYERS = 2
+HEAD = 64  # features
+WANTED = 2.0  # times as fast as torch
+CONTENDERS = ("mpitrain", "sequence", "torch", "one process")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and give its exit code."""
+    options = parser("tensor", "Tensor-parallel transformer blocks against torch's DTensor over gloo.", ranks="2")
+    repeated(options, 31, 60, "one shape")
+    return run(Benchmark("tensor", options, measure, report), arguments)
+
+
+class DivisibleBlock(nn.Module):
+    """Attention, whose fused layer is laid out [heads, 3, head_dim] so that torch can divide it, and an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width)})
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("up", nn.Linear(width, 4 * width))
+        self.mlp.add_module("activation", nn.GELU(approximate="tanh"))
+        self.mlp.add_module("down", nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output, of the size of x."""
+        qkv = self.attention["qkv"](self.attention_norm(x)).unflatten(-1, (-1, 3, HEAD)).transpose(1, 2)
+        q, k, v = qkv.unbind(3)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention["out"](mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured at this rank count. Collective."""
+    repeats, shapes = (5, QUICK_SHAPES) if options.quick else (options.repeats, SHAPES)
+    if any(width // HEAD % world.size for _, _, width in shapes):
+        raise InputError(
+            f"the blocks have 4 and 8 heads, which {world.size} ranks cannot share; use 2 or 4", agreed=True
+        )
+    result: dict[str, Any] = {}
+    with gloo(world):
+        for shape in shapes:
+            result["x".join(map(str, shape))] = _measure(world, shape, repeats, options.seconds)
+            if world.rank == 0:
+                print(f"  {world.size} ranks, {' x '.join(map(str, shape))}", flush=True)
+    return result
+
+
+def _measure(world: Communicator, shape: Shape, repeats: int, seconds: float) -> dict[str, dict[str, float]]:
+    torch.manual_seed(1)
+    whole = nn.Sequential(*(DivisibleBlock(shape[2]) for _ in range(LAYERS)))
+    x, weights = torch.randn(shape), torch.randn(shape)
+    axis, along = Axis(world), Axis(world)
+    qkv = Column(sections=1, heads=shape[2] // HEAD)
+    plan: dict[str, str | ParallelStyle] = {"*.qkv": qkv, "*.out": "row", "*.up": "column", "*.down": "row"}
+    mine = split(shape[1], world.size)
+    part = slice(mine[world.rank], mine[world.rank + 1])
+    steps = {
+        "mpitrain": _step(parallelize(copy.deepcopy(whole), axis, plan), x, weights),
+        "sequence": _step(
+            parallelize(copy.deepcopy(whole), along, plan, sequence=True), x[:, part].clone(), weights[:, part].clone()
+        ),
+        "torch": _step(_of_torch(copy.deepcopy(whole), world), x, weights),
+        "one process": _step(whole, x, weights),
+    }
+    expected = steps["one process"]()
+    _compare("mpitrain", steps["mpitrain"](), expected)
+    _compare("torch", steps["torch"](), expected)
+    _compare("mpitrain, sequence=True", steps["sequence"](), [t[:, part] for t in expected])
+    times = interleaved(world, {name: Contender(step) for name, step in steps.items()}, repeats, seconds)
+    axis.free()
+    along.free()
+    return plain(times)
+
+
+def _step(model: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
+    """One forward and backward pass; its output and the gradient of its input."""
+    parameters = list(model.parameters())
+
+    def step() -> Sequence[torch.Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        into = x.detach().requires_grad_()
+        out = model(into)
+        out.backward(weights)
+        assert into.grad is not None
+        return out.detach(), into.grad
+
+    return step
+
+
+def _of_torch(model: nn.Module, world: Communicator) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world.size,))
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in ("*.attention.qkv", "*.mlp.up")}
+    styles |= {name: RowwiseParallel() for name in ("*.attention.out", "*.mlp.down")}
+    return parallelize_module(model, mesh, styles)
+
+
+def _compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        if not torch.allclose(a, b, rtol=1e-3, atol=1e-4):
+            raise CommunicationError(f"{name} does not compute what one process does: off by {(a - b).abs().max():.3g}")
+
+
+# -- the report --------------------------------------------------------------------------------------------
+
+
+def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
+    """Tables, targets and the plot of the results by rank count."""
+    tables, targets = [], []
+    for ranks, result in results.items():
+        rows = []
+        for shape, times in result.items():
+            ms = {name: times[name]["median"] * 1e3 for name in CONTENDERS}
+            relative = (ms["torch"] / ms[name] for name in ("mpitrain", "sequence"))
+            rows.append((shape.replace("x", " x "), *ms.values(), *relative))
+        columns = ("samples x tokens x width", *CONTENDERS, "times torch", "sequence")
+        note = f"Milliseconds of a forward and backward pass of {LAYERS} blocks, median; then torch's time over ours."
+        tables.append(ReportTable(f"{ranks} ranks", columns, rows, note))
+        ratios = [row[5] for row in rows]
+        mean, least = geometric_mean(ratios), min(ratios)
+        what, met = f"{ranks} ranks: as fast as torch", (None, None) if options.quick else (mean >= WANTED, least >= 1)
+        targets += [
+            ReportTarget(f"{what}, geometric mean", f"at least {WANTED:g} times", f"{mean:.2f} times", met[0]),
+            ReportTarget(f"{what}, worst shape", "at least 1 times", f"{least:.2f}", met[1]),
+        ]
+    return Report("Tensor parallelism", tables, targets, lambda figure: _draw(figure, results))
+
+
+def _draw(figure: Any, results: dict[int, Any]) -> None:
+    axes = figure.subplots(1, len(results), squeeze=False)[0]
+    for ax, (ranks, result) in zip(axes, results.items(), strict=True):
+        for number, name in enumerate(CONTENDERS):
+            places = [i + (number - 1.5) * 0.2 for i in range(len(result))]
+            ax.bar(places, [times[name]["median"] * 1e3 for times in result.values()], 0.2, label=name)
+        ax.set_xticks(range(len(result)), result.keys(), rotation=30)
+        ax.set_yscale("log")
+        ax.set_ylabel("milliseconds, forward and backward")
+        ax.set_title(f"{ranks} ranks")
+        ax.legend()

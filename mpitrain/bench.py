@@ -1,0 +1,40 @@
+"""`python -m mpitrain.bench`: tells where each benchmark is now. It goes with the next release."""
+
+from __future__ import annotations
+
+import sys
+
+from mpitrain import early
+from mpitrain.errors import InputError, exit_code_of
+
+_ELSEWHERE = {
+    "machine": "python -m mpitrain.plan --measure",
+    "collectives --quick": "python -m mpitrain.doctor --check",
+    "collectives --tune": "python -m mpitrain.doctor --tune",
+}
+_USAGE = "The benchmarks are in the folder benchmarks/ of the sources: python -m benchmarks --help, started there.\n"
+
+
+def usage() -> str:
+    """Where everything went."""
+    width = max(map(len, _ELSEWHERE))
+    return _USAGE + "\n".join(f"  mpitrain.bench {old:{width}}  is now  {new}" for old, new in _ELSEWHERE.items())
+
+
+def instead_of(words: list[str]) -> str:
+    """Return the command that does what the words once asked this one for."""
+    for old, new in _ELSEWHERE.items():
+        name, *options = old.split()
+        if words[:1] == [name] and set(options) <= set(words):
+            return new
+    return f"python -m benchmarks {' '.join(words)}, in a folder with the sources"
+
+
+def main() -> int:
+    """Name the command that is there instead; the exit code is that of wrong input."""
+    raise InputError(f"mpitrain.bench is gone; use {instead_of(sys.argv[1:])}")
+
+
+if __name__ == "__main__":
+    early.answer(sys.argv[1:], usage)
+    sys.exit(exit_code_of(main))

@@ -1,0 +1,23 @@
+"""The benchmark of pipelines runs and says what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from support import job
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_the_benchmark_compares_every_schedule(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "pipeline", "--quick", "--ranks", "2", "--out", str(tmp_path)]
+    done = job(0, command, timeout=280)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "BENCH-pipeline.json").read_text())["results"]["2"]
+    for size in ("small", "large"):
+        assert set(results[size]) == {"gpipe", "1f1b", "interleaved", "zero-bubble"}
+        for found in results[size].values():
+            assert found["mpitrain"]["median"] > 0 and found["torch"]["median"] > 0
+            assert 0 <= found["idle"]["measured"] < 1 and 0 < found["idle"]["predicted"] < 1

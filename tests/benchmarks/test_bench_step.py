@@ -1,0 +1,199 @@
+"""The step benchmark runs, compares what trains alike, and judges what it measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import sys
+import time
+
+import numpy as np
+import pytest
+from support import job
+
+from benchmarks.runner.freed_memory import give_back
+from benchmarks.runner.peers import gloo
+from benchmarks.runner.report import markdown
+from benchmarks.step.contenders import ALONE, Batches, Shape, Trainee, bytes_needed, contenders
+from benchmarks.step.device import flops_of_a_token
+from benchmarks.step.memory import _watching
+from benchmarks.step.report import report
+from benchmarks.step.step import _groups, _losses, _parser, main
+from mpitrain.errors import CommunicationError
+
+MIB = 1 << 20
+SMALL = Shape(vocabulary=32, layers=2, width=64, tokens=8)
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.campaign
+def test_a_quick_run_writes_times_memory_bytes_and_targets(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "step", "--quick", "--ranks", "2", "--only", "ZeRO-2"]
+    done = job(0, [*command, "--out", str(tmp_path)], timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "BENCH-step.json").read_text())
+    [found] = values["results"]["2"]["sizes"].values()
+    of = found["communication-heavy"]
+    assert set(of) == {ALONE, "ZeRO-2"}
+    assert all(0 < v["best"] <= v["median"] < 60 and v["memory"]["node"] > v["memory"]["rank"] / 2 for v in of.values())
+    assert of["ZeRO-2"]["account"]["states"] == 2 * of["ZeRO-2"]["account"]["gradients"] > 0
+    assert of["ZeRO-2"]["loss"] == pytest.approx(of[ALONE]["loss"], rel=1e-2)  # few steps: nearly the same yet
+    text = (tmp_path / "BENCH-step.md").read_text()
+    for words in ("quick run", "/ one process", "not computing ms", "a node, MiB", "activations"):
+        assert words in text, words
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    assert (tmp_path / "BENCH-step.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", ["pretend"], indirect=True)
+def test_a_step_on_a_device_is_told_in_tokens_a_second(device, tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "step", "--quick", "--ranks", "2", "--device", device.type]
+    done = job(0, [*command, "--only", "DDP,torch DDP", "--out", str(tmp_path)], device=device.type)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "BENCH-step.json").read_text())
+    result = values["results"]["2"]
+    assert result["devices"] == 2 and result["backend"] == "mpitrain"
+    for of in result["found"].values():
+        assert of["tokens"] == pytest.approx(2 * 2 * 32 / of["step"]) and of["share"] is None
+    assert result["found"]["DDP"]["loss"] == pytest.approx(result["found"]["torch DDP"]["loss"], rel=0.03)
+    assert [target["met"] for target in values["targets"]] == [None]
+
+
+def test_operations_of_a_token_are_those_of_its_matrix_products_forwards_and_twice_back():
+    shape = Shape(vocabulary=1000, layers=3, width=128, tokens=64)
+    inside = 3 * 2 * 12 * 128**2  # of the blocks: a product and a sum for each weight
+    attention, scores = 3 * 2 * 2 * 64 * 128, 2 * 1000 * 128
+    assert flops_of_a_token(shape) == pytest.approx(3 * (inside + attention + scores), rel=0.01)
+
+
+def test_an_unknown_contender_is_named_with_those_there_are(capsys):
+    assert _parser().parse_args(["--only", "ZeRO-2, torch DDP"]).only == ["ZeRO-2", "torch DDP"]
+    with pytest.raises(SystemExit) as left:
+        main(["--only", "ZeRO-4"])
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert "'ZeRO-4'" in told and "ZeRO-3 gathered" in told
+
+
+# -- the contenders ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_all_contenders_train_alike_on_the_same_batches(world):
+    with gloo(world):
+        trainees = {}
+        for name, made in contenders().items():
+            if isinstance(made, str) or "DeepSpeed" in name:
+                continue  # DeepSpeed builds an operator when first used: minutes
+            trainees[name] = made(world, SMALL, Batches(SMALL, 2, world.rank))
+        for _ in range(2):
+            for trainee in trainees.values():
+                trainee.prepare()
+                trainee.step()
+        found = _losses(world, trainees)
+        assert len(found) >= 8 and len({round(loss, 3) for name, loss in found.items() if name != ALONE}) == 1
+        for trainee in trainees.values():
+            trainee.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_contender_that_trains_otherwise_is_named(world):
+    trainees = {name: Trainee(Batches(SMALL, 1, 0), lambda x, y: 0.0, lambda: None) for name in "abc"}
+    for name, loss in (("a", 1.0), ("b", 1.0), ("c", 1.1)):
+        trainees[name].loss = loss
+    with pytest.raises(CommunicationError, match="c differs"):
+        _losses(world, trainees)
+
+
+def test_the_number_of_parameters_is_the_models():
+    for shape in (SMALL, Shape(256, 3, 128, 4)):
+        assert shape.numel == sum(p.numel() for p in shape.build().parameters())
+
+
+def test_ranks_get_different_batches_and_a_rank_always_the_same():
+    first, again, other = (Batches(SMALL, 2, rank) for rank in (0, 0, 1))
+    x, y = first.next()
+    assert (x[:, 1:] == y[:, :-1]).all() and (x == again.next()[0]).all() and (x != other.next()[0]).any()
+    assert (x != first.next()[0]).any()
+
+
+@pytest.mark.ranks(2)
+def test_contenders_that_do_not_fit_together_run_in_groups_with_one_process_in_each(world, monkeypatch):
+    names = [ALONE, "DDP", "ZeRO-1", "ZeRO-3"]
+    one = bytes_needed(ALONE, SMALL.numel, world.size)
+
+    def groups(room: float) -> tuple[list[list[str]], list[str]]:
+        monkeypatch.setattr("benchmarks.step.step._available", lambda: room * one * world.local_size / 0.7)
+        return _groups(world, names, SMALL)
+
+    assert groups(100) == ([names], [])
+    assert groups(2.01) == ([[ALONE, name] for name in names[1:]], [])
+    assert groups(1.5) == ([[ALONE]], names[1:])
+    assert groups(0.5) == ([], names)
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+def test_memory_of_ones_own_counts_whole_and_shared_memory_once_per_node(world, tmp_path):
+    path = world.broadcast_object(str(tmp_path / "shared"))
+    if world.rank == 0:
+        with open(path, "wb") as file:
+            file.truncate(48 * MIB)
+    gc.collect()
+    give_back()  # what tests before this one have left must not be given back while it is watched
+    world.barrier()
+    with _watching(world) as readings:
+        own = np.ones(16 * MIB, dtype=np.uint8)
+        with open(path, "r+b") as file:
+            shared = mmap.mmap(file.fileno(), 0)
+        for at in range(0, len(shared), mmap.PAGESIZE):
+            shared[at] = 1
+        world.barrier()
+        time.sleep(0.3)  # several readings
+        own.sum()
+    if world.local_rank == 0:
+        before, after = readings[0], readings[-1]  # the processes of one reading in between are not read at one time
+        assert (sum(after) - sum(before)) / MIB == pytest.approx(16 * world.size + 48, rel=0.15)
+    world.barrier()
+    shared.close()
+
+
+# -- the report ----------------------------------------------------------------------------------------------
+
+
+def one(seconds: float, relative: float, rank: int) -> dict[str, object]:
+    memory = {"rank": rank * MIB, "node": 2 * rank * MIB, "process": 900 * MIB}
+    return {
+        "median": seconds, "best": seconds, "relative": relative, "waiting": seconds - 1.0, "repeats": 3,
+        "loss": 5.0, "account": None, "memory": memory,
+    }  # fmt: skip
+
+
+def test_targets_are_met_missed_or_unknown_by_what_was_measured():
+    found = {
+        ALONE: one(1.0, 1.0, 100),
+        "DDP": one(1.05, 1.05, 90),
+        "ZeRO-1": one(1.01, 1.01, 60),
+        "ZeRO-3": one(1.0, 1.0, 40),
+        "torch DDP": one(1.5, 1.5, 100),
+        "FSDP2": one(2.9, 2.9, 30),
+        "DeepSpeed ZeRO-3": {"why": "not installed"},
+    }
+    results = {2: {"nodes": 1, "sizes": {"20000000": {"communication-heavy": found}}}}
+    made = report(results, _parser().parse_args([]))
+    met = {target.what.removeprefix("2 ranks: "): target.met for target in made.targets}
+    assert met["a step by DDP / one process'"] is True and met["a step by ZeRO-1 / one process'"] is False
+    assert met["a step by ZeRO-2 / one process'"] is None
+    assert met["a step by torch DDP / DDP"] is True and met["a step by FSDP2 / ZeRO-3"] is False
+    assert met["a step by DeepSpeed ZeRO-3 / ZeRO-3"] is None
+    assert met["memory per rank, DDP / torch DDP"] is True and met["memory per node, ZeRO-3 / FSDP2"] is False
+    header = {2: {"machine": "m", "cores": 2, "nodes": 1, "MPI": "x", "torch": "t", "threads": 1, "python": "p",
+                  "date": "d", "tuning": "built-in", "load": 0.0}}  # fmt: skip
+    text = markdown(made, header, quick=False)
+    assert "DeepSpeed ZeRO-3 (not installed)" in text and "MISSED" in text

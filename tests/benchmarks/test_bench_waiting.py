@@ -1,0 +1,94 @@
+"""The benchmark of a slow rank slows just that one, by what it says, and judges what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+from support import job
+
+from benchmarks.servers.waiting import CONTENDERS, SLOW, _config, _parser, _Slowed, main
+from benchmarks.servers.waiting_report import median_run, report, seconds_to, tokens_per_second
+
+
+@pytest.mark.campaign
+def test_a_quick_run_writes_tokens_times_and_a_picture(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "waiting", "--quick", "--ranks", "3"]
+    only = "server, staleness 4; server, asynchronous, apart; local, 16 steps"
+    done = job(0, [*command, "--only", only, "--out", str(tmp_path)], timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "BENCH-waiting.json").read_text())
+    found = values["results"]["3"]
+    assert {"sync", "server, staleness 4", "server, asynchronous, apart"} <= set(found)
+    for of in found.values():
+        assert len(of["loss"]) == len(of["seconds"]) == 12 and of["tokens"] == 2 * 4 * 32
+        assert 3 < of["loss"][-1] < of["loss"][0] < 6 and 3 < of["held_out_loss"] < 6
+    text = (tmp_path / "BENCH-waiting.md").read_text()
+    for words in ("quick run", "2 workers, rank 1 slowed 3 times", "/ sync", "held-out loss"):
+        assert words in text, words
+    assert not list(tmp_path.glob("bench-waiting-*"))
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    assert (tmp_path / "BENCH-waiting.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["sync", "server, asynchronous"])
+def test_the_slow_rank_sleeps_twice_what_its_passes_took_before_others_get_its_last_gradient(
+    world, folder, monkeypatch, name
+):
+    options = argparse.Namespace(quick=True)
+    config = _config(options, world.size, CONTENDERS[name], folder / "r")
+    trainer = _Slowed(config, world=world, slowed=3.0)
+    slept, began, counted = [], [], []
+    step, pause = trainer.train_step, time.sleep
+
+    def train_step(batch):
+        began.append(time.perf_counter())
+        before = len(slept)
+        found = step(batch)
+        counted.append(len(slept) - before)
+        return found
+
+    def sleep(seconds):
+        if sys._getframe(1).f_code.co_name == "_came":  # not the naps of those who wait
+            slept.append((seconds, time.perf_counter() - began[-1], trainer.engine.sharding.reducer.passes))
+        pause(seconds)
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert trainer.fit() == 0
+    if world.rank != SLOW:
+        assert not slept
+        return
+    assert began and counted == [1] * len(began)
+    assert all(0 < seconds <= 2 * took for seconds, took, _ in slept)
+    assert all(b == a + 1 for (*_, a), (*_, b) in pairwise(slept)) and slept[0][2] == 0  # not reduced yet
+
+
+def test_tokens_of_complete_steps_after_the_first_and_seconds_to_the_loss_all_reach():
+    base = {"tokens": 100, "held_out_loss": 1.0, "staleness_max": 0.0}
+    sync = base | {"seconds": [9.0] + [2.0] * 19, "loss": [5.0 - 0.1 * i for i in range(20)]}
+    fast = base | {"seconds": [9.0] + [1.0] * 19, "loss": [5.0 - 0.05 * i for i in range(20)]}
+    assert tokens_per_second(sync) == pytest.approx(50.0)  # the first two steps do not count
+    assert median_run([sync, fast, fast | {"tokens": 90}])["tokens"] == 90
+    assert seconds_to(fast, 0.0) is None
+    results = {5: {"sync": sync, "server, asynchronous": fast, "server, staleness 4": fast | {"tokens": 89}}}
+    found = report(results, argparse.Namespace(slowed=3.0))
+    assert [target.met for target in found.targets] == [True, False]
+    [table] = found.tables
+    assert [row[2] for row in table.rows] == pytest.approx([1.0, 2.0, 1.78])
+    assert table.rows[1][3] == pytest.approx(9.0 + 19.0)  # the loss that the slower learner has at the end
+    assert table.rows[0][3] < 9.0 + 2 * 19.0
+    assert not report(results, argparse.Namespace(slowed=1.0)).targets
+
+
+def test_an_unknown_contender_is_named_with_those_there_are(capsys):
+    assert _parser().parse_args(["--only", "sync; local, 16 steps"]).only == ["sync", "local, 16 steps"]
+    with pytest.raises(SystemExit) as left:
+        main(["--only", "gossip"])
+    assert left.value.code == 2
+    assert "'gossip'" in capsys.readouterr().err
