@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.runner.jobs import is_first, launched
 from mpitrain import early
-from mpitrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, MpitrainError
+from mpitrain.errors import EXIT_BAD_INPUT
+from mpitrain.measuring import self_start
 
 _USAGE = """\
 usage: python -m benchmarks NAME [options]
@@ -27,13 +25,10 @@ benchmarks:
 
 _EXAMPLES = """
 examples:
-  python -m benchmarks collectives --quick            seconds: does it work here?
   python -m benchmarks collectives                    minutes, on an otherwise idle machine
-  python -m benchmarks collectives --tune             find and keep the fastest algorithms for this machine
   python -m benchmarks collectives --device auto      on the memory of an accelerator, by each way of carrying it
   python -m benchmarks data                           loaders side by side, and the share of a step they take
   python -m benchmarks generate                       a minute: tokens a second beside transformers
-  python -m benchmarks machine --folder /scratch/me   a minute: machine.toml, from which mpitrain.plan predicts
   python -m benchmarks step --device auto --ranks 1   tokens a second and the share of an accelerator's peak
   python -m benchmarks waiting                        minutes: one slow rank, with servers and without
   python -m benchmarks recording                      a minute: what a step costs that monitor.timeline records
@@ -58,21 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     name, rest = arguments[0], list(arguments[1:])
     modules = _modules()
     if name not in modules:
-        if is_first():
+        if early.launched_first():
             print(f"mpitrain: there is no benchmark {name!r}; there are {', '.join(sorted(modules))}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    if not launched():
-        os.environ["MPI4PY_RC_INITIALIZE"] = "0"  # a process that is an MPI job of its own could not start mpirun
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and ends what it started
-    try:
-        return int(importlib.import_module(modules[name][0]).main(rest))
-    except MpitrainError as error:
-        if not launched():
-            print(f"mpitrain: {error}", file=sys.stderr)
-            return error.exit_code
-        raise
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return self_start.command(lambda: int(importlib.import_module(modules[name][0]).main(rest)))
 
 
 def names() -> list[str]:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.runner.jobs import Benchmark, parser, run, temporary_folder
+from benchmarks.runner.jobs import Benchmark, parser, run
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
 from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.layout import Box, Piece
+from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.storage.crc import crc32
 
@@ -99,7 +100,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     warnings.filterwarnings("ignore", module="torch.distributed")
     state = BenchState(world, 16 if options.quick else options.mb)
     parts, wanted = state.parts(), state.empty_parts()
-    temporary = temporary_folder(world, options, "checkpoint")
+    temporary = temporary_folder(world, options.dir or options.out)
     with temporary as folder, gloo(world), Store(folder / "ours", world, 1) as store:
         store.prepare(set_aside=False)
         store.save(0, parts, {})

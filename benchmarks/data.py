@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.runner.jobs import Benchmark, parser, run, temporary_folder
+from benchmarks.runner.jobs import Benchmark, parser, run
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
 from benchmarks.step.contenders import RATE, Shape
 from mpitrain.comm import Communicator
@@ -33,6 +33,7 @@ from mpitrain.config.training import ModelSection
 from mpitrain.data import Dataset, Loader, SampleOrder, open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
+from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.shard.sharding import Options
 from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.trainer.engine import Engine
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """What is measured at this rank count. Collective."""
     mb, repeats, steps = (1, 3, 4) if options.quick else (options.mb, options.repeats, options.steps)
-    with temporary_folder(world, options, "data") as folder:
+    with temporary_folder(world, options.dir or options.out) as folder:
         world.on_root(lambda: _make(folder, mb << 20))
         result = {"loading": _loading(world, folder, options.batch, repeats)}
         models = list(MODELS)[:1] if options.quick else MODELS

@@ -11,6 +11,7 @@ COLOURS = ("#dbe9f6", "#d3ecea", "#cfe6d4", "#dcf0d0", "#e9f3c9", "#f4f1cf", "#f
 WORDS = {
     "train": "the main job", "evaluate": "figures", "generate": "text", "predict": "of samples", "report": "charts",
     "doctor": "in order?", "plan": "which layout", "adapters": "of LoRA", "bench": "gone: says where",
+    "measuring": "what a user measures: collectives, algorithms, the machine",
     "inference": "text and predictions by trained models, one or divided",
     "trainer": "Trainer, callbacks, run folder, engine, a loop of your own, modes",
     "loading": "trained models out of run folders",

@@ -1,4 +1,6 @@
 """`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
+`python -m mpitrain.doctor --check`: does every collective give what it should, here?
+`python -m mpitrain.doctor --tune`: find the fastest algorithms for this machine, and keep them for later jobs.
 `python -m mpitrain.doctor --clean [--dry-run]`: remove what MPI left here of dead jobs (`comm.process.cleanup`).
 
 Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
@@ -6,6 +8,7 @@ Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import shutil
@@ -17,6 +20,14 @@ from importlib import metadata
 if __name__ == "__main__":  # before the other imports, which start MPI: --clean works where that is impossible
     from mpitrain import early
 
+    if sys.argv[1:2] in (["--check"], ["--tune"]):
+        from mpitrain.measuring import self_start
+
+        def act() -> int:
+            name = sys.argv[1].removeprefix("--")
+            return int(importlib.import_module(f"mpitrain.measuring.{name}").main(sys.argv[2:]))
+
+        sys.exit(self_start.command(act))
     early.answer(sys.argv[1:], lambda: str(__doc__).strip())
     if sys.argv[1:]:
         from mpitrain.comm.process.cleanup import clean

@@ -29,7 +29,8 @@ from mpitrain.storage.disk import write_whole
 OWN = "config"  # --explain: the layout that the configuration asks for
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_MACHINES = ("machine.toml", "bench-results/machine.toml")  # where `--measure` leaves a profile
+MACHINE = "machine.toml"  # where --measure leaves a profile
+MEASURE = "--measure"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,12 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command.
 
     Args:
-        argv: Its arguments; None: those of the command line.
+        argv: Its arguments; None: those of the command line. After --measure: those of `measuring.machine`.
 
     Returns:
         The exit code: 2 for wrong input, also where no layout fits.
     """
-    return exit_code_of(lambda: _plan(sys.argv[1:] if argv is None else argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return measured(arguments) if MEASURE in arguments else exit_code_of(lambda: _plan(arguments))
+
+
+def measured(arguments: list[str]) -> int:
+    """Measure a machine with ranks of its own, or as one of a job's; returns the exit code."""
+    from mpitrain.measuring import self_start
+
+    def act() -> int:
+        from mpitrain.measuring import machine  # loads MPI
+
+        return machine.main([each for each in arguments if each != MEASURE])
+
+    return self_start.command(act)
 
 
 def _plan(argv: Sequence[str]) -> int:
@@ -183,12 +197,11 @@ def _measures(options: argparse.Namespace, machine: MachineProfile) -> bool:
 
 def _default_machine() -> str:
     """The profile that was measured here."""
-    for name in _MACHINES:
-        if Path(name).is_file():
-            return name
+    if Path(MACHINE).is_file():
+        return MACHINE
     raise refusal(
-        f"there is no {' and no '.join(_MACHINES)} here; give --machine one of {', '.join(given_machines())} or a "
-        "file, or measure one with python -m mpitrain.plan --measure"
+        f"there is no {MACHINE} here; give --machine one of {', '.join(given_machines())} or a file, or measure one "
+        "with python -m mpitrain.plan --measure"
     )
 
 
@@ -216,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     notes = (notation.__doc__ or "").partition("\n\n")[2]
     parser = _Parser(
         prog="python -m mpitrain.plan",
-        usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]",
+        usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]\n"
+        "       %(prog)s --measure [--help]: the speeds of this machine",
         description="Which layouts are fastest on so many nodes, how long a step takes and how much memory.",
         epilog=f"layouts:\n{notes}\nkeys of the configuration: python -m mpitrain.train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -227,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=_count, default=1, metavar="N", help="nodes of the job [1]")
     add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())
-    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{_MACHINES[0]}]")
+    add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
     add("--memory", type=memory_size, metavar="SIZE", help="that a rank may take, as 32GiB [its part of the node's]")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")

@@ -117,7 +117,7 @@ if [ -n "$serial" ] || [ -n "$long" ]; then
     if [ -z "$all" ]; then
         serial_tests serial "${targets[@]}" || failed=1
     elif [ -z "$long" ]; then
-        in_two_halves tests/{backend,bench,checkpoint,comm,commands,data,inference,models} || failed=1
+        in_two_halves tests/{backend,benchmarks,checkpoint,comm,commands,data,inference,models} || failed=1
     else # some ask how fast a job recovers or trains, or have daemons that must not be silent for seconds
         alone=(tests/cluster/test_{dead_workers,link,local_mode,planned_hosts,shrink,slurm,slurm_backend}.py
             tests/planner/test_plan_command.py) # the last loads the machine

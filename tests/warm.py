@@ -93,11 +93,18 @@ def shared() -> Warm:
     return made
 
 
-def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m benchmarks` says, and its exit code; the ranks of its jobs are forked as well."""
+def command(
+    name: str, *arguments: object, timeout: float = 100, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What `python -m mpitrain.NAME` says that starts ranks itself, and its exit code; the ranks are forked as well."""
     path = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"  # there mpirun is
     ranks = {"WARM_PYTHON": str(shared().python), "PATH": path} if FORKS else {}
-    return shared().run("benchmarks", *arguments, timeout=timeout, **ranks, **environment)
+    return shared().run(name, *arguments, timeout=timeout, **ranks, **environment)
+
+
+def bench(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m benchmarks` says, and its exit code."""
+    return command("benchmarks", *arguments, timeout=timeout, **environment)
 
 
 def job(

@@ -29,35 +29,28 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import product
 from typing import Any
 
 from benchmarks.collectives import device as collectives_device
-from benchmarks.collectives.check import check
 from benchmarks.collectives.contenders import CollectiveContenders
 from benchmarks.collectives.prediction import predicted
 from benchmarks.collectives.report import report
-from benchmarks.runner.jobs import Benchmark, byte_sizes, parser, quiet_unless_first, repeated, run, tried
+from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report
 from mpitrain.comm import Communicator
-from mpitrain.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from mpitrain.comm.process.topology import this_machine
-from mpitrain.comm.selection import tuning
-from mpitrain.comm.selection.setting import Setting
 from mpitrain.errors import InputError
+from mpitrain.measuring.self_start import byte_sizes
 from mpitrain.speeds.timing import interleaved, plain
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB
 QUICK_SIZES = [64, 64 * KIB, 1 * MIB, 4 * MIB]
 
-_TUNED = [module.ALGORITHMS for module in (all_reduce, reduce, reduce_scatter, broadcast, all_gather)]
-_MEMORIES = ("arena", "private")
-_CHECKED = [2, 3]  # ranks: a power of two, and none
+_PASSES = ("algorithms", "all_reduce", "halves", "reduce_scatter", "all_gather")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +60,6 @@ def main(arguments: Sequence[str]) -> int:
         "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
     )
     repeated(made, 21, 8, "one operation at one size")
-    made.add_argument("--tune", action="store_true", help="find the fastest algorithms; keep them for later jobs here")
     made.add_argument(
         "--device",
         default="cpu",
@@ -77,20 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--way", type=_ways, metavar="W,W", help="of device memory: staged, mpi, peer, nccl [all possible]"
     )
-    made.epilog = "--quick alone: are all results right here? A line for each collective, in seconds, and no figures."
-    benchmark = Benchmark("collectives", made, measure, shown)
-    if _only_check(arguments, made):
-        return tried(benchmark, arguments, check, ranks=_CHECKED)
-    return run(benchmark, arguments)
-
-
-def _only_check(arguments: Sequence[str], made: argparse.ArgumentParser) -> bool:
-    """Whether --quick stands there, and nothing that says what is to be measured."""
-    if "--quick" not in arguments or {"-h", "--help"} & set(arguments):
-        return False
-    with quiet_unless_first():
-        options = made.parse_args(list(arguments))
-    return not (options.sizes or options.tune or options.way or collectives_device.asked_for(options))
+    return run(Benchmark("collectives", made, measure, shown), arguments)
 
 
 def shown(results: dict[int, Any], options: argparse.Namespace) -> Report:
@@ -108,13 +87,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         return collectives_device.measure(world, options, sizes, repeats, seconds)
     time_all = partial(interleaved, world, repeats=repeats, budget=seconds)
     bench = CollectiveContenders(world)
-    passes: dict[str, Callable[[int], Any]]
-    if options.tune:
-        both = product(_TUNED, _MEMORIES)
-        passes = {f"{table.operation} {memory}": bench.algorithms(memory, table) for table, memory in both}
-    else:
-        passes = {"algorithms": bench.algorithms("arena", all_reduce.ALGORITHMS)}
-        passes |= {name: getattr(bench, name) for name in ("all_reduce", "halves", "reduce_scatter", "all_gather")}
+    passes = {name: getattr(bench, name) for name in _PASSES}
     result: dict[str, Any] = {"nodes": world.num_nodes, "sizes": sizes, **{name: {} for name in passes}}
     result |= {"speeds": {}, "predicted": {}}
     with gloo(world):
@@ -129,24 +102,8 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             result["predicted"][str(size)] = predicted(world, size, machine)
             if world.rank == 0:
                 print(f"  {world.size} ranks, {size:>10,} bytes: {time.perf_counter() - begin:5.1f} s", flush=True)
-    if options.tune:
-        result["algorithms"] = result["all_reduce arena"]
-        result["tuned"] = _tune(world, result)
     bench.plain.free()
     return result
-
-
-def _tune(world: Communicator, result: dict[str, Any]) -> dict[str, Any]:
-    """The rules for this rank count, written into the machine's table. Collective."""
-    rules = {}
-    for algorithms, memory in product(_TUNED, _MEMORIES):
-        place = Setting(0, 0, world.nodes, memory, world.process.spare_cores < 0).place
-        measured = result[f"{algorithms.operation} {memory}"]
-        times = {int(size): {a: t["median"] for a, t in by.items()} for size, by in measured.items()}
-        rules[tuning.key(algorithms.operation, place, world.size)] = tuning.rules_from(times)
-    origin = f"measured {time.strftime('%Y-%m-%d')}"
-    path = world.on_root(lambda: str(tuning.keep(this_machine(), rules, origin)))
-    return {"path": path, "rules": rules}
 
 
 def _ways(text: str) -> list[str]:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from mpitrain.comm.selection.tuning import describe
 from mpitrain.speeds.timing import geometric_mean, rank_correlation
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -26,17 +25,8 @@ def report(results: dict[int, Result], options: argparse.Namespace) -> Report:
     """Tables, targets and the plot of the results by rank count."""
     tables: list[ReportTable] = []
     for ranks, result in results.items():
-        if "tuned" in result:
-            tables.append(_tuned(ranks, result))
-        else:
-            tables += [_all_reduce(ranks, result), _halves(ranks, result), _others(ranks, result)]
+        tables += [_all_reduce(ranks, result), _halves(ranks, result), _others(ranks, result)]
         tables.append(_algorithms(ranks, result))
-    if options.tune:
-        print(
-            f"The rules are in {next(iter(results.values()))['tuned']['path']}; jobs on this machine with this MPI use "
-            "them from now on (python -m mpitrain.doctor shows them; delete the file to go back to the built-in ones)."
-        )
-        return Report("Collectives, tuned", tables, draw=lambda figure: _draw_algorithms(figure, results))
     targets = [target for ranks, result in results.items() for target in _targets(ranks, result)]
     return Report("Collectives", [_means(results), *tables], targets, lambda figure: _draw(figure, results))
 
@@ -196,12 +186,6 @@ def _algorithms(ranks: int, result: Result) -> ReportTable:
     return ReportTable(f"all_reduce algorithms in an arena, {ranks} ranks, measured and simulated", columns, rows, note)
 
 
-def _tuned(ranks: int, result: Result) -> ReportTable:
-    rules = result["tuned"]["rules"]
-    rows = [[place.rpartition("/")[0], describe([(limit, name) for limit, name in rules[place]])] for place in rules]
-    return ReportTable(f"Rules, {ranks} ranks", ("place", "algorithm"), rows)
-
-
 def size_text(nbytes: int) -> str:
     """A number of bytes as people write it."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
@@ -230,14 +214,3 @@ def _draw(figure: Any, results: dict[int, Result]) -> None:
         relative.set(xlabel="bytes", ylabel="times as long as ours in an arena")
         times.legend()
         relative.legend()
-
-
-def _draw_algorithms(figure: Any, results: dict[int, Result]) -> None:
-    figure.set_size_inches(5 * len(results), 4)
-    axes = figure.subplots(1, len(results), squeeze=False)[0]
-    for axis, (ranks, result) in zip(axes, results.items(), strict=True):
-        for name in next(iter(result["algorithms"].values())):
-            points = [(int(size), by[name]["median"] * 1e6) for size, by in result["algorithms"].items()]
-            axis.loglog(*zip(*points, strict=True), marker=".", label=name)
-        axis.set(title=f"in an arena, {ranks} ranks", xlabel="bytes", ylabel="µs")
-        axis.legend()

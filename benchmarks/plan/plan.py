@@ -5,7 +5,7 @@ spread of layouts is predicted before anything is measured: data parallel and Ze
 schedules, tensor parallel, their mixes, microbatches, recompute; and the plan's own first choices among all that there
 are. Then they are trained in the same processes, in turns (`training_runs`).
 
-The machine profile is that of `--machine`, or what `python -m benchmarks machine` has left in the results folder.
+The machine profile is that of `--machine`, or what `python -m mpitrain.plan --measure` has left here.
 On several nodes: predict first, with --nodes and --predictions FILE; then measure under mpirun with the same options.
 """
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser("plan", "The planner's predictions beside measured steps.")
-    made.add_argument("--machine", metavar="FILE", help="machine profile [machine.toml in --out]")
+    made.add_argument("--machine", default="machine.toml", metavar="FILE", help="machine profile [machine.toml]")
     made.add_argument("--models", default="gpt,resnet,factory", metavar="A,B", help=f"of {', '.join(MODELS)}")
     made.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"measurements of each [{ROUNDS}]")
     made.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a measurement [{STEPS}]")
@@ -105,7 +105,7 @@ def _predictions(options: argparse.Namespace) -> dict[str, dict[str, list[dict[s
     """By rank count and model: what is to be measured, with what the planner says of it."""
     from mpitrain.planner.machine_file import read_machine
 
-    machine = read_machine(options.machine or str(options.out / "machine.toml"))
+    machine = read_machine(options.machine)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models.split(",")}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {str(ranks): {} for ranks in options.ranks}
     for name, values in models.items():

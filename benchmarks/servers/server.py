@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives.report import size_text
-from benchmarks.runner.jobs import Benchmark, byte_sizes, parser, repeated, run, temporary_folder
+from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.report import Report, ReportTable
 from benchmarks.servers.carriers import SERVER
 from benchmarks.servers.contenders import carriers, contenders
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
+from mpitrain.measuring.self_start import byte_sizes, temporary_folder
 from mpitrain.speeds.timing import interleaved, plain
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
@@ -56,7 +57,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     repeats, sizes = (5, QUICK_SIZES) if options.quick else (options.repeats, SIZES)
     result: dict[str, Any] = {}
     for size in options.sizes or sizes:
-        with temporary_folder(world, options, "server") as folder:
+        with temporary_folder(world, options.dir or options.out) as folder:
             result[str(size)] = _measure(world, size, folder, repeats, options)
         if world.rank == 0:
             print(f"  {world.size} ranks, {size_text(size)}", flush=True)

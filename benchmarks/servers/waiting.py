@@ -39,11 +39,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.runner.jobs import Benchmark, parser, run, temporary_folder
+from benchmarks.runner.jobs import Benchmark, parser, run
 from benchmarks.servers.waiting_report import SYNC, median_run, report
 from mpitrain.comm import Communicator
 from mpitrain.data import Batch
 from mpitrain.errors import InputError
+from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.models.task import Task
 from mpitrain.monitor.metrics import read_metrics
 from mpitrain.trainer.callback import Step
@@ -97,7 +98,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     wanted = {name: of for name, of in CONTENDERS.items() if not options.only or name in {*options.only, SYNC}}
     wanted = {name: of for name, of in wanted.items() if of.get("mode", SYNC) in STRATEGIES}
     found: dict[str, list[Any]] = {name: [] for name in wanted}
-    with temporary_folder(world, options, "waiting") as folder:
+    with temporary_folder(world, options.dir or options.out) as folder:
         for turn in range(1 if options.quick else options.repeats):
             for name, parallel in list(wanted.items())[:: -1 if turn % 2 else 1]:
                 config = _config(options, world.size - 1, parallel, folder / f"{turn} {name}")

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runner.jobs import start
 from benchmarks.runner.peers import gloo
 from benchmarks.step.contenders import Shape, contender
 from mpitrain.comm import Communicator
 from mpitrain.errors import EXIT_DONE
+from mpitrain.measuring.self_start import start
 
 STEPS = 4  # watched; the first makes the optimizer's states
 _FOLDER = "MPITRAIN_BENCH_STEP_MEMORY"  # where the jobs leave what they found

@@ -33,12 +33,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import step_device
 from benchmarks.collectives.device import asked_for
 from benchmarks.runner.freed_memory import give_back
 from benchmarks.runner.jobs import Benchmark, launched, parser, repeated, run
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report
+from benchmarks.step import device as step_device
 from benchmarks.step.contenders import ALONE, Shape, Trainee, bytes_needed, contender, contenders
 from benchmarks.step.memory import measured_apart, remembered
 from benchmarks.step.report import HEAVY, LIGHT, report

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import subprocess
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-import warm
-from support import clean_environment, job, one_line
+from support import job, one_line
 from warm import bench
 
 from benchmarks.__main__ import names, usage
-from benchmarks.collectives.check import _all_reduce, judged
 from benchmarks.collectives.prediction import predicted
 from benchmarks.collectives.report import correlation, report
-from benchmarks.runner.jobs import byte_sizes
 from benchmarks.runner.report import Report, ReportTable, ReportTarget, markdown
-from mpitrain.comm import init
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
-from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.setting import Setting
-from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
 from mpitrain.speeds.probes import Probes
-from mpitrain.speeds.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
+from mpitrain.speeds.timing import interleaved
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -66,52 +54,6 @@ def test_a_quick_run_writes_table_json_and_plot_even_if_a_later_rank_count_fails
     assert (tmp_path / "BENCH-collectives.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_quick_alone_says_of_each_collective_whether_it_works_here(tmp_path):
-    done = bench("collectives", "--quick", "--ranks", 2, "--out", tmp_path / "none")
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, *lines, last = done.stdout.splitlines()
-    assert "2 ranks" in first and last == "all 11 work here" and not (tmp_path / "none").exists()
-    assert {tuple(line.split("  ")[1:2]) for line in lines} >= {("all_reduce",), ("all_to_all",), ("barrier",)}
-    assert all(" ok" in line for line in lines), done.stdout
-
-
-def test_a_collective_that_gives_something_wrong_is_named_with_the_place():
-    world = init()
-    right = judged(world, "all_reduce", _all_reduce, all_reduce.ALGORITHMS)
-    assert right.line(10) == "  all_reduce  ok (mpi, ring, tree, halving, shared, two_level)"
-
-    def one_bit_off(world, elements, dtype, algorithm):
-        got, wanted = _all_reduce(world, elements, dtype, algorithm)
-        got[-1] += elements == 1001
-        return got, wanted
-
-    wrong = judged(world, "all_reduce", one_bit_off, all_reduce.ALGORITHMS)
-    assert wrong.line(10) == (
-        "  all_reduce  failed: rank 0, algorithm auto, 1,001 x float32: element 1000 is 13.0 instead of 12.0"
-    )
-
-
-def test_tuning_writes_a_table_that_later_jobs_choose_by(tmp_path):
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = bench(
-        "collectives", "--tune", "--quick", "--ranks", 2, "--sizes", "4Ki", "--out", tmp_path, **cache
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    [path] = (tmp_path / "cache" / "mpitrain").glob("tuning-*.json")
-    assert str(path) in done.stdout
-    written = Tuning.from_json(path.read_text())
-    assert {key.rpartition("/")[2] for key in written.measured} == {"2"}
-    operations = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
-    places = {key.rpartition("/")[0].removesuffix(" oversubscribed") for key in written.measured}
-    assert places == {f"{operation} {place}" for operation in operations for place in ("node arena", "node")}
-    told = warm.job(2, [sys.executable, "-m", "mpitrain.doctor"], **cache)
-    assert told.returncode == 0, told.stdout + told.stderr
-    lines = [line for line in told.stdout.splitlines() if " algorithms " in line]
-    assert len(lines) == 2 and all("(measured " in line for line in lines)
-    rules = [rules for key, rules in written.measured.items() if key.startswith("all_reduce")]
-    assert len(rules) == 2 and all(any(describe(rule) in line for line in lines) for rule in rules)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)
 def test_on_a_device_each_way_stands_beside_the_copies_and_the_host(device, tmp_path):
@@ -142,125 +84,6 @@ def test_help_lists_every_benchmark_with_what_it_measures():
     for name in names():
         [line] = [line for line in text.splitlines() if line.split()[:1] == [name]]
         assert len(line.split()) > 4, f"{name} does not say what it measures"
-
-
-def test_a_job_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _SLEEP, str(tmp_path / "pid")],
-        capture_output=True, text=True, timeout=60, env=clean_environment(),
-    )  # fmt: skip
-    assert "not done after" in done.stderr and done.stdout.split()[-1] == "1", done.stdout + done.stderr
-    place = Path("/proc") / (tmp_path / "pid").read_text()
-    deadline = time.monotonic() + 10
-    while place.exists() and time.monotonic() < deadline:  # mpirun may leave a moment before its ranks
-        time.sleep(0.05)
-    assert not place.exists()
-
-
-_SLEEP = """
-import os, sys
-from benchmarks.runner.jobs import start
-code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
-for seconds in (2.5, 40):  # the longer one where a busy machine has not started it by then
-    ended = start(["-c", code, sys.argv[1]], 1, seconds)
-    if os.path.exists(sys.argv[1]):
-        break
-print(ended)
-"""
-
-
-# -- statistics ----------------------------------------------------------------------------------------------
-
-
-def test_geometric_mean_of_known_numbers():
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    assert geometric_mean([3.0]) == pytest.approx(3.0)
-    assert math.isnan(geometric_mean([]))
-
-
-def test_rank_correlation_of_known_orders():
-    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
-    assert rank_correlation([1, 2, 3, 4, 5], [2, 1, 3, 4, 5]) == pytest.approx(0.9)  # 1 - 6*2 / (5*24)
-    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486833)  # ties share the mean rank
-    assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
-
-
-def test_times_within_the_tolerance_are_no_order():
-    assert rank_correlation([1, 2, 2.05], [1, 2.05, 2]) == pytest.approx(0.5)
-    assert rank_correlation([1, 2, 2.05], [1, 2.05, 2], tolerance=0.1) == pytest.approx(1.0)
-
-
-@pytest.mark.ranks(2, 3)
-def test_a_repetition_lasts_from_the_first_start_to_the_last_end(world):
-    stamps = np.array([[[1.0, 4.0], [7.0, 8.0]]]) if world.rank == 0 else np.array([[[2.0, 5.0], [3.0, 6.0]]])
-    assert extents(world, stamps).tolist() == [[4.0, 5.0]]
-
-
-@pytest.mark.ranks(2, 3)
-def test_contenders_take_turns_and_all_ranks_get_the_same_times(world):
-    seen: list[str] = []
-    contenders = {
-        "a": Contender(lambda: seen.append("a"), lambda: seen.append("prepare"), single=True),
-        "b": Contender(lambda: seen.append("b"), single=True),
-    }
-    times = interleaved(world, contenders, repeats=4)
-    assert seen == ["prepare", "a", "b"] * 6  # two rounds to warm up
-    told = world.all_gather_object([list(times["a"].all), list(times["b"].all)])
-    assert all(one == told[0] for one in told) and len(told[0][0]) == 4
-
-
-# -- tuning --------------------------------------------------------------------------------------------------
-
-
-def test_rules_change_half_way_and_only_for_a_clear_gain():
-    times = {
-        1 * KIB: {"mpi": 1.0, "shared": 2.0},
-        4 * KIB: {"mpi": 1.0, "shared": 0.98},  # within the noise: no change yet
-        16 * KIB: {"mpi": 2.0, "shared": 1.0},
-        64 * KIB: {"mpi": 9.0, "shared": 1.0},
-    }
-    rules = rules_from(times)
-    assert rules[:-1] == ((8 * KIB, "mpi"),) and rules[-1][1] == "shared"
-    assert describe(rules) == "mpi below 8 KiB, then shared"
-    table = Tuning({key("all_reduce", "node", 2): rules}, "measured")
-    assert [chosen(table, 2, n) for n in (0, 8 * KIB - 1, 8 * KIB, 1 << 40)] == ["mpi", "mpi"] + ["shared"] * 2
-
-
-def chosen(table: Tuning, ranks: int, nbytes: int) -> str:
-    return table.algorithm(all_reduce.ALGORITHMS, Setting(nbytes, nbytes // 4, (0,) * ranks, "private"))
-
-
-def test_a_kept_table_is_loaded_and_keeps_what_it_had(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load("x").origin == "built-in"
-    first, second = ((1 << 62, "ring"),), ((100, "mpi"), (1 << 62, "tree"))
-    assert keep("x", {key("all_reduce", "node", 2): first}, "one") == table_path("x")
-    keep("x", {key("all_reduce", "node", 4): second}, "two")
-    table = load("x")
-    assert table.origin == "two"
-    assert chosen(table, 2, 5) == "ring" and chosen(table, 4, 500) == "tree"
-    assert table.is_measured("all_reduce", "node", 2) and not table.is_measured("all_reduce", "node", 8)
-    assert table.rules("all_reduce", "node", 8) == Tuning().rules("all_reduce", "node", 8)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"measured": {"node/2": [[5, "mpi"]]}, "origin": ""}'])
-def test_a_table_that_cannot_be_used_is_as_none(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = table_path("x")
-    path.parent.mkdir()
-    path.write_text(text)
-    assert load("x") == Tuning()
-
-
-def test_rules_of_an_algorithm_that_nobody_has_registered_are_passed_over():
-    table = Tuning.from_json('{"measured": {"all_reduce node/2": [[4611686018427387904, "teleport"]]}, "origin": ""}')
-    assert chosen(table, 2, 8) == chosen(Tuning(), 2, 8)
-
-
-def test_a_table_of_earlier_versions_is_one_of_all_reduce():
-    text = '{"measured": {"node arena crowded/2": [[4611686018427387904, "ring"]]}, "origin": ""}'
-    assert list(Tuning.from_json(text).measured) == ["all_reduce node arena oversubscribed/2"]
 
 
 # -- prediction ----------------------------------------------------------------------------------------------
@@ -351,10 +174,3 @@ def test_a_missed_target_is_shown():
     text = markdown(made, {2: facts | {"load": 0.0, "tuning": "built-in"}}, quick=False)
     assert "| speed | ≥ 3 | 2.0 | MISSED |" in text
     assert "| x | 1,234 |" in text and "| y | - |" in text
-
-
-def test_sizes_as_people_write_them():
-    assert byte_sizes("16,64Ki,4MiB,1m") == [16, 64 * KIB, 1 * MIB, 4 * MIB]
-    for wrong in ("", "x", "4Q", "1.5Ki"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            byte_sizes(wrong)

@@ -19,6 +19,7 @@ from mpitrain.planner import notation
 def test_a_quick_run_puts_what_was_predicted_beside_what_was_measured(tmp_path):
     (tmp_path / "machine.toml").write_text(MACHINE)
     command = [sys.executable, "-m", "benchmarks", "plan", "--quick", "--ranks", "2", "--out", str(tmp_path)]
+    command += ["--machine", str(tmp_path / "machine.toml")]
     done = job(0, command, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "BENCH-plan.json").read_text())["results"]["2"]["gpt"]

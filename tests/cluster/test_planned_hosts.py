@@ -17,7 +17,7 @@ import pytest
 from cluster.conftest import impossible
 from link import Link
 from namespace_hosts import Hosts, why_not
-from support import clean_environment
+from support import ROOT, clean_environment
 
 LINK = Link(bits_per_second=1e9, seconds=0.010)
 NETWORK = """
@@ -42,7 +42,7 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
         impossible("namespaces", reason)
     seen = len(os.sched_getaffinity(0))
     (tmp_path / "network.toml").write_text(NETWORK.format(cores=round(min(6, seen) / 3, 3), seen=seen))
-    _done([*BENCH, "machine", "--quick", "--ranks", "2", "--out", "."], tmp_path)
+    _done([sys.executable, "-m", "mpitrain.plan", "--measure", "--quick", "--ranks", "2"], tmp_path)
     machine = ["--machine", "machine.toml,network.toml"]
     _done([*BENCH, "plan", *AT_SIX, *machine, "--layouts", LAYOUTS, "--predictions", "asked.json"], tmp_path)
     measure = [*BENCH, "plan", *AT_SIX, "--predictions", str(tmp_path / "asked.json"), "--rounds", "1", "--steps", "3"]
@@ -61,6 +61,12 @@ def test_a_plan_for_hosts_that_a_slow_link_joins_keeps_tensor_ranks_together(tmp
 
 def _done(command: list[str], folder: Path) -> None:
     found = subprocess.run(
-        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env=clean_environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr

@@ -12,10 +12,9 @@ from support import ROOT, job, one_line
 
 import mpitrain
 
-NEEDED = ("train", "bench step", "doctor", "backend script.py")
+NEEDED = ("train", "doctor", "backend script.py", "doctor --check", "plan --measure")
 NEED_TORCH = (
     *NEEDED,
-    "bench collectives --quick",
     "plan --ranks-per-node 2 --machine cpu-128 --counted",
     "checkpoint list run",
 )

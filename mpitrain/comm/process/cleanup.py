@@ -87,7 +87,7 @@ def clean(arguments: Sequence[str]) -> int:
     """
     unknown = [a for a in arguments if a not in ("--clean", "--dry-run")]
     if unknown:
-        raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --clean [--dry-run]")
+        raise InputError(f"mpitrain.doctor has no {unknown[0]}; use --check, --tune or --clean [--dry-run]")
     dry = "--dry-run" in arguments
     folders = list(dict.fromkeys([Path(SHARED_MEMORY), Path("/tmp"), Path(tempfile.gettempdir())]))
     found = list(candidates(folders))

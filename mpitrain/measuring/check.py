@@ -6,15 +6,16 @@ and any other number is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mpitrain.comm import Communicator
+from mpitrain.comm import Communicator, init
 from mpitrain.comm.selection.registry import Algorithms
 from mpitrain.comm.selection.tables import TABLES
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, MpitrainError
+from mpitrain.measuring.self_start import launched, parsed, parser, start
 
 ELEMENTS = {  # of a rank's vector, or of its block
     torch.float32: (1, 1001, 100_001),
@@ -45,6 +46,14 @@ class CollectiveVerdict:
         """One line for people."""
         by = f" ({', '.join(self.algorithms)})" if self.algorithms else ""
         return f"  {self.name:{width}}  " + (f"failed: {self.wrong}" if self.wrong else f"ok{by}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`mpitrain.doctor --check`: the arguments after it; returns the exit code."""
+    options = parsed(parser("mpitrain.doctor --check", __doc__ or "", "2,3", 600), arguments)
+    if launched():
+        return check(init())
+    return max(start(["-m", "mpitrain.doctor", "--check"], ranks, options.limit) for ranks in options.ranks)
 
 
 def check(world: Communicator) -> int:

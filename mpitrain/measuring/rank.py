@@ -36,7 +36,7 @@ def overhead(world: Communicator, quick: bool) -> float:
     alone = world.subgroup([world.rank])
     assert alone is not None
     steps, stamps = _WARM + (20 if quick else 100), _Stamps()
-    with tempfile.TemporaryDirectory(prefix="mpitrain-bench-machine-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mpitrain-machine-") as folder:
         settings: dict[str, Any] = {
             "run": {"dir": f"{folder}/run", "device": "cpu"},
             "model": {"name": "gpt", "layers": 1, "width": _WIDTH, "heads": 1, "sequence": _TOKENS},
