@@ -30,6 +30,7 @@ from mpitrain.config.settings import Config
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("train", "evaluate", "generate", "predict", "data", "checkpoint", "adapters", "report", "plan")
 COMMANDS += ("doctor", "backend")
+_UNDER = {"report": ["schedule"], "plan": ["--measure"], "doctor": ["--check", "--tune"]}
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 VALUES = {
     "ANY_SOURCE": "Stands for any rank, as the source of `recv` and `irecv`.",
@@ -162,8 +163,8 @@ def commands_page() -> str:
 
 def under(command: str, text: str) -> list[str]:
     """The words that may follow a command's name, of which each has a help of its own. text: the command's help."""
-    if command == "report":
-        return ["schedule"]
+    if command in _UNDER:
+        return _UNDER[command]
     found = re.search(r"^positional arguments:\n  \{([\w,]+)\}", text, re.MULTILINE)
     return found[1].split(",") if found else []
 
