@@ -14,7 +14,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.measuring.algorithms import AlgorithmContenders, contenders, in_arena, zeros
-from mpitrain.speeds.probes import Probes
+from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import Contender
 
 _SINGLE_FROM = 1 << 20  # bytes

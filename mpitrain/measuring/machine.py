@@ -19,20 +19,26 @@ with as usual; `--machine machine.toml,network.toml` adds it from another measur
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.process.topology import processor_name
 from mpitrain.errors import EXIT_DONE
 from mpitrain.measuring.algorithms import MEMORIES, TABLES, AlgorithmContenders
-from mpitrain.measuring.rank import folder_speeds, overhead
 from mpitrain.measuring.self_start import at_each, launched, leave, parsed, parser, started_here, temporary_folder
+from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
 from mpitrain.monitor.text import aligned, counted
@@ -41,6 +47,8 @@ from mpitrain.planner.machine_keys import SECTIONS
 from mpitrain.speeds import cores, device, kept, links
 from mpitrain.speeds.timing import interleaved
 from mpitrain.speeds.values import values_from
+from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.trainer import Trainer
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES, QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), (64 * KIB,)
@@ -149,3 +157,117 @@ def _collectives(world: Communicator, quick: bool) -> list[list[Any]]:
         place = [world.size, world.num_nodes, memory, size]
         rows += [[table.operation, name, *place, took.median] for name, took in times.items()]
     return rows
+
+
+# -- What a rank takes beside its model: seconds of a step that are none of the model's, and the run folder's speed
+
+
+_WIDTH, _TOKENS, _VOCABULARY = 8, 8, 256
+_WARM = 10  # steps that do not count
+_PIECE = 8 << 20  # bytes of one write, as checkpoints do
+_ROOM = 4  # times as many bytes must be free
+
+
+# -- a step
+
+
+def overhead(world: Communicator, quick: bool) -> float:
+    """Processor seconds of a step of the trainer, on one rank, beyond those of a nearly empty model. Collective.
+
+    Each rank trains by itself; the median over the ranks counts. What the model itself takes, its gradients and its
+    update, is measured as plain torch and subtracted.
+    """
+    alone = world.subgroup([world.rank])
+    assert alone is not None
+    steps, stamps = _WARM + (20 if quick else 100), _Stamps()
+    with tempfile.TemporaryDirectory(prefix="mpitrain-machine-") as folder:
+        settings: dict[str, Any] = {
+            "run": {"dir": f"{folder}/run", "device": "cpu"},
+            "model": {"name": "gpt", "layers": 1, "width": _WIDTH, "heads": 1, "sequence": _TOKENS},
+            "train": {"batch": 1, "microbatch": 1, "steps": steps, "evaluate_samples": 1},
+            "checkpoint": {"every": 0},
+        }
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            trainer = Trainer(settings, [stamps], world=alone)
+            trainer.print = lambda text: None
+            trainer.fit()
+    taken = float(np.median(np.diff(stamps.seen)[_WARM:])) - _plain_step(steps)
+    return float(np.median(world.all_gather_object(max(taken, 1e-6))))
+
+
+class _Stamps(Callback):
+    """Processor seconds of this process after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        self.seen.append(time.process_time())
+
+
+def _plain_step(steps: int) -> float:
+    """Processor seconds of a step of the same model in plain torch."""
+    model = GPT(_VOCABULARY, 1, _WIDTH, 1, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x, y = torch.zeros(2, 1, _TOKENS, dtype=torch.long)
+    taken = []
+    for _ in range(steps):
+        began = time.process_time()
+        optimizer.zero_grad()
+        model.loss(model(x), y).backward()
+        optimizer.step()
+        taken.append(time.process_time() - began)
+    return float(np.median(taken[_WARM:]))
+
+
+# -- the run folder
+
+
+def folder_speeds(world: Communicator, folder: Path, quick: bool) -> dict[str, float]:
+    """Bytes per second into a folder until they are on its disk (fsync). Collective.
+
+    Args:
+        world: The ranks.
+        folder: Where to write; it is there on all nodes.
+        quick: Whether to write little.
+
+    Returns:
+        rank_write_rate: of rank 0 alone. write_rate: of all ranks of its node at once. write_limit: of all ranks at
+        once, where there are several nodes. Nothing where the folder has not the room.
+    """
+    nbytes, repeats = (4 << 20, 1) if quick else (128 << 20, 3)
+    free = world.on_root(lambda: shutil.disk_usage(folder).free)
+    if free < _ROOM * nbytes * world.size:
+        return {}
+    first = min(rank for rank in range(world.size) if world.nodes[rank] == world.nodes[0])
+    writers = {
+        "rank_write_rate": [first],
+        "write_rate": [r for r in range(world.size) if world.nodes[r] == world.nodes[0]],
+    }
+    if world.num_nodes > 1:
+        writers["write_limit"] = list(range(world.size))
+    data = np.random.default_rng(world.rank).bytes(min(_PIECE, nbytes))
+    found = {}
+    for name, ranks in writers.items():
+        rates = [_together(world, folder, data, nbytes, ranks) for _ in range(repeats)]
+        found[name] = float(np.median(rates))
+    return found
+
+
+def _together(world: Communicator, folder: Path, data: bytes, nbytes: int, ranks: list[int]) -> float:
+    """Bytes per second of these ranks, each with a file of its own. Collective."""
+    world.barrier()
+    began = time.perf_counter()
+    if world.rank in ranks:
+        _write(folder / f"{world.rank}", data, nbytes)
+    lasted = np.array([time.perf_counter() - began if world.rank in ranks else 0.0])
+    world.all_reduce(lasted, "max")
+    return nbytes * len(ranks) / float(lasted[0])
+
+
+def _write(path: Path, data: bytes, nbytes: int) -> None:
+    with path.open("wb", buffering=0) as file:
+        for _ in range(nbytes // len(data)):
+            file.write(data)
+        os.fsync(file.fileno())
+    path.unlink()

@@ -2,20 +2,112 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpitrain.comm import Communicator
+from mpitrain.comm import Arena, Communicator
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.comm.selection.setting import RING_SEGMENT
-from mpitrain.speeds.probes import Probes
-from mpitrain.speeds.timing import Times, interleaved
+from mpitrain.speeds.timing import Contender, Times, interleaved
+
+# -- The figures of `comm.programs.simulate.Machine`, measured by small operations that all ranks make at once
+# Probes, made by all ranks at once with a block of the size the algorithms handle (vector / ranks, at most a ring
+# segment), give the machine's figures; more ranks than cores take turns, which the simulator counts on its own:
+#
+#     exchange of 8 bytes       = local_latency + step; across nodes: latency + step
+#     exchange of a block       = that + block / local_bandwidth; across nodes: block * senders of a node / bandwidth
+#     adding two numbers        = step, the cost of starting anything in Python
+#     adding a neighbour's block to the own, copying it: reduce_rate, copy_rate
+#     barrier of a node         = fence, per doubling of its ranks
+
+
+_FASTEST = 1e11  # bytes per second: what a difference too small to be measured is taken for
+_LEAST = 1e-8  # seconds
+
+
+class Probes:
+    """Measurements that give the figures of a `Machine`."""
+
+    def __init__(self, world: Communicator, plain: PlainMPI, arena: Arena) -> None:
+        """Find out with whom this rank exchanges what.
+
+        Args:
+            world: The ranks.
+            plain: MPI's own calls.
+            arena: Memory of the vector's size, of which each rank works on its block.
+        """
+        self.world, self.plain = world, plain
+        block = arena.tensor.numel() // world.size
+        mine = slice(world.rank * block, (world.rank + 1) * block)
+        near = [r for r in range(world.size) if world.nodes[r] == world.node]
+        place = near.index(world.rank)
+        self.near = near[(place + 1) % len(near)], near[place - 1]  # the ring inside the node
+        self.far = (world.rank + 1) % world.size, (world.rank - 1) % world.size  # the ring of all
+        other = world.world_ranks[self.near[0]]
+        self.block = arena.tensor[mine]
+        self.neighbour = (arena.peer(other) if arena.kind == "shared" else arena.tensor)[mine]
+        self.message = self.block[: RING_SEGMENT // 4]
+        self.landing = torch.empty_like(self.message).zero_()
+
+    def contenders(self) -> dict[str, Contender]:
+        """What is to be measured, by the names that `machine` knows."""
+        tiny, landing = torch.zeros(2), torch.zeros(2)
+        mine, theirs, few = self.block.numpy(), self.neighbour.numpy(), np.zeros(2, dtype=np.float32)
+        calls: dict[str, Callable[[], object]] = {
+            "tiny": self.plain.exchange(landing, tiny, *self.near),
+            "exchange": self.plain.exchange(self.landing, self.message, *self.near),
+            "step": partial(np.add, few, few, out=few),
+            "add": partial(np.add, mine, theirs, out=mine),
+            "copy": partial(np.copyto, theirs, mine),
+            "barrier": self.plain.node_barrier(),
+        }
+        if self.world.num_nodes > 1:
+            calls["far tiny"] = self.plain.exchange(landing, tiny, *self.far)
+            calls["far exchange"] = self.plain.exchange(self.landing, self.message, *self.far)
+        return {name: Contender(call) for name, call in calls.items()}
+
+    def machine(self, times: dict[str, Times]) -> Machine:
+        """The speeds of one rank that has a core for itself."""
+        t = {name: value.median for name, value in times.items()}
+        nodes, cores = self.world.nodes, os.cpu_count() or 1
+        local = max(nodes.count(node) for node in set(nodes))
+        turns = max(1.0, local / cores)
+        block, message = self.block.numel() * 4, self.message.numel() * 4
+        step = t["step"] / turns
+
+        def rate(nbytes: int, seconds: float) -> float:
+            return min(_FASTEST, nbytes / max(seconds, _LEAST))
+
+        between = {}
+        if "far tiny" in t:
+            leaving = [nodes[r] for r in range(len(nodes)) if nodes[(r + 1) % len(nodes)] != nodes[r]]
+            senders = max(map(leaving.count, leaving))
+            between = {
+                "latency": max(_LEAST, t["far tiny"] - t["step"]),
+                "bandwidth": rate(message * senders, t["far exchange"] - t["far tiny"]),
+            }
+        return Machine(
+            local_latency=max(_LEAST, t["tiny"] - t["step"]),
+            local_bandwidth=turns * rate(message, t["exchange"] - t["tiny"]),
+            copy_rate=turns * rate(block, t["copy"] - t["step"]),
+            reduce_rate=turns * rate(block, t["add"] - t["step"]),
+            memory_rate=1e15,  # the rates above were measured with all ranks at once
+            step=step,
+            fence=t["barrier"] / turns / max(1, math.ceil(math.log2(max(2, local)))),
+            cores=cores,
+            **between,
+        )
+
 
 MIB = 1 << 20
 _QUIET = 0.25  # quantile of the times of messages: what other work of the machine delays is not theirs

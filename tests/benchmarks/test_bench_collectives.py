@@ -19,7 +19,7 @@ from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.algorithms.tree import tree_all_reduce
 from mpitrain.comm.plain_mpi import PlainMPI
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.speeds.probes import Probes
+from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import interleaved
 
 KIB, MIB = 1 << 10, 1 << 20

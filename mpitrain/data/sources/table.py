@@ -13,16 +13,16 @@ Several files are one table; each has the same columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpitrain.data.choices import Categories, Missing, Scale
-from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec
-from mpitrain.data.sources.column_statistics import medians, moments
+from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
 from mpitrain.data.sources.columns import (
     Floats,
     UnfitCell,
@@ -36,7 +36,6 @@ from mpitrain.data.sources.columns import (
 )
 from mpitrain.data.sources.split import held_out_mask, partition
 from mpitrain.data.sources.table_files import Cell, TableFile, is_missing, is_number, look
-from mpitrain.data.sources.table_like import OF_LIKE, labels_like, manifest_of_table
 from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
 from mpitrain.errors import InputError
 
@@ -397,3 +396,106 @@ def _chosen(table: TableFile, at: int, options: TableOptions) -> list[int]:
     if not chosen:
         raise InputError(f"{table.path}: no column is left to learn from; choose others with --columns or --drop")
     return chosen
+
+
+# -- Means, deviations and medians of columns, of blocks of rows in which some numbers are missing (nan)
+
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of each column, the numbers that are not missing.
+
+    Attributes:
+        count: How many there are.
+        mean: Their mean; 0 where there are none.
+        deviation: The root of the mean squared distance from it.
+    """
+
+    count: Doubles
+    mean: Doubles
+    deviation: Doubles
+
+
+def moments(blocks: Iterable[Floats], columns: int) -> Moments:
+    """The moments of all rows together, in float64.
+
+    Blocks are joined as in the pairwise algorithm of Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
+    Variance": sums of squares would lose the deviation of columns whose mean is large beside it.
+
+    Args:
+        blocks: Each [rows, columns].
+        columns: How many there are.
+    """
+    count, mean, squares = np.zeros(columns), np.zeros(columns), np.zeros(columns)
+    for block in blocks:
+        known = np.isfinite(block)
+        here, x = known.sum(0), block.astype(np.float64)
+        own = np.where(known, x, 0).sum(0) / np.maximum(here, 1)
+        off, both = own - mean, np.maximum(count + here, 1)
+        squares += (np.where(known, x - own, 0) ** 2).sum(0) + off**2 * count * here / both
+        mean += off * here / both
+        count += here
+    return Moments(count, mean, np.sqrt(squares / np.maximum(count, 1)))
+
+
+def medians(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles]:
+    """How many numbers each column has, and their median (0 where there are none). All are held in memory."""
+    x = np.concatenate([np.zeros((0, columns), np.float32), *blocks])
+    found = [column[np.isfinite(column)] for column in x.T]
+    counts = np.array([len(column) for column in found], np.float64)
+    return counts, np.array([np.median(column) if len(column) else 0.0 for column in found], np.float64)
+
+
+# -- Tables that are prepared like another one, whose data set says what becomes of each column and of the labels
+
+
+OF_LIKE = "the data set of --like has"
+
+
+def manifest_of_table(folder: Path, options: Any) -> DatasetManifest:
+    """The manifest of the data set that tables are to be like.
+
+    Args:
+        folder: The data set.
+        options: A `TableOptions`, which must not say what becomes of columns.
+
+    Raises:
+        InputError: There is none, it was not made of a table, or other options say otherwise.
+    """
+    told = [name for name in ("columns", "drop", "categories", "scale") if getattr(options, name) is not None]
+    told += ["missing"] if options.missing not in (None, "drop") else []
+    if told:
+        raise InputError(f"--like {folder} says what becomes of the columns; leave --{told[0]} out")
+    manifest = read_manifest(folder)
+    if manifest.columns is None:
+        raise InputError(f"--like {folder}: that data set was not made of a table; give one that was")
+    return manifest
+
+
+def labels_like(
+    manifest: DatasetManifest, found: Iterable[str], path: Path
+) -> tuple[dict[str, int], tuple[str, ...] | None]:
+    """The number of each class, and their names; ({}, None) where the labels are numbers to predict.
+
+    Args:
+        manifest: Of the other data set.
+        found: The labels that there are.
+        path: The file that they are in.
+
+    Raises:
+        InputError: There is a label of another kind, or a class that the other data set has not.
+    """
+    if manifest.classes is None:
+        for name in found:
+            if not is_number(name):
+                raise InputError(f"{path}: label {name!r:.100} is not a number, which those of --like are; mend it")
+        return {}, None
+    numbers = {name: i for i, name in enumerate(manifest.classes)}
+    for name in found:
+        if name not in numbers:
+            known = ", ".join(map(repr, manifest.classes[:8]))
+            raise InputError(f"{path}: label {name!r:.100} is none of the classes of --like ({known}); mend it")
+    return numbers, tuple(manifest.classes)

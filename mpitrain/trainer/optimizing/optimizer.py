@@ -21,8 +21,7 @@ from mpitrain.monitor.text import counted
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon
 from mpitrain.shard.trust_ratio import Lamb, Lars
-from mpitrain.shard.update import SCALE
-from mpitrain.trainer.optimizing.combined_optimizer import CombinedOptimizer
+from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
 from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
 
@@ -206,3 +205,31 @@ def _spare_the_compiler() -> None:
         if inspect.isfunction(method) and method.__code__.co_filename.endswith("_compile.py"):
             wrapped = inspect.unwrap(method)
             wrapped.__dynamo_disable = wrapped
+
+
+# -- Several optimizers as one: each updates parameters of its own
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """What has the parameter groups and the states of several optimizers, and lets each make its step.
+
+    Args:
+        parts: The optimizers, that have made no step yet.
+
+    Attributes:
+        parts: The same.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([{"params": list(group["params"])} for group in groups], {})
+        self.param_groups = groups  # theirs: what is changed in them here is changed there
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update by each. Collective where one of them is."""
+        for part in self.parts:
+            optimizer_step(part)
