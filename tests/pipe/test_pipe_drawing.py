@@ -9,7 +9,7 @@ import pytest
 from support import one_line
 
 from mpitrain import report
-from mpitrain.pipe.command import text
+from mpitrain.pipe.draw import text
 from mpitrain.pipe.record import from_json, to_json
 from mpitrain.pipe.schedules import one_f_one_b, zb_v
 from mpitrain.pipe.simulate import simulate
