@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -41,10 +42,9 @@ from mpitrain.layout import split
 from mpitrain.models.gpt import TransformerBlock
 from mpitrain.models.losses import cross_entropy
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.record import from_json
-from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule, Step
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
 from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
@@ -107,7 +107,8 @@ class _Case:
         bounds = split(len(model), self.schedule.stages)
         theirs = {s: deepcopy(model[bounds[s] : bounds[s + 1]]) for s in self.schedule.stages_of(world.rank)}
         self.pipeline = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks)
-        self.recorded = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks, record=True)
+        self.recorded = Pipeline(model, cross_entropy, world, schedule=name, chunks=chunks)
+        self.recorded.watched, self.times = self._timed, list[tuple[float, float]]()
         self.peer, self.peer_module = _peer(self.schedule, theirs, self.x, self.y)
 
     def contenders(self) -> dict[str, Contender]:
@@ -129,13 +130,9 @@ class _Case:
 
         Collective; on rank 0.
         """
-        recordings = []
-        for _ in range(_RECORDED):
-            self.recorded.forward_backward(self.parts, self.weights)
-            recordings.append(self.recorded.recording())
+        measured = [self._recording() for _ in range(_RECORDED)]
         if self.world.rank != 0:
             return None
-        measured = [from_json(recording) for recording in recordings if recording is not None]
         runs = [run for one in measured for of_rank in one.runs for run in of_rank]
 
         def of(kind: type) -> list[float]:
@@ -148,6 +145,29 @@ class _Case:
         predicted = simulate(self.schedule, Costs(of(Forward), inputs, of(BackwardWeight)))
         idle = float(np.median([one.idle for one in measured]))
         return {"measured": idle, "predicted": predicted.idle, "alone": predicted.makespan}
+
+    def _recording(self) -> Simulation:
+        """When the steps of one batch ran, in seconds from a barrier before it. Collective; on rank 0."""
+        self.times.clear()
+        self.world.barrier()
+        start = time.perf_counter()
+        self.recorded.forward_backward(self.parts, self.weights)
+        times = self.world.gather_objects([(begin - start, end - start) for begin, end in self.times])
+        runs = (
+            tuple(TimedStep(step, *pair) for step, pair in zip(steps, of_rank, strict=True))
+            for steps, of_rank in zip(self.schedule.steps, times, strict=False)  # there are times on rank 0 alone
+        )
+        return Simulation(self.schedule, tuple(runs), (), ())
+
+    def _timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
+        """A call that carries a step out and notes when it ran; waiting for its input is no part of that."""
+
+        def run() -> None:
+            begin = time.perf_counter()
+            call()
+            self.times.append((begin, time.perf_counter()))
+
+        return run if isinstance(step, Compute) else call
 
 
 def _gpt(layers: int) -> nn.Sequential:

@@ -21,7 +21,7 @@ __version__ = "0.1.0"  # setup.cfg reads it from here
 START_TIMEOUT = "MPITRAIN_START_TIMEOUT"  # seconds that ranks have to come to the start of MPI
 LEAST = 20.0  # seconds: a limit for operations is not for imports, which take longer on some hosts than on others
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # what launchers call the rank
-_NEEDED = ("h5py", "numpy", "pydantic", "rich", "scipy", "tomli", "tomli_w", "torch", "zlib_ng")  # beside MPI's
+_NEEDED = ("h5py", "numpy", "pydantic", "rich", "tomli", "tomli_w", "torch", "zlib_ng")  # beside MPI's
 _came: list[int] = []
 T = TypeVar("T")
 

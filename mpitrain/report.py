@@ -1,7 +1,7 @@
 """`python -m mpitrain.report RUN [RUN...] [--out FILE.html] [--png DIR]`: what runs did, from their folders.
 
 `--watch` shows one run while it goes on. `python -m mpitrain.report timeline RUN` makes recorded timelines again, and
-`python -m mpitrain.report schedule` draws a pipeline schedule, predicted or as it ran (`--help` lists the options).
+`python -m mpitrain.report schedule` draws what a pipeline schedule would do (`--help` lists the options).
 
 Needs neither MPI nor torch, but for schedules; charts need altair and vl-convert (`pip install "mpitrain[monitor]"`).
 """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 
 import pytest
 from support import job
 
+from mpitrain.config.messages import REMOVED
 from mpitrain.config.section import other_names
 from mpitrain.config.settings import Config, help_text, sections
 from mpitrain.errors import InputError
@@ -206,6 +208,27 @@ def test_a_wrong_section_or_key_in_the_file_is_answered_with_the_right_one(tmp_p
 def test_names_that_are_none_are_refused_in_one_line(values):
     with pytest.raises(InputError, match=r"^config: [^\n]*$"):
         Config.from_dict(values)
+
+
+def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path):
+    file = tmp_path / "my.toml"
+    known = sections()
+    for name, (empty, instead) in REMOVED.items():
+        section, _, key = name.partition(".")
+        assert key not in known[section] and re.search(r"\b\w+\.\w+\b", instead)
+        file.write_text(f'[{section}]\n{key} = "steps.json"\n')
+        dotted = tmp_path / "dotted.toml"
+        dotted.write_text(f'"{name}" = "steps.json"\n')
+        for origin, read in {
+            "command line": lambda name=name: Config.from_args([f"--{name}", "steps.json"]),
+            str(file): lambda: Config.from_args([str(file)]),
+            str(dotted): lambda dotted=dotted: Config.from_args([str(dotted)]),
+            "config": lambda section=section, key=key: Config.from_dict({section: {key: "steps.json"}}),
+        }.items():
+            with pytest.raises(InputError, match=f"^{re.escape(f'{origin}: {name} is gone: {instead}')}$"):
+                read()
+        said: list[str] = []  # the resolved settings of earlier runs name it
+        assert Config.from_dict({section: {key: empty}}, say=said.append) == Config() and not said
 
 
 def test_what_other_tools_call_a_setting_is_no_key_of_ours_and_stands_for_one_setting():

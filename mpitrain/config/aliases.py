@@ -1,7 +1,8 @@
-"""Other tools' names for settings that mean the same: they are accepted, and our name is said once.
+"""Names that are accepted though they are no keys: other tools' for settings that mean the same, of which ours is said.
 
 An alias counts in the section of its setting and in [train], where other tools have all of their settings. A name whose
-meaning differs, such as a batch size per device, is no alias: `messages` has a hint for it.
+meaning differs, such as a batch size per device, is no alias: `messages` has a hint for it. A setting that is gone is
+passed over where it asked for nothing: the settings of earlier runs name all that there were.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpitrain.config.messages import REMOVED
 from mpitrain.config.section import Sections, aliases
 from mpitrain.errors import refusal
 
@@ -27,7 +29,7 @@ def our_name(section: str, key: str, sections: Sections) -> tuple[str, str]:
 
 
 def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str, say: Say) -> dict[str, Any]:
-    """Return nested values with each alias replaced by our name.
+    """Return nested values with each alias replaced by our name, and without removed settings that ask for nothing.
 
     Args:
         values: {section: {key: value}}, unchecked.
@@ -43,6 +45,8 @@ def by_our_names(values: Mapping[str, Any], sections: Sections, origin: str, say
         for key in keys if isinstance(keys, Mapping) else ():
             of, name = our_name(section, key, sections)
             target = found.setdefault(of, {})
+            if f"{section}.{key}" in REMOVED and keys[key] == REMOVED[f"{section}.{key}"][0]:
+                del found[section][key]
             if (of, name) == (section, key) or not isinstance(target, dict):
                 continue
             if name in target:

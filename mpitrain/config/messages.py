@@ -30,6 +30,8 @@ _DIFFERENT = {
     "dtype": "its values are fp32, bf16 and fp16",
     **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), "set it to bf16 or fp16"),
 }
+# settings of earlier versions: their value where nothing was asked for, as older files have it, and what replaces them
+REMOVED = {"parallel.recording": ("", "monitor.timeline records the same actions")}
 
 
 def check_names(values: Mapping[str, Any], sections: Sections, origin: str) -> None:
@@ -58,6 +60,8 @@ def unknown(name: str, sections: Sections, origin: str) -> InputError:
     section, dot, key = name.partition(".")
     if not dot:
         return _wrong_name(name, sections, origin, [])
+    if name in REMOVED:
+        return refusal(f"{origin}: {name} is gone: {REMOVED[name][1]}")
     if key in sections.get(section, {}):
         return refusal(
             f"{origin}: {name!r} is key {key!r} of section {section!r}; write [{section}] and {key} under it"

@@ -63,7 +63,6 @@ class ParallelSection(Section):
         (), 'with tensor: layers that each rank keeps whole, as ["blocks.0.attention.*"]; both layers of a pair'
     )
     chunks: int = setting(1, "model chunks per pipeline rank (interleaved)", ge=1, also=["virtual_stages"])
-    recording: str = setting("", "file for when each pipeline step ran, in the third training step")
     offload: str = setting("", "optimizer states in `host` memory or in a memory-mapped file under a PATH")
     offload_parameters: str = setting(
         "",

@@ -1,4 +1,4 @@
-"""`python -m mpitrain.report schedule`: a schedule, predicted or as it ran, in text or as a picture."""
+"""`python -m mpitrain.report schedule`: what a schedule would do, in text or as a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 from mpitrain.pipe.draw import picture, summary, text
-from mpitrain.pipe.record import load
 from mpitrain.pipe.schedules import SCHEDULES, make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
 
@@ -23,26 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--costs", type=_costs, default=Costs(), metavar="F,I,W,C", help="of a step's kinds and a message [1,1,1,0]"
     )
-    parser.add_argument(
-        "--recording", type=Path, metavar="FILE", help="draw what a run wrote (parallel.recording) instead"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf) instead of text")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a schedule, or write a picture of it. Raises InputError for what cannot be read, made or drawn."""
-    if arguments.recording is not None:
-        drawn, unit = load(arguments.recording), "s"
-    else:
-        chunks = arguments.chunks or (2 if arguments.schedule == "interleaved" else 1)
-        slices = arguments.slices or (4 if arguments.schedule == "terapipe" else 1)
-        schedule = make_schedule(arguments.schedule, arguments.stages, arguments.microbatches, chunks, slices)
-        drawn, unit = simulate(schedule, arguments.costs), "units"
-    print(summary(drawn, unit))
+    """Print a schedule, or write a picture of it. Raises InputError for what cannot be made or drawn."""
+    chunks = arguments.chunks or (2 if arguments.schedule == "interleaved" else 1)
+    slices = arguments.slices or (4 if arguments.schedule == "terapipe" else 1)
+    schedule = make_schedule(arguments.schedule, arguments.stages, arguments.microbatches, chunks, slices)
+    drawn = simulate(schedule, arguments.costs)
+    print(summary(drawn))
     if arguments.out is None:
         print(text(drawn, shutil.get_terminal_size((120, 24)).columns))
     else:
-        picture(drawn, arguments.out, unit)
+        picture(drawn, arguments.out)
         print(f"picture: {arguments.out}")
 
 

@@ -24,13 +24,13 @@ _LOOKS: dict[type, tuple[str, str, str]] = {  # letter, colour, meaning
 }
 
 
-def summary(simulation: Simulation, unit: str) -> str:
-    """One line: what it is and what it costs. unit: of its times."""
+def summary(simulation: Simulation) -> str:
+    """One line: what it is and what it costs."""
     schedule = simulation.schedule
     slices = f", {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
         f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, "
-        f"{schedule.microbatches // schedule.slices} microbatches{slices}; {simulation.makespan:.4g} {unit}, "
+        f"{schedule.microbatches // schedule.slices} microbatches{slices}; {simulation.makespan:.4g} units, "
         f"idle {simulation.idle:.1%}, at most {simulation.in_flight:.4g} microbatches held"
     )
 
@@ -56,7 +56,7 @@ def text(simulation: Simulation, width: int) -> str:
     return "\n".join(lines)
 
 
-def picture(simulation: Simulation, path: Path, unit: str) -> None:
+def picture(simulation: Simulation, path: Path) -> None:
     """Write the picture; its kind from the file's ending. Raises InputError without matplotlib, or for the ending."""
     try:
         from matplotlib.figure import Figure
@@ -75,8 +75,8 @@ def picture(simulation: Simulation, path: Path, unit: str) -> None:
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlim(0, simulation.makespan)
     axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
-    axes.set_xlabel(f"time ({unit})")
-    axes.set_title(summary(simulation, unit), loc="left", fontsize=10)
+    axes.set_xlabel("time (units)")
+    axes.set_title(summary(simulation), loc="left", fontsize=10)
     kinds = dict.fromkeys(type(run.step) for runs in simulation.runs for run in runs)
     patches = [Patch(facecolor=colour, label=meaning) for _, colour, meaning in map(_LOOKS.__getitem__, kinds)]
     axes.legend(

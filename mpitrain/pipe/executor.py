@@ -15,7 +15,6 @@ import torch
 
 from mpitrain.comm import Work
 from mpitrain.errors import InputError
-from mpitrain.pipe.record import Recorder
 from mpitrain.pipe.schedule import (
     Backward,
     BackwardInput,
@@ -75,7 +74,6 @@ class Executor:
         stages: This rank's, by number.
         loss: Of an output and a target; None where the last stage is not.
         wire: Carries the messages.
-        recorder: Notes when each step runs; None to note nothing.
         watched: Given a step and the call that carries it out, returns what is called instead.
     """
 
@@ -86,7 +84,6 @@ class Executor:
         stages: Mapping[int, Stage],
         loss: Loss | None,
         wire: Wire,
-        recorder: Recorder | None,
         watched: Watched | None = None,
     ) -> None:
         self.schedule = program.schedule
@@ -106,9 +103,7 @@ class Executor:
             if need is not None and need[1] not in stages:
                 self._calls.append(partial(self._wait, (need[1], step.microbatch, need[0] is not Forward)))
             call = self._bind(step)
-            if watched is not None:
-                call = watched(step, call)
-            self._calls.append(call if recorder is None else recorder.timed(step, call))
+            self._calls.append(call if watched is None else watched(step, call))
 
     def run(self, batch: PipelineBatch, headers: bool) -> list[torch.Tensor]:
         """Run the program on a batch.

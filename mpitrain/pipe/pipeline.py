@@ -8,35 +8,28 @@ does not fit and shares no parameters, build it under `torch.device("meta")`, th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.device import synchronize
 from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
 from mpitrain.pipe.partition import given_bounds, listed_blocks, parameter_costs, partition_blocks, time_costs
 from mpitrain.pipe.passes import forward_only, with_messages
-from mpitrain.pipe.record import Recorder, to_json
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.slices import require_look_back, slice_sequences
 from mpitrain.pipe.stage import Stage
 from mpitrain.pipe.tied import Tied, find_tied
 from mpitrain.pipe.wire import Wire, look
-from mpitrain.storage.disk import write_whole
 
 _REMEMBERED = 1024  # kinds of microbatches whose shapes are kept
-_STEADY = 3  # the training batch that is recorded into a file: memory is touched and shapes are known by then
 
 
 class Pipeline:
@@ -57,7 +50,6 @@ class Pipeline:
         sample: The input of a microbatch, to measure the blocks with.
         recompute: Stages keep their input alone, and run forward again before backward.
         device: What this rank computes on, where its blocks are moved; None: where they are when a batch comes.
-        record: Note when each step runs; into the file, if one is given, for one training batch.
         static_shapes: Microbatches that look alike have the same shapes inside the model, so that these are told
             once; False: they are told with every message.
 
@@ -85,7 +77,6 @@ class Pipeline:
         sample: Any = None,
         recompute: bool = False,
         device: torch.device | None = None,
-        record: bool | Path = False,
         static_shapes: bool = True,
     ) -> None:
         self.comm = mesh.pipeline if isinstance(mesh, Mesh) else mesh
@@ -114,10 +105,6 @@ class Pipeline:
             self.module.to(device)
         self._wire = Wire(self.comm)
         self._device = device
-        self._recorder = Recorder() if record else None
-        self._record_to = record if isinstance(record, Path) else None
-        self._batches = 0
-        self._recorded: Schedule | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._known: dict[Any, Known] = {}
         self.peak_in_flight = 0.0
@@ -138,11 +125,7 @@ class Pipeline:
         if not microbatches:
             return 0.0
         with torch.enable_grad():
-            loss = self._run(microbatches, weights, training=True)
-        self._batches += 1
-        if self._record_to is not None and self._batches == _STEADY:
-            self.write_recording(self._record_to)
-        return loss
+            return self._run(microbatches, weights, training=True)
 
     def evaluate(self, x: Any, y: Any, seen: Seen | None = None) -> float:
         """The mean loss of the samples on every rank, in evaluation mode and without gradients.
@@ -204,25 +187,6 @@ class Pipeline:
         """Of each of this rank's parameters that several ranks have and train: the bytes, and how many ranks."""
         return [(t.parameter.nbytes, t.group.size) for t in self._tied if t.parameter.requires_grad]
 
-    def recording(self) -> dict[str, Any] | None:
-        """What all ranks did in the last batch (see `record`), on rank 0; None elsewhere."""
-        if self._recorder is None or self._recorded is None:
-            raise InputError("nothing is recorded; make the pipeline with record=True and run a batch")
-        rows = self.comm.gather_objects(self._recorder.rows)
-        return to_json(self._recorded, rows) if self.comm.rank == 0 else None
-
-    def write_recording(self, path: Path) -> None:
-        """The recording as a JSON file, written by rank 0. Raises InputError where it cannot be."""
-        recording = self.recording()
-
-        def write() -> None:
-            try:
-                write_whole(path, json.dumps(recording))
-            except OSError as error:
-                raise InputError(f"the recording cannot be written to {path}: {error.strerror}") from None
-
-        self.comm.on_root(write)
-
     # -- inside
 
     def _run(
@@ -240,10 +204,6 @@ class Pipeline:
         executor = self._executor(len(microbatches) // slices, training)
         known, headers = self._shapes(microbatches, training)
         inputs, targets = [x for x, _ in microbatches], [y for _, y in microbatches]
-        if self._recorder is not None:
-            self.comm.barrier()
-            self._recorder.start(partial(synchronize, self._wire.device))
-            self._recorded = executor.schedule
         losses = executor.run(PipelineBatch(inputs, targets, weights, known, seen), headers)
         self.peak_in_flight = executor.most_kept / executor.schedule.chunks / slices
         numbers = torch.stack(losses).tolist() if losses else []  # the one wait of a batch for the device
@@ -255,9 +215,7 @@ class Pipeline:
         if key not in self._executors:
             schedule = self._schedule(microbatches)
             program = with_messages(schedule if training else forward_only(schedule))
-            self._executors[key] = Executor(
-                program, self.comm.rank, self._stages, self._loss, self._wire, self._recorder, self.watched
-            )
+            self._executors[key] = Executor(program, self.comm.rank, self._stages, self._loss, self._wire, self.watched)
         return self._executors[key]
 
     def _schedule(self, microbatches: int) -> Schedule:

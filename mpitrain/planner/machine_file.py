@@ -2,7 +2,7 @@
 
     machine = read_machine("gpu-8")                        given, see machines/
     machine = read_machine("node.toml,network.toml")       key by key the later file wins
-    write_machine(machine, Path("machine.toml"))
+    write_values(values, Path("machine.toml"))             of measurements or of other files
 
 Quantities are text with a unit ("100 Gbit/s"), or numbers of bytes, seconds, bytes per second, operations per second.
 A file need not be whole: what all of them together leave out is derived (`machine_keys.derived`).
@@ -150,26 +150,6 @@ def profile_of(values: Values, where: str) -> MachineProfile:
     )
 
 
-def values_of(profile: MachineProfile) -> Values:
-    """All that a profile says, as values that files could have given."""
-    values: Values = {"name": profile.name, "origin": profile.origin}
-    for section, keys in SECTIONS.items():
-        if section == "device" and profile.device is None:
-            continue
-        values[section] = {}
-        for key, of in keys.items():
-            attribute, holder = _place(of, profile, profile.links, profile.device)
-            value = getattr(holder, attribute)
-            if value == 0:  # what is not there is left out
-                continue
-            if of.table:
-                value = {precision: dict(table) for precision, table in value.items()}
-            values[section][key] = value if of.table or of.unit is None else value / of.factor
-    if profile.collectives:
-        values[_COLLECTIVES] = collective_values(profile.collectives)
-    return values
-
-
 def collective_values(rows: Sequence[Measured]) -> Values:
     """Times of collectives as values that a file could have given."""
     found: Values = {}
@@ -177,11 +157,6 @@ def collective_values(rows: Sequence[Measured]) -> Values:
         place = f"{_many(row.ranks, 'rank')} on {_many(row.nodes, 'node')}, {row.memory}"
         found.setdefault(f"{row.operation} {row.algorithm}", {}).setdefault(place, {})[row.nbytes] = row.seconds
     return found
-
-
-def write_machine(profile: MachineProfile, path: Path) -> None:
-    """Write the whole profile, in numbers of four digits."""
-    write_values(values_of(profile), path)
 
 
 def write_values(values: Values, path: Path) -> None:

@@ -8,8 +8,15 @@ left is a knapsack,
 
     least  sum of seconds of the choices       with  sum of bytes of the choices <= limit,
 
-with one integer for each class of equal pairs: how many of them stay whole. It is solved exactly, by trying all where
-those are few, else by `scipy.optimize.milp`.
+with one integer for each class of equal pairs: how many of them stay whole. `choose` solves it class by class, by
+dynamic programming over the combinations that no other one beats in both sums:
+
+    G. L. Nemhauser and Z. Ullmann: Discrete dynamic programming and capital allocation. Management Science 15 (9),
+    1969, pages 494-505.
+
+That is exact, for numbers that are no integers too. Where more than 16,384 combinations are left, those are thinned out
+as in O. H. Ibarra and C. E. Kim: Fast approximation algorithms for the knapsack and sum of subset problems. Journal of
+the ACM 22 (4), 1975, pages 463-468: of each 1 / 16,384 of the range of seconds the one with the fewest bytes stays.
 """
 
 from __future__ import annotations
@@ -17,14 +24,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from math import prod
 
 import numpy as np
 
 from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
 
-_FEW = 1 << 12  # combinations that are all tried
+_MOST = 1 << 14  # combinations that are looked at before the next class
 
 
 @dataclass(frozen=True)
@@ -60,48 +65,34 @@ class Prices:
 
 
 def choose(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
-    """How many of each class stay whole, so that it takes the least seconds.
+    """Return how many of each class stay whole, so that it takes the least seconds.
+
+    The least there is, unless combinations had to be thinned out: then at most 1 / 16,384 of what all seconds add up to
+    is lost for each class.
 
     Args:
-        pairs: The classes.
+        pairs: Classes of equal pairs.
         limit: Bytes that are left where everything is divided; below 0 where not even that fits.
 
     Returns:
         A number for each class; None where nothing fits.
     """
-    if prod(len(each.patterns) + 1 for each in pairs) <= _FEW:
-        return choose_by_trying(pairs, limit)
-    return choose_by_milp(pairs, limit)
-
-
-def choose_by_trying(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
-    """`choose`, by trying all combinations."""
-    fitting = [
-        (sum(n * each.seconds for n, each in zip(counts, pairs, strict=True)), counts)
-        for counts in product(*(range(len(each.patterns) + 1) for each in pairs))
-        if sum(n * each.nbytes for n, each in zip(counts, pairs, strict=True)) <= limit
-    ]
-    return min(fitting)[1] if fitting else None
-
-
-def choose_by_milp(pairs: Sequence[Pairs], limit: float) -> tuple[int, ...] | None:
-    """`choose`, by integer linear programming."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    seconds = np.array([each.seconds for each in pairs])
-    nbytes = np.array([each.nbytes for each in pairs])
-    of_seconds, of_bytes = (
-        np.abs(seconds).max() or 1.0,
-        np.abs(nbytes).max() or 1.0,
-    )  # the solver's tolerances are fixed
-    solved = milp(
-        seconds / of_seconds,
-        integrality=np.ones(len(pairs)),
-        bounds=Bounds(0, [len(each.patterns) for each in pairs]),
-        constraints=LinearConstraint(nbytes[None, :] / of_bytes, -np.inf, limit / of_bytes),
-        options={"mip_rel_gap": 0.0},
-    )
-    return None if solved.x is None else tuple(round(n) for n in solved.x)
+    seconds, nbytes, counts = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+    for each in pairs:
+        more = np.arange(len(each.patterns) + 1)
+        all_seconds = np.add.outer(seconds, more * each.seconds).ravel()
+        all_bytes = np.add.outer(nbytes, more * each.nbytes).ravel()
+        kept = np.lexsort((all_seconds, all_bytes))
+        least = np.minimum.accumulate(all_seconds[kept])
+        kept = kept[np.diff(least, prepend=np.inf) < 0]  # more bytes only for fewer seconds
+        seconds, nbytes = all_seconds[kept], all_bytes[kept]
+        if len(kept) > _MOST:
+            of_range = (seconds - seconds[-1]) / (seconds[0] - seconds[-1])
+            thinned = np.flatnonzero(np.diff((of_range * _MOST).astype(int), prepend=-1))
+            kept, seconds, nbytes = kept[thinned], seconds[thinned], nbytes[thinned]
+        counts = np.column_stack((counts[kept // len(more)], kept % len(more)))
+    fitting = np.count_nonzero(nbytes <= limit)  # the first ones, of which the last is fastest
+    return tuple(counts[fitting - 1].tolist()) if fitting else None
 
 
 def whole_patterns(pairs: Sequence[Pairs], counts: Sequence[int]) -> tuple[str, ...]:

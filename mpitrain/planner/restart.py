@@ -46,8 +46,9 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
         tau = sqrt(2 delta M) (1 + 1/3 sqrt(delta / (2 M)) + 1/9 delta / (2 M)) - delta    where delta < 2 M
         tau = M                                                                           otherwise
 
-    A perturbation solution of d/d tau `expected_time` = 0, of which the exact one is, with Lambert's W, tau =
-    M (1 + W(-exp(-1 - delta / M))). R and T do not matter to it.
+    The training takes M exp(R / M) (exp((tau + delta) / M) - 1) T / tau on average, as an interval and its save have to
+    come to their end without a failure, or else are begun anew after a restart. This is a perturbation solution for the
+    least of that; the exact one is, with Lambert's W, tau = M (1 + W(-exp(-1 - delta / M))). R and T do not matter.
 
     Args:
         save_seconds: delta.
@@ -60,34 +61,6 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
         return mtbf_seconds
     share = save_seconds / (2.0 * mtbf_seconds)
     return young(save_seconds, mtbf_seconds) * (1.0 + math.sqrt(share) / 3.0 + share / 9.0) - save_seconds
-
-
-def expected_time(
-    work_seconds: float, save_seconds: float, restart_seconds: float, mtbf_seconds: float, interval_seconds: float
-) -> float:
-    """How long a training takes on average, with its saves and failures: Daly's exponential model (2006).
-
-        M exp(R / M) (exp((tau + delta) / M) - 1) T / tau
-
-    An interval and its save, tau + delta, have to come to their end without a failure, or else are begun anew after a
-    restart, during which failures may come too. The last interval is saved like any other.
-
-    Args:
-        work_seconds: T.
-        save_seconds: delta.
-        restart_seconds: R.
-        mtbf_seconds: M.
-        interval_seconds: tau.
-
-    Returns:
-        Seconds; infinity where that is more than a float holds.
-    """
-    m = mtbf_seconds
-    try:
-        once = math.exp(restart_seconds / m) * math.expm1((interval_seconds + save_seconds) / m)
-    except OverflowError:
-        return math.inf
-    return m * once * work_seconds / interval_seconds
 
 
 def steps_between(save_seconds: float, step_seconds: float, mtbf_seconds: float, least_seconds: float = 0.0) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,7 +104,6 @@ def make_pipeline(
 ) -> Pipeline:
     """The stages of a model whose blocks are listed. Raises InputError where one would have nothing to train."""
     require_look_back(model, listed, parallel.slices)
-    recorded = parallel.recording and mesh.data.rank == mesh.tensor.rank == 0
     pipeline = Pipeline(
         listed,
         criterion,
@@ -118,7 +116,6 @@ def make_pipeline(
         microbatches=2 * mesh.pipeline.size,
         recompute=recompute,
         device=device,
-        record=Path(parallel.recording) if recorded else False,
     )
     trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in pipeline.module.parameters()))
     if not all(trains):

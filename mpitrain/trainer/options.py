@@ -67,7 +67,7 @@ _TAKEN |= {
     "parallel.chunks",
     "parallel.cut",
 }
-_TAKEN |= {"parallel.slices", "parallel.sequence", "parallel.whole", "parallel.recording"}
+_TAKEN |= {"parallel.slices", "parallel.sequence", "parallel.whole"}
 _TAKEN |= {"comm.algorithm", "comm.bucket_mb", "comm.compression", "comm.timeout", "comm.device"}
 _TAKEN |= {"run.device", "model.compile"}
 _FOR_RATES = {"train.steps", "optim.schedule", "optim.warmup", "optim.schedule_options", "optim.lr_end"}

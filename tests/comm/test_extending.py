@@ -57,7 +57,8 @@ SCAN = Algorithms("scan", {"chain": Algorithm(lambda setting: chain_scan(setting
 
 
 def bind_scan(binder, x, op, algorithm):
-    program = binder.chosen_program(SCAN, algorithm, x)
+    setting = binder.setting(x)
+    program = binder.program(SCAN[binder.choose(SCAN, algorithm, setting)], setting)
     reduction = Reduction.of(op, x.dtype, binder.topology.size)
     return binder.compile(program, binder.in_place(program, x), reduction)
 

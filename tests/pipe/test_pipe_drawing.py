@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -10,8 +9,7 @@ from support import one_line
 
 from mpitrain import report
 from mpitrain.pipe.draw import text
-from mpitrain.pipe.record import from_json, to_json
-from mpitrain.pipe.schedules import one_f_one_b, zb_v
+from mpitrain.pipe.schedules import one_f_one_b
 from mpitrain.pipe.simulate import simulate
 
 
@@ -42,29 +40,6 @@ def test_without_matplotlib_the_command_says_what_to_do(monkeypatch, capsys, tmp
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.main(["schedule", "--out", str(tmp_path / "a.png")]) == 2
     assert "pip install mpitrain[monitor]" in capsys.readouterr().err
-
-
-def test_a_recording_is_drawn_as_it_ran(tmp_path, capsys):
-    simulated = simulate(zb_v(2, 3))
-    rows = [
-        [[type(r.step).__name__, r.step.stage, r.step.microbatch, r.begin, r.end] for r in runs]
-        for runs in simulated.runs
-    ]
-    recording = to_json(simulated.schedule, rows)
-    read = from_json(json.loads(json.dumps(recording)))
-    assert read.runs == simulated.runs and read.peaks == simulated.peaks
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(recording))
-    assert report.main(["schedule", "--recording", str(path)]) == 0
-    assert "zero-bubble: 2 ranks, 4 stages, 3 microbatches" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"schedule": "1f1b", "ranks": 2}'])
-def test_a_file_that_is_no_recording_is_refused(content, tmp_path, capsys):
-    path = tmp_path / "run.json"
-    path.write_text(content)
-    assert report.main(["schedule", "--recording", str(path)]) == 2
-    assert "no recording" in capsys.readouterr().err
 
 
 def test_bad_numbers_end_with_one_line(capsys):

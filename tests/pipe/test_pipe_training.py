@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain.errors import InputError
 from mpitrain.pipe.pipeline import Pipeline
-from mpitrain.pipe.record import from_json
+from mpitrain.pipe.schedule import Compute
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import simulate
 
@@ -259,16 +259,18 @@ def test_names_are_those_of_the_whole_model(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_recording_tells_every_step(world, tmp_path):
-    pipeline = Pipeline(layers(), mean_square, world, schedule="zero-bubble", record=True)
-    for _ in range(2):
-        pipeline.forward_backward(numbers(4), even(4))
-    recording = pipeline.recording()
-    if world.rank == 0:
-        measured = from_json(recording)
-        assert [tuple(r.step for r in runs) for runs in measured.runs] == list(measured.schedule.steps)
-        assert measured.busy > 0 and 0 <= measured.idle < 1
-    pipeline.write_recording(tmp_path / "run.json")
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_who_watches_sees_every_step_in_the_order_of_the_schedule(world, kind):
+    options, model, seen = SCHEDULES[kind], gpt(), []
+
+    def watched(step, call):
+        return lambda: (seen.append(step), call())
+
+    pipeline = Pipeline(model, model.loss, world, **options)
+    pipeline.watched = watched
+    pipeline.forward_backward(tokens(4), even(4))
+    schedule = make_schedule(options["schedule"], 2, 4, options.get("chunks", 1), options.get("slices", 1))
+    assert tuple(step for step in seen if isinstance(step, Compute)) == schedule.steps[world.rank]
 
 
 @pytest.mark.ranks(2)

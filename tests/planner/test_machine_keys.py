@@ -15,8 +15,7 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.planner import notation
 from mpitrain.planner.machine_file import profile_of as machine_of
-from mpitrain.planner.machine_file import values_of
-from mpitrain.planner.machine_keys import SECTIONS
+from mpitrain.planner.machine_keys import SECTIONS, derived
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
 from mpitrain.planner.units import SECONDS
@@ -64,13 +63,14 @@ def worse(machine: dict[str, Any], section: str, key: str) -> dict[str, Any]:
     if SECTIONS[section][key].table:
         said[key] = {name: {n: rate * factor for n, rate in table.items()} for name, table in said[key].items()}
     else:
-        said[key] = complete(machine)[section][key] * factor
+        said[key] = complete(machine)[f"{section}.{key}"] * factor
     return changed
 
 
-def complete(machine: dict[str, Any]) -> dict[str, Any]:
-    """All that a machine has, with what is derived."""
-    return values_of(machine_of(machine, "a test"))
+def complete(machine: dict[str, Any]) -> dict[str, float]:
+    """All numbers of a machine, with what is derived, by section.key."""
+    given = {f"{section}.{key}": value for section, keys in machine.items() for key, value in keys.items()}
+    return derived({name: value for name, value in given.items() if isinstance(value, float)})
 
 
 def answers(values: dict[str, Any]) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -16,22 +16,14 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.planner import notation
+from mpitrain.planner import notation, parts
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.model import Divided
-from mpitrain.planner.parts import (
-    Pairs,
-    Prices,
-    choose,
-    choose_by_milp,
-    choose_by_trying,
-    pairs_of,
-    whole_patterns,
-)
+from mpitrain.planner.parts import Pairs, Prices, choose, pairs_of, whole_patterns
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.refine import Refinement
@@ -93,23 +85,63 @@ def test_a_cut_keeps_the_first_stage_small_where_it_holds_most():
     assert best_cut([block(n) for n in (3, 1, 1, 1, 1, 1, 1)], 3, 4) == [0, 1, 4, 7]  # of equal ones the most even
 
 
+def total(counts, pairs, of):
+    return sum(n * getattr(each, of) for n, each in zip(counts, pairs, strict=True))
+
+
+def chosen_by_trying(pairs, limit):
+    combinations = product(*(range(len(each.patterns) + 1) for each in pairs))
+    fitting = (counts for counts in combinations if total(counts, pairs, "nbytes") <= limit)
+    return min(fitting, key=lambda counts: total(counts, pairs, "seconds"), default=None)
+
+
+def agree(pairs, limit, *, lost=0.0):
+    exactly, found = chosen_by_trying(pairs, limit), choose(pairs, limit)
+    assert (found is None) == (exactly is None)
+    if exactly is not None and found is not None:
+        assert total(found, pairs, "nbytes") <= limit
+        assert total(found, pairs, "seconds") <= total(exactly, pairs, "seconds") + lost + 1e-12
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=5),
     st.integers(-20, 40),
 )
 def test_which_layers_stay_whole_is_the_best_of_all(classes, limit):
-    pairs = [Pairs((("x",),) * count, seconds * 1e-6, nbytes * 1e6) for count, seconds, nbytes in classes]
-    exactly = choose_by_trying(pairs, limit * 1e6)
-    solved = choose_by_milp(pairs, limit * 1e6)
-    assert (solved is None) == (exactly is None)
-    if exactly is not None and solved is not None:
+    agree([Pairs((("x",),) * count, seconds * 1e-6, nbytes * 1e6) for count, seconds, nbytes in classes], limit * 1e6)
 
-        def total(counts, of):
-            return sum(n * getattr(each, of) for n, each in zip(counts, pairs, strict=True))
 
-        assert total(solved, "seconds") == pytest.approx(total(exactly, "seconds"), abs=1e-9)
-        assert total(solved, "nbytes") <= limit * 1e6 * (1 + 1e-9) + 1
+def test_which_layers_stay_whole_is_the_best_of_all_for_numbers_that_are_no_integers():
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        classes = draw.integers(1, 6)
+        pairs = [
+            Pairs((("x",),) * count, seconds, nbytes)
+            for count, seconds, nbytes in zip(
+                draw.integers(1, 4, classes), draw.normal(size=classes), draw.normal(size=classes), strict=True
+            )
+        ]
+        agree(pairs, draw.normal())
+
+
+@pytest.mark.parametrize("most", [1, 2, 16, 1 << 14])
+def test_thinning_out_loses_no_more_than_is_promised(most, monkeypatch):
+    monkeypatch.setattr(parts, "_MOST", most)
+    draw = np.random.default_rng(most)
+    for _ in range(40):
+        gains = draw.uniform(1, 2, 8)  # the faster the larger, so that no combination beats another one in both
+        pairs = [Pairs((("x",),) * 2, -gain, gain) for gain in gains]
+        everything = 2 * gains.sum()
+        agree(pairs, draw.uniform(0, everything), lost=len(pairs) * everything / most if most < 1 << 14 else 0.0)
+
+
+def test_many_classes_take_no_longer_than_a_search_can_wait():
+    draw = np.random.default_rng(1)
+    gains = draw.uniform(1, 2, 60)
+    pairs = [Pairs((("x",),) * 3, -gain, gain) for gain in gains]
+    limit = 1.5 * gains.sum()
+    assert -total(choose(pairs, limit), pairs, "seconds") == pytest.approx(limit, rel=1e-2)
 
 
 def test_pairs_that_are_small_stay_whole():

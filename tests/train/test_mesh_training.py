@@ -16,8 +16,6 @@ from mpitrain.data.prepare import prepare
 from mpitrain.errors import InputError
 from mpitrain.mesh import Mesh
 from mpitrain.models import build_model
-from mpitrain.pipe.record import load
-from mpitrain.pipe.schedules import make_schedule
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.optimizing.optimizer import make_optimizer
 from mpitrain.trainer.trainer import Trainer
@@ -257,12 +255,3 @@ def test_what_does_not_go_together_is_refused_by_name(world, text, numbers, mode
 def test_sharded_parameters_without_data_parallel_ranks_are_the_stages_own(world, place, text, wanted):
     lines = run(world, place / "own", **settings(text, pipeline=2, zero=3, share_node=False))
     check(lines, wanted)
-
-
-@pytest.mark.ranks(4)
-def test_a_job_leaves_a_recording_of_its_pipeline(world, place, text):
-    path = place / "recording.json"
-    run(world, place / "recorded", **settings(text, pipeline=2, recording=str(path), slices=2))
-    drawn = load(path)
-    assert drawn.schedule == make_schedule("1f1b", 2, BATCH // 2 // (world.size // 2), slices=2)
-    assert [tuple(run.step for run in runs) for runs in drawn.runs] == list(drawn.schedule.steps)

@@ -18,6 +18,7 @@ from support import clean_environment, job, launcher, one_line, train_command
 import mpitrain as mt
 from mpitrain.config.settings import Config
 from mpitrain.monitor import read_metrics
+from mpitrain.pipe.schedules import make_schedule
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.recording.clock_offsets import measure
 from mpitrain.trainer.recording.module_hooks import ModuleHooks, levels_of
@@ -121,7 +122,11 @@ def test_a_pipeline_has_its_actions_and_messages_in_the_trace(world, folder, tex
     actions = [e for e in events if e.get("cat") == "action"]
     wanted = {"Forward", "Backward"} if schedule == "1f1b" else {"Forward", "BackwardInput", "BackwardWeight"}
     assert {e["name"] for e in actions} == wanted
-    assert {e["args"]["stage"] for e in actions} == {0, 1}
+    steps = make_schedule(schedule, 2, 12 // world.size).steps  # of 12 samples, two in a microbatch
+    for rank in range(world.size):
+        mine = sorted((e for e in actions if e["pid"] == rank), key=lambda e: e["ts"])
+        seen = [(e["name"], e["args"]["stage"], e["args"]["microbatch"]) for e in mine]
+        assert seen == 3 * [(type(step).__name__, step.stage, step.microbatch) for step in steps[seen[0][1]]]
     assert {e["args"]["operation"] for e in events if e.get("cat") == "communication"} >= {"send", "recv"}
     assert kinds(events) >= {"forward", "backward", "action", "communication"}
 

@@ -129,14 +129,6 @@ class Binder:
                 self.proofs.require(program)
         return program
 
-    def chosen_program(self, algorithms: Algorithms, name: str, x: torch.Tensor, **more: Any) -> Program:
-        """The program of the algorithm of that name, or of the fastest, on x; more: fields of the setting.
-
-        For operations all of whose algorithms are programs that reach no other rank's memory.
-        """
-        setting = self.setting(x, **more)
-        return self.program(algorithms[self.choose(algorithms, name, setting)], setting)
-
     # -- where the data are
 
     def arena_of(self, x: torch.Tensor) -> Arena | None:

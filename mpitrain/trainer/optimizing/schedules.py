@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from mpitrain.config.cycles import CYCLES, OneCycle, cycle_of
 from mpitrain.config.learning_rate import DECAYS, LearningRate
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import refusal
 from mpitrain.trainer.optimizing.optimizer import optimizer_class
 from mpitrain.trainer.optimizing.plateau import PLATEAU, PlateauSchedule
 
@@ -47,7 +47,10 @@ def schedule_of(section: OptimSection, steps: int, *, evaluates: bool = True) ->
     if section.schedule != PLATEAU:
         return TorchSchedule(section, steps)
     if not evaluates:
-        raise _follows_the_loss("optim.schedule")
+        raise refusal(
+            f"optim.schedule {PLATEAU} follows held-out losses, which a loop of your own has; leave it out, and step "
+            "torch's with engine.optimizer and what engine.evaluate returns, or run mpitrain.train, which does"
+        )
     return PlateauSchedule(section)
 
 
@@ -130,13 +133,6 @@ class TorchSchedule:
         return self._rates[step]
 
 
-def _follows_the_loss(key: str) -> InputError:
-    return refusal(
-        f"{key} {PLATEAU} follows held-out losses, which a loop of your own has; leave it out, and step torch's with "
-        f"engine.optimizer and what engine.evaluate returns, or run mpitrain.train, which does"
-    )
-
-
 def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     """The scheduler of an optimizer that a DeepSpeed configuration names by its class of torch.optim.lr_scheduler.
 
@@ -155,8 +151,6 @@ def _class_of(key: str, name: str) -> type[lr_scheduler.LRScheduler]:
         for key, kind in vars(lr_scheduler).items()
         if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and key not in _NEED_MORE
     }
-    if name == PLATEAU:
-        raise _follows_the_loss(key)
     if name in _CALL_A_FUNCTION:
         raise refusal(
             f"{key} {name} calls a function of yours, which a configuration cannot hold; give mt.initialize a "

@@ -21,7 +21,7 @@ from mpitrain.comm import Communicator
 from mpitrain.errors import refusal
 
 # of a rank's own: its device and files, how long it waits, and what is only printed
-_OWN = {"device", "timeout", "without_effect", "filled", "trackers", "recording", "machine"}
+_OWN = {"device", "timeout", "without_effect", "filled", "trackers", "machine"}
 _FILES = {"offload", "offload_parameters"}  # host, or a folder, whose path may be of the rank's own
 _UNNAMED = {"settings", "settings.options"}  # whose fields are named as if they were not in it
 
