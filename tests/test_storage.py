@@ -10,7 +10,8 @@ import h5py
 import numpy as np
 import pytest
 
-from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers
+from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, new_folder
+from mpitrain.storage.disk import replacing
 from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
 from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
 
@@ -73,3 +74,26 @@ def test_only_what_is_unfinished_or_known_as_ours_is_a_leftover(tmp_path):
     assert not (tmp_path / "b.tmp-1" / MARK).exists()
     found = leftovers(tmp_path, re.compile(r"\w\.tmp-1"), lambda folder: folder.name.startswith("c"))
     assert sorted(path.name for path in found) == ["a.tmp-1", "c.tmp-1", "d.tmp-1"]
+
+
+def test_a_folder_gets_its_name_when_it_is_filled_and_is_gone_where_that_fails(tmp_path):
+    with new_folder(tmp_path / "whole") as folder:
+        (folder / "file").write_text("content")
+        assert os.listdir(tmp_path) == [folder.name] != ["whole"]
+    assert (tmp_path / "whole" / "file").read_text() == "content"
+    with pytest.raises(KeyError), new_folder(tmp_path / "half") as folder:
+        (folder / "file").write_text("content")
+        raise KeyError
+    assert os.listdir(tmp_path) == ["whole"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_is_replaced_by_a_new_version_under_a_given_name(tmp_path, durable, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
+    (tmp_path / "file").write_text("old")
+    with replacing(tmp_path / "file", tmp_path / "new", durable=durable) as aside:
+        assert aside == tmp_path / "new"
+        aside.write_text("new")
+    assert (os.listdir(tmp_path), (tmp_path / "file").read_text()) == (["file"], "new")
+    assert len(synced) == durable

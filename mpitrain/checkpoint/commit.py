@@ -28,7 +28,7 @@ from mpitrain.checkpoint.manifest import (
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.storage.commit import begin_folder
+from mpitrain.storage.commit import begin_folder, temporary_name
 from mpitrain.storage.disk import write_durably
 from mpitrain.storage.hdf5 import image_bytes
 
@@ -225,7 +225,7 @@ def write_checkpoint(
 def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
     if not target.alone:
-        temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
+        temporary = target.final.parent / comm.broadcast_object(temporary_name(target.final.name))
         attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
         return temporary
     name = why = ""
