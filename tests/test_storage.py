@@ -14,6 +14,7 @@ from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, n
 from mpitrain.storage.disk import replacing
 from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
 from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
+from mpitrain.storage.text import bytes_text, number_text, seconds_text
 
 
 @pytest.fixture
@@ -97,3 +98,12 @@ def test_a_file_is_replaced_by_a_new_version_under_a_given_name(tmp_path, durabl
         aside.write_text("new")
     assert (os.listdir(tmp_path), (tmp_path / "file").read_text()) == (["file"], "new")
     assert len(synced) == durable
+
+
+def test_sizes_and_times_have_three_digits_and_the_unit_that_suits():
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 1000 << 10: "1000 KiB", 1 << 20: "1 MiB"}
+    sizes |= {(1 << 30) - 1: "1 GiB", 5000 << 40: "5000 TiB"}
+    assert {nbytes: bytes_text(nbytes) for nbytes in sizes} == sizes
+    times = {7.8e-5: "78 us", 0.00999: "9.99 ms", 0.29604: "296 ms", 0.9999: "1 s", 2.8249: "2.82 s", 7300: "7300 s"}
+    assert {seconds: seconds_text(seconds) for seconds in times} == times
+    assert [number_text(1.23456), number_text(None), number_text(2.0, ".4f")] == ["1.235", "not finite", "2.0000"]

@@ -26,7 +26,8 @@ from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, r
 from mpitrain.storage.disk import free_name, reason, replacing, sync
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
-from mpitrain.storage.room import lack_of_room, readable
+from mpitrain.storage.room import lack_of_room
+from mpitrain.storage.text import bytes_text
 
 LATEST, BEST = "latest", "best"
 CHECKPOINTS = "checkpoints"  # of a run folder
@@ -344,10 +345,10 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
     except OSError as error:
         raise InputError(f"{what} {root} cannot be used: {reason(error)}; choose another folder") from None
     if lacks:
-        number, each = min(saves, keep + 1), readable(size)
+        number, each = min(saves, keep + 1), bytes_text(size)
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
-            f"{what} {root} is to hold {many}, for which {readable(needed)} more are needed, but {lacks}; {mend}"
+            f"{what} {root} is to hold {many}, for which {bytes_text(needed)} more are needed, but {lacks}; {mend}"
         )
 
 

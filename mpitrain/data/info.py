@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, DatasetManifest, FieldSpec, SplitSpec
 from mpitrain.errors import printable
-from mpitrain.storage.room import readable
+from mpitrain.storage.text import bytes_text, counted
 
 _MOST_CLASSES = 12  # shown by name
 _LONGEST, _LONGEST_NAME = 1000, 100  # characters of a value, and of a class
@@ -60,8 +60,7 @@ def _kind(manifest: DatasetManifest) -> str:
 
 def _split(split: SplitSpec, unit: str) -> str:
     size = sum(shard.bytes for shard in split.shards)
-    shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
-    return f"{split.rows:,} {unit}, {readable(size)} in {shards}"
+    return f"{split.rows:,} {unit}, {bytes_text(size)} in {counted(len(split.shards), 'shard')}"
 
 
 def _field(field: FieldSpec) -> str:
