@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import zlib
 
 import h5py
 import numpy as np
 import pytest
 
+from mpitrain.storage import proc
 from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, new_folder
 from mpitrain.storage.disk import replacing
 from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
@@ -107,3 +109,22 @@ def test_sizes_and_times_have_three_digits_and_the_unit_that_suits():
     times = {7.8e-5: "78 us", 0.00999: "9.99 ms", 0.29604: "296 ms", 0.9999: "1 s", 2.8249: "2.82 s", 7300: "7300 s"}
     assert {seconds: seconds_text(seconds) for seconds in times} == times
     assert [number_text(1.23456), number_text(None), number_text(2.0, ".4f")] == ["1.235", "not finite", "2.0000"]
+
+
+def test_proc_tells_of_processes_that_are_there_and_nothing_of_others(monkeypatch, tmp_path):
+    child = subprocess.Popen(["sleep", "60"])
+    assert child.pid in proc.processes()
+    started = proc.start_of(child.pid)
+    assert proc.state_and_parent_of(child.pid)[1] == os.getpid() and int(started) >= int(proc.start_of(os.getpid()))
+    child.kill()
+    child.wait()
+    assert (proc.state_and_parent_of(child.pid), proc.command_of(child.pid), proc.start_of(child.pid)) == (
+        ("Z", 0),
+        "",
+        "",
+    )
+    assert 0 < proc.nbytes_of("self/status", "VmRSS") <= proc.nbytes_of("self/status", "VmHWM")
+    assert proc.nbytes_of("self/status", "Vm") is None
+    assert any(os.path.samefile(path, h5py.h5.__file__) for path in proc.mapped("h5py/h5."))
+    monkeypatch.setattr(proc, "PROC", tmp_path)
+    assert (proc.read("self/status"), proc.processes(), proc.mapped("")) == ("", [], [])
