@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -31,6 +30,7 @@ from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_pa
 from mpitrain.models.hugging_face.build import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
 from mpitrain.models.hugging_face.saving import save_folder
+from mpitrain.planner.units import size_of
 from mpitrain.storage.commit import new_folder
 from mpitrain.storage.disk import sync, write_durably, write_whole
 from mpitrain.trainer.weights.importing import (
@@ -45,7 +45,6 @@ from mpitrain.trainer.weights.importing import (
 TOKENIZER = "tokenizer.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 3  # differences in one message
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
@@ -113,7 +112,7 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
-    most, manifest = _bytes(shard), whole(folder)
+    most, manifest = max(1, int(size_of(shard, "--shard-size"))), whole(folder)
     if str(((manifest.values.get(TASK) or {}).get("model") or {}).get("factory", "")).startswith(PREFIX):
         return _export_theirs(folder, out, most)
     model, vocabulary = _model_of(folder, manifest)
@@ -246,14 +245,6 @@ def _dtype(manifest: Manifest, part: NamedPart) -> torch.dtype:
 
 def _nbytes(manifest: Manifest, part: NamedPart) -> int:
     return int(torch.Size(part.shape).numel()) * _dtype(manifest, part).itemsize
-
-
-def _bytes(text: str) -> int:
-    """A size such as 5GB or 200MiB."""
-    matched = re.fullmatch(r"([0-9]{1,12})\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
-    if matched is None or int(matched[1]) < 1:
-        raise InputError(f"--shard-size {text!r:.40} is no size; write it as 5GB or 200MB")
-    return int(matched[1]) * _UNITS[(matched[2] or "").upper()]
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
