@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from mpitrain.checkpoint import contents
-from mpitrain.checkpoint.folders import temporary_name
 from mpitrain.checkpoint.tensor_files import save_torch
 from mpitrain.config.training import ModelSection
 from mpitrain.early import VERSION
@@ -29,6 +27,8 @@ from mpitrain.models.adapters import adapted_layers
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
 from mpitrain.models.hugging_face.saving import save_folder
+from mpitrain.storage.commit import new_folder
+from mpitrain.storage.disk import replacing
 
 _FILES = (".safetensors", ".pt")
 
@@ -87,8 +87,8 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
     if not folder and out.suffix not in _FILES:
         raise InputError(f"{out}: what to write is told by its ending; use .safetensors or .pt, or for hf: a folder")
     state = merged_state(task.module)
-
-    def write(temporary: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(out) if folder else replacing(out) as temporary:
         if folder:
             assert isinstance(task.module, Facade)
             save_folder(task.module, section.factory, state, temporary)
@@ -96,8 +96,6 @@ def write_merged(run: Path, out: Path, *, trust: bool = False) -> str:
             save_torch(state, temporary)
         else:
             _save_safetensors({name: tensor.clone() for name, tensor in state.items()}, temporary)
-
-    _put(out, write)
     return f"{out}: {len(state)} tensors, with {len(adapted_layers(task.module))} adapters of {run} merged"
 
 
@@ -147,13 +145,10 @@ def write_peft(run: Path, out: Path, *, trust: bool = False) -> str:
     for name, layer in layers.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = layer.lora_a.detach().contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = layer.lora_b.detach().contiguous()
-
-    def write(temporary: Path) -> None:
-        temporary.mkdir()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(out) as temporary:
         (temporary / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         _save_safetensors(tensors, temporary / "adapter_model.safetensors")
-
-    _put(out, write)
     return f"{out}: {len(layers)} adapters of rank {section.lora} of {run}"
 
 
@@ -168,20 +163,6 @@ def _save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _require_new(out: Path) -> None:
     if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
-
-
-def _put(out: Path, write: Callable[[Path], None]) -> None:
-    """Have a file or folder written under another name, which is then its own."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(temporary_name(out.name) + out.suffix)
-    try:
-        write(temporary)
-        os.rename(temporary, out)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ from mpitrain.comm.selection.tuning import describe
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, tell
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.monitor.text import counted
 from mpitrain.storage.disk import SHARED_MEMORY
+from mpitrain.storage.text import counted
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpitrain import early
 from mpitrain.errors import EXIT_DONE, InputError, refusal, tell
 from mpitrain.inference.commands import add_trust, parse
-from mpitrain.monitor.text import aligned, counted, spoken
 from mpitrain.storage.disk import reason, replacing, write_whole
+from mpitrain.storage.text import aligned, counted, spoken
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

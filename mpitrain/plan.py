@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,11 +24,10 @@ from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.report import details, nothing_fits, refused, report
 from mpitrain.planner.scaling import HEAD, picture, row, scaling
 from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
+from mpitrain.planner.units import size_of
 from mpitrain.storage.disk import write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 MACHINE = "machine.toml"  # where --measure leaves a profile
 MEASURE = "--measure"
 
@@ -179,15 +178,6 @@ def command(out: Path, nodes: int, ranks_per_node: int) -> str:
     return f"srun --nodes {nodes} --ntasks-per-node {ranks_per_node} python -m mpitrain.train {out}"
 
 
-def memory_size(text: str) -> float:
-    """Bytes of 32GiB, 64GB, 800MiB or a plain number of bytes."""
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory; write 32GiB or 800MiB")
-    unit = (match[2] or "B").upper()
-    return float(match[1]) * (1024 if "I" in unit else 1000) ** _UNITS[unit.rstrip("B").rstrip("I")]
-
-
 def _measures(options: argparse.Namespace, machine: MachineProfile) -> bool:
     """Whether blocks are timed here: as said, else where this is a machine like the one that was measured."""
     if options.measured or options.counted:
@@ -242,7 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=_count, required=True, metavar="N", help="ranks on each node")
     names = ", ".join(given_machines())
     add("--machine", default="", metavar="FILE[,FILE]|NAME", help=f"profile: files or {names} [{MACHINE}]")
-    add("--memory", type=memory_size, metavar="SIZE", help="that a rank may take, as 32GiB [its part of the node's]")
+    memory = partial(size_of, option="--memory")
+    add("--memory", type=memory, metavar="SIZE", help="that a rank may take, as 32GiB [its part of the node's]")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--measured", action="store_true", help="time each block here [for a measured CPU profile]")
     ways.add_argument("--counted", action="store_true", help="count operations and bytes [for all others]")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import zlib
 
 import h5py
 import numpy as np
 import pytest
 
-from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers
+from mpitrain.storage import proc
+from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, new_folder
+from mpitrain.storage.disk import replacing
 from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
 from mpitrain.storage.hdf5 import SIGNATURE, VERSIONS, contiguous
+from mpitrain.storage.text import bytes_text, number_text, seconds_text
 
 
 @pytest.fixture
@@ -73,3 +77,54 @@ def test_only_what_is_unfinished_or_known_as_ours_is_a_leftover(tmp_path):
     assert not (tmp_path / "b.tmp-1" / MARK).exists()
     found = leftovers(tmp_path, re.compile(r"\w\.tmp-1"), lambda folder: folder.name.startswith("c"))
     assert sorted(path.name for path in found) == ["a.tmp-1", "c.tmp-1", "d.tmp-1"]
+
+
+def test_a_folder_gets_its_name_when_it_is_filled_and_is_gone_where_that_fails(tmp_path):
+    with new_folder(tmp_path / "whole") as folder:
+        (folder / "file").write_text("content")
+        assert os.listdir(tmp_path) == [folder.name] != ["whole"]
+    assert (tmp_path / "whole" / "file").read_text() == "content"
+    with pytest.raises(KeyError), new_folder(tmp_path / "half") as folder:
+        (folder / "file").write_text("content")
+        raise KeyError
+    assert os.listdir(tmp_path) == ["whole"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_is_replaced_by_a_new_version_under_a_given_name(tmp_path, durable, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
+    (tmp_path / "file").write_text("old")
+    with replacing(tmp_path / "file", tmp_path / "new", durable=durable) as aside:
+        assert aside == tmp_path / "new"
+        aside.write_text("new")
+    assert (os.listdir(tmp_path), (tmp_path / "file").read_text()) == (["file"], "new")
+    assert len(synced) == durable
+
+
+def test_sizes_and_times_have_three_digits_and_the_unit_that_suits():
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 1000 << 10: "1000 KiB", 1 << 20: "1 MiB"}
+    sizes |= {(1 << 30) - 1: "1 GiB", 5000 << 40: "5000 TiB"}
+    assert {nbytes: bytes_text(nbytes) for nbytes in sizes} == sizes
+    times = {7.8e-5: "78 us", 0.00999: "9.99 ms", 0.29604: "296 ms", 0.9999: "1 s", 2.8249: "2.82 s", 7300: "7300 s"}
+    assert {seconds: seconds_text(seconds) for seconds in times} == times
+    assert [number_text(1.23456), number_text(None), number_text(2.0, ".4f")] == ["1.235", "not finite", "2.0000"]
+
+
+def test_proc_tells_of_processes_that_are_there_and_nothing_of_others(monkeypatch, tmp_path):
+    child = subprocess.Popen(["sleep", "60"])
+    assert child.pid in proc.processes()
+    started = proc.start_of(child.pid)
+    assert proc.state_and_parent_of(child.pid)[1] == os.getpid() and int(started) >= int(proc.start_of(os.getpid()))
+    child.kill()
+    child.wait()
+    assert (proc.state_and_parent_of(child.pid), proc.command_of(child.pid), proc.start_of(child.pid)) == (
+        ("Z", 0),
+        "",
+        "",
+    )
+    assert 0 < proc.nbytes_of("self/status", "VmRSS") <= proc.nbytes_of("self/status", "VmHWM")
+    assert proc.nbytes_of("self/status", "Vm") is None
+    assert any(os.path.samefile(path, h5py.h5.__file__) for path in proc.mapped("h5py/h5."))
+    monkeypatch.setattr(proc, "PROC", tmp_path)
+    assert (proc.read("self/status"), proc.processes(), proc.mapped("")) == ("", [], [])

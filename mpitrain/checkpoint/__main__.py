@@ -14,6 +14,7 @@ from mpitrain.checkpoint.verify import damages
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
 from mpitrain.storage import locks
+from mpitrain.storage.text import counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +88,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     bad = 0
     for folder in contents.found(arguments.path):
         problems = list(damages(folder))
-        tell(f"{folder}: {contents.counted(len(problems), 'damaged place') if problems else 'all right'}")
+        tell(f"{folder}: {counted(len(problems), 'damaged place') if problems else 'all right'}")
         for problem in problems:
             tell(f"  {problem}")
         bad += bool(problems)
@@ -99,7 +100,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     for line in contents.differences(contents.only(arguments.a), contents.only(arguments.b)):
         tell(line)
         count += 1
-    print(f"{contents.counted(count, 'tensor')} not the same" if count else "bitwise the same")
+    print(f"{counted(count, 'tensor')} not the same" if count else "bitwise the same")
     return EXIT_FAILED if count else EXIT_DONE
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.exchange import quiet_min
-from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, begin_file, make_structure, write_parts
+from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, make_structure, write_parts
 from mpitrain.checkpoint.manifest import (
     Extent,
     Manifest,
@@ -28,9 +28,9 @@ from mpitrain.checkpoint.manifest import (
 from mpitrain.checkpoint.reading import covered
 from mpitrain.checkpoint.view import VIEW, make_view
 from mpitrain.errors import CheckpointError, InputError, refusal
-from mpitrain.storage.commit import begin_folder
+from mpitrain.storage.commit import begin_folder, temporary_name
 from mpitrain.storage.disk import write_durably
-from mpitrain.storage.hdf5 import image_bytes
+from mpitrain.storage.hdf5 import begin_file, image_bytes
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -138,14 +138,14 @@ class FileLayout:
         places = [(part.spec, part.piece) for part in parts]
         if self.group is None:
             structure = self._made(places)
-            begin_file(path, structure)
-            return structure.offsets, structure.size, structure.rest
+            begin_file(path, structure.image)
+            return structure.offsets, structure.image.size, structure.rest
         told = self.group.gather_objects([[spec.shape, spec.dtype, *encode_piece(piece)] for spec, piece in places])
 
         def make() -> list[Any]:
             structure = self._made([_planned(*values) for of in told for values in of])
-            begin_file(path, structure)
-            return [structure.offsets, structure.size, structure.rest]
+            begin_file(path, structure.image)
+            return [structure.offsets, structure.image.size, structure.rest]
 
         offsets, size, rest = self.group.on_root(make)
         counts = self.group.all_gather_object(len(places))
@@ -225,7 +225,7 @@ def write_checkpoint(
 def _begin(comm: Communicator, target: Target) -> Path:
     """Make the folder to write into, under a temporary name."""
     if not target.alone:
-        temporary = target.final.parent / comm.broadcast_object(folders.temporary_name(target.final.name))
+        temporary = target.final.parent / comm.broadcast_object(temporary_name(target.final.name))
         attempt(comm, partial(begin_folder, temporary) if target.leader else None, target.final, saving=True)
         return temporary
     name = why = ""

@@ -26,7 +26,7 @@ from mpitrain.checkpoint.manifest import (
 from mpitrain.checkpoint.reading import plan, read
 from mpitrain.errors import CheckpointError, InputError, printable
 from mpitrain.layout import Piece
-from mpitrain.storage.room import readable
+from mpitrain.storage.text import bytes_text, counted
 
 
 def found(path: Path) -> list[Path]:
@@ -68,7 +68,7 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
     try:
         data = torch.empty(spec.numel, dtype=DTYPES[spec.dtype])
     except RuntimeError:  # torch's way to say so
-        raise CheckpointError(f"{folder}: {name} of {readable(spec.nbytes)} does not fit into memory") from None
+        raise CheckpointError(f"{folder}: {name} of {bytes_text(spec.nbytes)} does not fit into memory") from None
     part = Part(spec, Piece.whole(name, data.numel()), data)
     try:
         read(folder, plan(folder, manifest, [part]))
@@ -94,7 +94,7 @@ def listing(path: Path) -> Iterator[str]:
         try:
             manifest = read_manifest(folder)
             step = str(manifest.step)
-            files, size = str(len(manifest.files)), readable(sum(manifest.files.values()))
+            files, size = str(len(manifest.files)), bytes_text(sum(manifest.files.values()))
             time = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
         except (CheckpointError, OSError):
             step = folder.name.partition("-")[2].lstrip("0") or "0"
@@ -117,17 +117,17 @@ def description(folder: Path, pattern: str = "*") -> Iterator[str]:
     yield f"{folder}"
     yield f"step         {manifest.step}"
     yield f"model        {numel:,} numbers in parameters and buffers"
-    yield f"files        {len(manifest.files)}, {readable(sum(manifest.files.values()))}"
+    yield f"files        {len(manifest.files)}, {bytes_text(sum(manifest.files.values()))}"
     for name, size in manifest.files.items():
         pieces = sum(extent.file == name for extent in manifest.extents)
-        yield f"  {name}  {readable(size):>11}  {counted(pieces, 'piece')}"
+        yield f"  {name}  {bytes_text(size):>11}  {counted(pieces, 'piece')}"
     names = sorted(name for name in manifest.tensors if fnmatch(name, pattern))
     yield f"tensors      {len(names)} of {len(manifest.tensors)}"
     shown = {name: printable(name) for name in names}
     width = max(map(len, shown.values()), default=0)
     for name in names:
         spec = manifest.tensors[name]
-        nbytes = readable(spec.nbytes)
+        nbytes = bytes_text(spec.nbytes)
         written = counted(len(manifest.extents_of.get(name, ())), "piece")
         yield f"  {shown[name]:{width}}  {_kind(spec):24}  {nbytes:>11}  {written}"
     yield "values"
@@ -164,8 +164,3 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> str:
 
 def _kind(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
-
-
-def counted(number: int, what: str) -> str:
-    """So many of something, as 1 tensor or 8 tensors."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -12,15 +12,16 @@ import torch
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import finish_folder
-from mpitrain.checkpoint.contents import load_tensor, readable, whole
-from mpitrain.checkpoint.files import Part, begin_file, make_structure, write_parts
+from mpitrain.checkpoint.contents import load_tensor, whole
+from mpitrain.checkpoint.files import Part, make_structure, write_parts
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest, TensorSpec, Values
 from mpitrain.checkpoint.tensor_files import read_tensors, save_torch, write_safetensors
 from mpitrain.checkpoint.view import make_view
 from mpitrain.errors import InputError
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import open_plain, reason, replacing
-from mpitrain.storage.hdf5 import image_bytes
+from mpitrain.storage.hdf5 import begin_file, image_bytes
+from mpitrain.storage.text import bytes_text
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _LONGEST_NAME = 1000
@@ -144,8 +145,8 @@ def _parts(file: Path, tensors: Mapping[str, torch.Tensor], size: int) -> tuple[
         total += spec.nbytes
         if total > _REPEATED * size:
             raise InputError(
-                f"{file}: its tensors would take more than {readable(total)}, and it has {readable(size)}: {name} is "
-                "expanded; save contiguous copies"
+                f"{file}: its tensors would take more than {bytes_text(total)}, and it has {bytes_text(size)}: {name} "
+                "is expanded; save contiguous copies"
             )
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         parts.append(Part(spec, Piece.whole(spec.name, flat.numel()), flat))
@@ -167,11 +168,11 @@ def _make_checkpoint(final: Path, parts: list[Part], values: Values) -> None:
     try:
         path = temporary / "rank-00000.h5"
         structure = make_structure([(part.spec, part.piece) for part in parts])
-        begin_file(path, structure)
+        begin_file(path, structure.image)
         extents = tuple(write_parts(path, parts, structure.offsets))
         tensors = {part.spec.name: part.spec for part in parts}
         view = image_bytes(make_view(tensors, extents, values["tied"]))
-        size, rest = {path.name: structure.size}, {path.name: structure.rest}
+        size, rest = {path.name: structure.image.size}, {path.name: structure.rest}
         finish_folder(temporary, final, Manifest(0, tensors, size, extents, values, rest), view)
         folders.point_to(final)
     except BaseException:

@@ -52,14 +52,12 @@ class Structure:
     """A file without its data.
 
     Attributes:
-        size: How many bytes the file has.
-        content: The bytes that are HDF5's own: (offset, bytes) of each stretch.
+        image: The bytes that are HDF5's own.
         offsets: Where each piece begins, in bytes.
         rest: The CRC-32 of all bytes of the file that are no piece's.
     """
 
-    size: int
-    content: tuple[tuple[int, bytes], ...]
+    image: Image
     offsets: tuple[int, ...]
     rest: int
 
@@ -108,7 +106,7 @@ def make_structure(places: Sequence[PlannedPiece]) -> Structure:
     for lo, hi in gaps([(o, p.numel * s.itemsize) for o, (s, p) in zip(offsets, places, strict=True)], image.size):
         image.seek(lo)
         crc = crc32(image.read(hi - lo), crc)
-    return Structure(image.size, tuple(image.content()), tuple(offsets), crc)
+    return Structure(image, tuple(offsets), crc)
 
 
 def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
@@ -121,14 +119,6 @@ def gaps(stretches: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int
     if size > end:
         found.append((end, size))
     return found
-
-
-def begin_file(path: Path, structure: Structure) -> None:
-    """Make a new file with the structure in it. Raises OSError."""
-    with open(path, "xb") as file:
-        file.truncate(structure.size)
-        for offset, data in structure.content:
-            write_at(file.fileno(), memoryview(data), offset)
 
 
 def write_parts(path: Path, parts: Sequence[Part], offsets: Sequence[int]) -> list[Extent]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -23,16 +22,16 @@ from pathlib import Path
 
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
 from mpitrain.errors import CheckpointError, InputError
-from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
-from mpitrain.storage.disk import free_name, reason, sync
+from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder, temporary_name
+from mpitrain.storage.disk import free_name, reason, replacing, sync
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
-from mpitrain.storage.room import lack_of_room, readable
+from mpitrain.storage.room import lack_of_room
+from mpitrain.storage.text import bytes_text
 
 LATEST, BEST = "latest", "best"
 CHECKPOINTS = "checkpoints"  # of a run folder
 PROBE = "probe"
-_TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{8,})")
 _FOLDER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 _FILE = re.compile(rf"({LATEST}|{BEST}|{PROBE}-\d+)\.tmp-[0-9a-f]{{8}}")
@@ -47,11 +46,6 @@ _HEAD = f'"format": "{FORMAT.rpartition(" ")[0]}'.encode()
 def folder_name(step: int) -> str:
     """The name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
-
-
-def temporary_name(name: str) -> str:
-    """A name for what is to be called `name` when it is whole."""
-    return f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
 
 
 def finished_steps(root: Path) -> list[int]:
@@ -237,12 +231,10 @@ def point_to(final: Path, name: str = LATEST) -> None:
     latest = final.with_name(name)
     if os.path.lexists(latest) and not _is_pointer(latest):
         return
-    pointer = final.with_name(temporary_name(name))
     try:
-        pointer.write_text(final.name + "\n", encoding="utf-8")
-        os.replace(pointer, latest)
+        with replacing(latest, final.with_name(temporary_name(name)), durable=False) as pointer:
+            pointer.write_text(final.name + "\n", encoding="utf-8")
     except OSError:
-        pointer.unlink(missing_ok=True)
         with suppress(OSError):  # a folder of that name stays
             latest.unlink(missing_ok=True)
 
@@ -275,7 +267,7 @@ def remove(*hidden: Path) -> None:
     for folder in hidden:
         if remove_folder(folder, (MANIFEST, MARK), lambda name: name == MARK or bool(_OURS.fullmatch(name))):
             with suppress(OSError):
-                os.rename(folder, free_name(folder.with_name(folder.name.partition(_TEMPORARY)[0])))
+                os.rename(folder, free_name(folder.with_name(folder.name.partition(".tmp-")[0])))
 
 
 def doomed(
@@ -353,10 +345,10 @@ def require_room(root: Path, what: str, size: int, saves: int, keep: int, mend: 
     except OSError as error:
         raise InputError(f"{what} {root} cannot be used: {reason(error)}; choose another folder") from None
     if lacks:
-        number, each = min(saves, keep + 1), readable(size)
+        number, each = min(saves, keep + 1), bytes_text(size)
         many = f"{number} checkpoints of {each} at a time" if number > 1 else f"a checkpoint of {each}"
         raise InputError(
-            f"{what} {root} is to hold {many}, for which {readable(needed)} more are needed, but {lacks}; {mend}"
+            f"{what} {root} is to hold {many}, for which {bytes_text(needed)} more are needed, but {lacks}; {mend}"
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.process.mpi import MPI, MPI4PY
 from mpitrain.comm.process.topology import library_name
+from mpitrain.storage import proc
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 
@@ -92,11 +93,7 @@ def all_reduce_seconds(world: Communicator, nbytes: int, algorithm: str, repeats
 
 
 def _library_path() -> str:
-    try:
-        with open("/proc/self/maps", encoding="utf-8") as maps:
-            return next((line.split()[-1] for line in maps if "/libmpi.so" in line or "/libmpich" in line), "unknown")
-    except OSError:
-        return "unknown"
+    return next(iter(proc.mapped("/libmpi.so", "/libmpich")), "unknown")
 
 
 def _launcher() -> str:

@@ -17,7 +17,7 @@ from mpitrain.data.choices import Categories, Missing, Scale
 from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, DatasetManifest, FieldSpec, SplitSpec
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, printable, tell
-from mpitrain.storage.room import readable
+from mpitrain.storage.text import bytes_text, counted
 
 _SOURCES = """\
 sources (all of one kind):
@@ -280,8 +280,7 @@ def _kind(manifest: DatasetManifest) -> str:
 
 def _split(split: SplitSpec, unit: str) -> str:
     size = sum(shard.bytes for shard in split.shards)
-    shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
-    return f"{split.rows:,} {unit}, {readable(size)} in {shards}"
+    return f"{split.rows:,} {unit}, {bytes_text(size)} in {counted(len(split.shards), 'shard')}"
 
 
 def _field(field: FieldSpec) -> str:

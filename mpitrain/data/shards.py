@@ -29,7 +29,7 @@ from mpitrain.errors import InputError
 from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import open_plain
 from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
-from mpitrain.storage.hdf5 import SIGNATURE, Image, contiguous, hdf5_image
+from mpitrain.storage.hdf5 import SIGNATURE, Image, begin_file, contiguous, hdf5_image
 
 _COPY_BYTES = 8 << 20
 _TABLE = np.dtype("<u4")
@@ -138,11 +138,7 @@ def create_structure(path: Path, fields: Sequence[FieldSpec], rows: int) -> list
             )
             for field in fields
         ]
-    with open(path, "wb") as file:
-        file.truncate(image.size)
-        for offset, data in image.content():
-            write_at(file.fileno(), memoryview(data), offset)
-        os.fsync(file.fileno())
+    begin_file(path, image)
     return places
 
 

@@ -8,7 +8,6 @@ Memory in use: a few blocks of the source and of 4 MiB, whatever the size of the
 
 from __future__ import annotations
 
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from mpitrain.data.format import (
 )
 from mpitrain.data.shards import ShardWriter
 from mpitrain.errors import InputError
+from mpitrain.storage.disk import write_durably
 
 Columns = tuple[npt.NDArray[Any], ...]
 Block = tuple[str, Columns]
@@ -157,8 +157,9 @@ def _check_splits(splits: dict[str, SplitSpec], held_out: float, kind: str, name
 def _keep_tokenizer(tokenizer: Path | None, folder: Path) -> int | None:
     if tokenizer is None:
         return None
-    shutil.copyfile(tokenizer, folder / TOKENIZER)
-    return zlib.crc32((folder / TOKENIZER).read_bytes())
+    text = tokenizer.read_bytes()
+    write_durably(folder / TOKENIZER, text)
+    return zlib.crc32(text)
 
 
 class _SplitWriter:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpitrain.monitor.text import aligned, counted, duration, rates_text, short
+from mpitrain.storage.text import aligned, counted, duration, rates_text, short
 
 
 @dataclass(frozen=True)

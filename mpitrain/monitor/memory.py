@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.storage import proc
+
 if TYPE_CHECKING:
     import torch
-
-STATUS = Path("/proc/self/status")
-SHARED = Path("/proc/self/smaps_rollup")  # takes about 10 ms for each GB
 
 
 def node_memory_bytes(root: Path = Path("/")) -> int:
@@ -63,8 +62,8 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
         if devices.is_accelerator(device):
             return devices.peak_memory_bytes(device)
     # getrusage's figure survives exec: a small rank started by a large launcher would report the launcher's peak
-    if (kibibytes := _status("VmHWM")) is not None:
-        return kibibytes * 1024
+    if (nbytes := proc.nbytes_of("self/status", "VmHWM")) is not None:
+        return nbytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
@@ -80,9 +79,8 @@ def memory_bytes(device: torch.device | None = None) -> int:
 
         if devices.is_accelerator(device):
             return devices.memory_bytes(device)
-    if (kibibytes := _status("VmRSS")) is not None:
-        return kibibytes * 1024
-    return peak_memory_bytes()
+    nbytes = proc.nbytes_of("self/status", "VmRSS")
+    return peak_memory_bytes() if nbytes is None else nbytes
 
 
 def host_memory_bytes() -> int:
@@ -90,20 +88,5 @@ def host_memory_bytes() -> int:
 
     Where the system does not tell (no /proc), what `memory_bytes` says.
     """
-    try:
-        for line in SHARED.read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return memory_bytes()
-
-
-def _status(name: str) -> int | None:
-    """A figure of /proc/self/status in KiB; None where there is none."""
-    if not os.path.exists(STATUS):
-        return None
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    return None
+    nbytes = proc.nbytes_of("self/smaps_rollup", "Pss")  # takes about 10 ms for each GB
+    return memory_bytes() if nbytes is None else nbytes

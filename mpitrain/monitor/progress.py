@@ -20,7 +20,7 @@ from typing import TextIO
 
 from mpitrain.errors import printable
 from mpitrain.monitor.terminal import terminal_behind, terminal_columns
-from mpitrain.monitor.text import duration, short
+from mpitrain.storage.text import duration, short
 
 REDRAW_S = 0.2
 NARROW = 60  # columns under which the bar leaves out what matters less

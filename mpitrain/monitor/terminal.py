@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
+
+from mpitrain.storage import proc
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "hydra_pmi_proxy")
 # options by which mpirun writes something before each line, or puts it elsewhere
@@ -32,7 +33,7 @@ def terminal_behind(descriptor: int) -> str | None:
     """
     launcher, parent = None, os.getppid()
     while os.path.basename(_command(parent)[0]) in LAUNCHERS:
-        launcher, parent = parent, _parent(parent)
+        launcher, parent = parent, proc.state_and_parent_of(parent)[1]
     if launcher is None or descriptor not in (1, 2):  # the launcher passes on these two
         return os.ttyname(descriptor) if os.isatty(descriptor) else None
     if not _reaches_launcher(descriptor) or _marks_lines(_command(launcher)):
@@ -74,18 +75,4 @@ def _marks_lines(command: list[str]) -> bool:
 
 def _command(process: int) -> list[str]:
     """The process's argument list; [""] where the system does not tell."""
-    return _of_process(process, "cmdline").split("\0")
-
-
-def _parent(process: int) -> int:
-    """Process id of the parent; 0 where the system does not tell."""
-    fields = _of_process(process, "stat").rpartition(")")[2].split()  # the name before it may hold spaces and brackets
-    return int(fields[1]) if fields else 0
-
-
-def _of_process(process: int, name: str) -> str:
-    """A file of proc(5); empty where the system does not tell."""
-    try:
-        return Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+    return proc.read(f"{process}/cmdline").split("\0")

@@ -5,34 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mpitrain.monitor.text import aligned, short
 from mpitrain.planner.notation import text
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.search import Excess, LayoutPlan
+from mpitrain.storage.text import aligned, bytes_text, seconds_text, short
 
 _WIDTH = 118
 _SHARES = 0.005  # of the step: parts below are not told
-
-
-def seconds_text(seconds: float) -> str:
-    """12.3 s, 4.56 ms, 78 us."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= factor * 0.9995:
-            return f"{_digits(seconds / factor)} {unit}"
-    return f"{_digits(seconds * 1e6)} us"
-
-
-def bytes_text(nbytes: float) -> str:
-    """12.3 GiB, 456 MiB, 7.8 KiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
-        if abs(nbytes) >= 1024**power * 0.9995:
-            return f"{_digits(nbytes / 1024**power)} {unit}"
-    return f"{_digits(nbytes / 1024)} KiB"
-
-
-def _digits(number: float) -> str:
-    """Three digits, and none of thousands left out."""
-    return f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.3g}"
 
 
 def table(found: Sequence[Prediction]) -> str:

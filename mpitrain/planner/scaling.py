@@ -17,9 +17,9 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.report import bytes_text, seconds_text
 from mpitrain.planner.search import best
 from mpitrain.storage.disk import replacing
+from mpitrain.storage.text import bytes_text, seconds_text
 
 GIB = 1 << 30
 

@@ -103,3 +103,8 @@ OPERATIONS = Unit(_OPERATIONS, _DECIMAL, ("flop/s", _LARGE), '"60 Gflop/s"')
 ELEMENTS = Unit(_ELEMENTS, _DECIMAL, ("elements/s", {p: _DECIMAL[p] for p in ("", "M")}), '"300 Melements/s"')
 FRACTION = Unit({"%": 0.01}, {"": 1.0}, ("%", {"": 1.0}), '0.9 or "90 %"')
 COUNT = Unit({}, {}, ("", {"": 1.0}), "128")
+
+
+def size_of(text: str, option: str) -> float:
+    """Return the bytes of a command line's size, as 32GiB, 1.5gb or 64. Raises InputError, which names the option."""
+    return BYTES.parsed(text.upper().replace("I", "i"), option)

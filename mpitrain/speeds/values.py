@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mpitrain.monitor.text import counted
 from mpitrain.planner.machine import Measured
 from mpitrain.planner.machine_file import Values, collective_values
 from mpitrain.planner.machine_keys import SECTIONS
 from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE
+from mpitrain.storage.text import counted
 
 _LEAST_SHARE = 0.2  # of a core that a thread adds: where it seems to be less, other work had the cores meanwhile
 

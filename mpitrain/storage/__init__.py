@@ -7,4 +7,6 @@ hdf5       what our HDF5 files have in common
 room       whether so many bytes more fit
 crc        CRC-32
 disk       single acts on files
+proc       facts about this machine and its processes, of proc(5)
+text       numbers, sizes and times as people read them
 """

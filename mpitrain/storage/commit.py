@@ -2,20 +2,43 @@
 
 NAME.tmp-…/    being filled: MARK lies in it, so what is in it may be removed
 NAME/          after the rename: all of it is there, and durable
+
+A folder that one process makes, and nobody looks for leftovers of, needs no mark: `new_folder`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpitrain.storage.disk import sync
 
 MARK = ".mpitrain-unfinished"
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for what is to be called `name` when it is whole."""
+    return f"{name}.tmp-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder, which afterwards gets the name `path`; where anything fails inside, it is removed.
+
+    Raises OSError.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def begin_folder(path: Path) -> None:

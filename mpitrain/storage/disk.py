@@ -45,26 +45,33 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) -> Iterator[Path]:
     """Give a name beside `path` to write a new version of the file under; afterwards that version takes its place.
 
     The new version is on the disk before it is renamed, so a full disk or a kill leaves the earlier file whole. Where
     anything fails inside, the new version is removed. A link stays: what it points to is replaced. What is no plain
     file, as /dev/stdout, cannot be replaced, and is written itself.
 
-    Raises OSError.
+    Args:
+        path: The file.
+        aside: The name to give, where those who clean up are to know it.
+        durable: Whether to wait for the disk before the rename; without, a crash of the machine may lose both versions.
+
+    Raises:
+        OSError: The disk refuses.
     """
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     mode = os.stat(path).st_mode if path.exists() else None
     if mode is not None and not stat.S_ISREG(mode):
         yield path
         return
-    aside = path.with_name(f".{path.stem[:40]}.{secrets.token_hex(4)}{path.suffix[:16]}")
+    aside = aside or path.with_name(f".{path.stem[:40]}.{secrets.token_hex(4)}{path.suffix[:16]}")
     try:
         yield aside
         if mode is not None:
             os.chmod(aside, stat.S_IMODE(mode))
-        sync(aside)
+        if durable:
+            sync(aside)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

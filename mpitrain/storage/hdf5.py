@@ -11,9 +11,12 @@ import io
 import os
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import h5py
+
+from mpitrain.storage.extents import write_at
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # what every HDF5 file begins with
 VERSIONS = ("v110", "v110")  # of the file format: metadata with checksums, and readable by HDF5 1.10
@@ -95,3 +98,11 @@ def image_bytes(image: Image) -> bytes:
 def hdf5_image(image: Image) -> h5py.File:
     """A new HDF5 file whose bytes go into the image, until it is closed."""
     return h5py.File(image, "w", libver=VERSIONS)
+
+
+def begin_file(path: Path, image: Image) -> None:
+    """Make a new file with what HDF5 wrote into the image, and room for the data sets. Raises OSError."""
+    with open(path, "xb") as file:
+        file.truncate(image.size)
+        for offset, data in image.content():
+            write_at(file.fileno(), memoryview(data), offset)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mpitrain.storage import proc
+
 LOCK = "lock"  # the name of the lock file in a folder
 BEAT, STALE = 2.0, 12.0  # seconds
 _LOOK_EVERY = 0.25  # seconds
@@ -201,22 +203,13 @@ def _is_dead(said: bytes) -> bool:
     except (ValueError, TypeError):
         return False
     here = _this_process()
-    return (boot, namespace) == here[:2] and _start_of(pid) != start
+    return (boot, namespace) == here[:2] and proc.start_of(pid) != start
 
 
 def _this_process() -> tuple[str, int, int, str]:
     """The machine since it was started, the space of its process numbers, this process' number and start."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return boot, os.stat("/proc/self/ns/pid").st_ino, os.getpid(), _start_of(os.getpid())
-
-
-def _start_of(pid: int) -> str:
-    """When a process of this machine was started, in ticks since the machine was; empty where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]
+    boot = proc.read("sys/kernel/random/boot_id").strip()
+    return boot, os.stat("/proc/self/ns/pid").st_ino, os.getpid(), proc.start_of(os.getpid())
 
 
 def _is_open_file(path: Path, descriptor: int) -> bool:

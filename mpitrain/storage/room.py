@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from mpitrain.storage.disk import reason
+from mpitrain.storage.text import bytes_text
 
 _IN_MEMORY = (0x01021994, 0x858458F6)  # of statfs(2): tmpfs, ramfs
 _NOT_KNOWN = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EFBIG, errno.EINVAL, errno.EINTR)
@@ -23,7 +24,7 @@ def lack_of_room(folder: Path, nbytes: int) -> str:
     """
     free = free_bytes(folder)
     if free < nbytes:
-        return f"{readable(free)} are free"
+        return f"{bytes_text(free)} are free"
     if nbytes <= 0 or _is_in_memory(folder):  # there a reservation would take memory
         return ""
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -43,12 +44,3 @@ def free_bytes(folder: Path) -> int:
 def _is_in_memory(folder: Path) -> bool:
     status = (ctypes.c_long * 32)()  # struct statfs, which begins with the file system's type; larger than any
     return _libc.statfs(os.fsencode(folder), status) == 0 and status[0] in _IN_MEMORY
-
-
-def readable(nbytes: int) -> str:
-    """Bytes, with a unit."""
-    value, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"

@@ -18,7 +18,7 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.data.on_device import mapped
 from mpitrain.errors import InputError, MpitrainError, refusal
-from mpitrain.monitor.text import short
+from mpitrain.storage.text import short
 from mpitrain.trainer.folder import together
 
 

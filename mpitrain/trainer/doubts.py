@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.learning_rate import DECAYS
 from mpitrain.config.settings import Config
+from mpitrain.storage import proc
 
 # what /proc/cpuinfo calls instructions that multiply matrices of 16-bit numbers, on x86 and on Arm
 _FAST = {"bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
@@ -54,9 +54,5 @@ def doubts(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] 
 
 def cpu_flags() -> frozenset[str]:
     """What the CPU can do, as Linux names it; empty where that is not known."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", proc.read("cpuinfo"), re.MULTILINE)
     return frozenset(line[1].split()) if line else frozenset()

@@ -31,8 +31,8 @@ from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError
 from mpitrain.mesh import tensor_groups_first
-from mpitrain.monitor.text import counted
 from mpitrain.shard.virtual_workers import VirtualWorkers
+from mpitrain.storage.text import counted
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
 

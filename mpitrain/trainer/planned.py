@@ -21,7 +21,6 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.monitor.text import lasting
 from mpitrain.planner import notation
 from mpitrain.planner.candidates import rules_of
 from mpitrain.planner.described import description_of
@@ -29,6 +28,7 @@ from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import profile_of as profile_of_values
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.speeds import kept
+from mpitrain.storage.text import lasting
 
 _MEASURING = 5.0  # seconds, after which costs of divided models are reckoned from those that were measured
 _TAG = 31_600  # apart from those of training's messages

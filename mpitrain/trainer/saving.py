@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.config.settings import Config
-from mpitrain.monitor.text import counted, lasting
 from mpitrain.planner.restart import steps_between
+from mpitrain.storage.text import counted, lasting
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.due import due
 

@@ -2,7 +2,7 @@ import math
 from dataclasses import replace
 
 from mpitrain.monitor.banner import Outcome, RunFacts, banner, closing
-from mpitrain.monitor.text import counted, duration, short
+from mpitrain.storage.text import counted, duration, short
 
 FACTS = RunFacts(
     version="0.1.0",

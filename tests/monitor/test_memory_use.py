@@ -7,8 +7,8 @@ import pytest
 import torch
 from pseudo_terminal import ROOT
 
-from mpitrain.monitor import memory
 from mpitrain.monitor.memory import memory_bytes, node_memory_bytes, peak_memory_bytes
+from mpitrain.storage import proc
 
 MIB = 2**20
 
@@ -50,7 +50,7 @@ def test_a_small_process_started_by_a_large_one_does_not_inherit_its_peak():
 
 def test_without_proc_the_peak_comes_from_getrusage_in_bytes(monkeypatch, tmp_path):
     known = peak_memory_bytes()
-    monkeypatch.setattr(memory, "STATUS", tmp_path / "missing")
+    monkeypatch.setattr(proc, "PROC", tmp_path)
     # the process that started this one may have been larger, never smaller by a unit's factor
     assert 0.8 * known < peak_memory_bytes() < 100 * known
     assert memory_bytes() == peak_memory_bytes()

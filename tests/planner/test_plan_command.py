@@ -13,6 +13,7 @@ from support import clean_environment
 import mpitrain.plan as command
 from mpitrain.config.settings import Config
 from mpitrain.planner import notation, profile
+from mpitrain.planner.units import size_of
 
 ASKED = ("--nodes", "2", "--ranks-per-node", "4", "--machine", "cpu-128")
 
@@ -64,7 +65,7 @@ def test_one_layout_is_explained(tmp_path, capsys):
     [
         (("--nodes", "2"), "--ranks-per-node"),
         ((*ASKED, "--nodes", "0"), "at least 1"),
-        ((*ASKED, "--memory", "much"), "32GiB"),
+        ((*ASKED, "--memory", "much"), "--memory = 'MUCH'"),
         ((*ASKED, "--explain", "4x1x1"), "8 ranks"),
         ((*ASKED, "--explain", "quick"), "no part of a layout"),
         ((*ASKED, "--machine", "cray-1"), "cray-1"),
@@ -81,8 +82,8 @@ def test_errors_are_one_line(arguments, why, capsys):
 
 
 def test_sizes_of_memory():
-    sizes = {"32GiB": 32 << 30, "1.5 GB": 1.5e9, "64": 64, "8kB": 8e3, "2TiB": 2 << 40, "5B": 5}
-    assert {text: command.memory_size(text) for text in sizes} == sizes
+    sizes = {"32GiB": 32 << 30, "1.5 GB": 1.5e9, "64": 64, "8kB": 8e3, "2TiB": 2 << 40, "5B": 5, "3mib": 3 << 20}
+    assert {text: size_of(text, "--memory") for text in sizes} == sizes
 
 
 def test_help_says_how_a_layout_is_written(capsys):

@@ -8,8 +8,8 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.config.settings import Config
-from mpitrain.monitor.text import lasting
 from mpitrain.planner.restart import daly
+from mpitrain.storage.text import lasting
 from mpitrain.trainer import saving
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.due import saves_after

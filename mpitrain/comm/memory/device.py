@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from mpitrain.errors import InputError
+from mpitrain.storage import proc
 
 CPU = torch.device("cpu")
 _HOST = ("cpu", "meta")  # devices that have neither streams nor memory of their own
@@ -291,12 +292,7 @@ def mpi_reads(kind: str) -> bool | None:
     """
     named = memory_kind(kind)
     function = f"MPIX_Query_{'ze' if named == 'level_zero' else named}_support"
-    try:
-        with open("/proc/self/maps", encoding="utf-8") as maps:
-            paths = {line.split()[-1] for line in maps if "libmpi" in line}
-    except OSError:
-        return None
-    for path in sorted(paths):
+    for path in sorted(set(proc.mapped("libmpi"))):
         try:
             query = getattr(ctypes.CDLL(path), function)
         except (OSError, AttributeError):

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, InputError
+from mpitrain.storage import proc
 from mpitrain.storage.disk import SHARED_MEMORY
 
 _SEGMENT = re.compile(r"(sm_segment|vader_segment|osc_sm)\..+|(mpich_shm|ucx_shm_posix)_.+|mpich_shar_tmp.+")
@@ -141,11 +142,8 @@ def _out_of_sight(folder: Path) -> str:
 def _file_system(folder: Path) -> str:
     """The kind of file system a folder is on, as "ext4"; empty if that cannot be told."""
     place, longest, kind = folder.resolve(), 0, ""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in mounts:  # number parent device root POINT options tags... - KIND source options
+    # number parent device root POINT options tags... - KIND source options
+    for line in proc.read("self/mountinfo").splitlines():
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])
         if len(point) >= longest and place.is_relative_to(point):
             longest, kind = len(point), line.partition(" - ")[2].split()[0]
@@ -198,11 +196,9 @@ def held_by_processes() -> Held:
     """Looks through /proc; processes of other users cannot be read, nor could they open these files."""
     paths: set[str] = set()
     inodes: set[tuple[int, int]] = set()
-    for process in _entries(Path("/proc")):
-        if not process.name.isdigit():
-            continue
+    for process in proc.processes():
         # open files first: a file is mapped before it is closed, so it is seen in one of the two
-        for descriptor in _entries(process / "fd"):
+        for descriptor in _entries(Path(f"/proc/{process}/fd")):
             try:
                 target = os.readlink(descriptor)
                 if target.startswith("/"):
@@ -211,11 +207,7 @@ def held_by_processes() -> Held:
                     inodes.add((status.st_dev, status.st_ino))
             except OSError:
                 continue
-        try:
-            lines = (process / "maps").read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:  # address permissions offset device inode path
+        for line in proc.read(f"{process}/maps").splitlines():  # address permissions offset device inode path
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith("/"):
                 major, minor = fields[3].split(":")

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mpitrain.comm.process import starting
+from mpitrain.storage import proc
 
 if TYPE_CHECKING:
     from mpitrain.comm.communicator import Communicator
@@ -137,24 +138,20 @@ def _called() -> dict[str, End]:
     """Whom this host's sockets are calling that have had no answer yet, by the sockets' names."""
     called = {}
     for table in ("tcp", "tcp6"):
-        with suppress(OSError), open(f"/proc/self/net/{table}", encoding="ascii") as rows:
-            for row in rows:
-                fields = row.split()
-                if fields[3] == _CALLING:
-                    address, _, port = fields[2].partition(":")
-                    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-                    called[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(b"".join(words))), int(port, 16)
+        for row in proc.read(f"self/net/{table}").splitlines():
+            fields = row.split()
+            if fields[3] == _CALLING:
+                address, _, port = fields[2].partition(":")
+                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                called[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(b"".join(words))), int(port, 16)
     return called
 
 
 def _addresses() -> list[str]:
     """The addresses of this host."""
-    found: set[str] = set()
-    with suppress(OSError), open("/proc/net/fib_trie", encoding="ascii") as table:
-        found.update(_LOCAL.findall(table.read()))
-    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as rows:
-        found.update(str(ipaddress.ip_address(bytes.fromhex(row.split()[0]))) for row in rows)
-    return sorted(found)
+    rows = proc.read("net/if_inet6").splitlines()
+    of_6 = {str(ipaddress.ip_address(bytes.fromhex(row.split()[0]))) for row in rows}
+    return sorted({*_LOCAL.findall(proc.read("net/fib_trie")), *of_6})
 
 
 def _limit(connection: socket.socket, seconds: float) -> None:

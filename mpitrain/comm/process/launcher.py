@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
+
+from mpitrain.storage import proc
+from mpitrain.storage.proc import command_of, state_and_parent_of
 
 _DAEMON = "prted"  # what starts ranks on other machines for it
 _PATIENCE = 5  # seconds in which mpirun ends by itself if it knows that all ranks have ended
@@ -31,7 +33,7 @@ def find() -> int:
 
 def notices_silent_hosts(process: int) -> bool:
     """Whether mpirun looks for hosts that are silent, and then ends the job, as it does unless it is told not to."""
-    told = of_process(process, "cmdline") + of_process(process, "environ")
+    told = proc.read(f"{process}/cmdline") + proc.read(f"{process}/environ")
     return re.search(_KEEPALIVE + r"[\0=]0\0", told) is None
 
 
@@ -50,22 +52,3 @@ def end_soon(process: int, unless: Sequence[int] = ()) -> None:
         ["sh", "-c", f"sleep {_PATIENCE}; {living}{end % 'TERM'}sleep {_ORDERLY}; {end % 'KILL'}"],
         stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True,
     )  # fmt: skip
-
-
-def of_process(process: int, name: str) -> str:
-    """What a file of proc(5) tells of a process; empty where that is gone, or not ours to see."""
-    try:
-        return Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def command_of(process: int) -> str:
-    """The name of the program that a process runs; empty where it is gone."""
-    return of_process(process, "comm").strip()
-
-
-def state_and_parent_of(process: int) -> tuple[str, int]:
-    """The kernel's letter for the state of a process, Z where it is gone, and its parent, then 0."""
-    fields = of_process(process, "stat").rpartition(")")[2].split()
-    return (fields[0], int(fields[1])) if fields else ("Z", 0)

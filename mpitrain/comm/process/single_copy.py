@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
+
+from mpitrain.storage import proc
 
 _MPICH_USES_IT = "MPIR_CVAR_CH4_CMA_ENABLE"
-_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _DECLARED_PROCESSES = 1  # ptrace_scope: a process may be read by those that it names
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -22,7 +22,8 @@ def prepare() -> None:
 
     A setting of the user's wins.
     """
-    if _passes_filters() and _scope() <= _DECLARED_PROCESSES:
+    scope = int(proc.read("sys/kernel/yama/ptrace_scope") or 0)  # empty: a kernel without Yama
+    if _passes_filters() and scope <= _DECLARED_PROCESSES:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     else:
         os.environ.setdefault(_MPICH_USES_IT, "0")
@@ -35,10 +36,3 @@ def _passes_filters() -> bool:
     readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
     readv.restype = ctypes.c_ssize_t
     return bool(readv(os.getpid(), pair, ctypes.c_ulong(1), pair, ctypes.c_ulong(1), ctypes.c_ulong(0)) == 1)
-
-
-def _scope() -> int:
-    try:
-        return int(_SCOPE.read_text())
-    except (OSError, ValueError):  # a kernel without Yama
-        return 0

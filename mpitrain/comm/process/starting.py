@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.comm.process import fault_tolerance, last_word, launcher
-from mpitrain.comm.process.launcher import command_of, of_process, state_and_parent_of
 from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
+from mpitrain.storage import proc
+from mpitrain.storage.proc import command_of, state_and_parent_of
 
 _DEFAULT = 600.0  # seconds
 _TURN = 1.0  # seconds by which ranks that know less speak later
@@ -196,7 +197,7 @@ class Siblings:
         """
         self._expected = expected
         self._daemon = _daemon(process)
-        self._children = f"task/{self._daemon}/children"  # proc_pid_children(5)
+        self._children = f"{self._daemon}/task/{self._daemon}/children"  # proc_pid_children(5)
         self._text = ""
         self._size = 0  # ranks that were started here; 0 where that is not known
         self._started: set[int] = set()  # ranks
@@ -204,7 +205,7 @@ class Siblings:
 
     def gone(self) -> list[str]:
         """Name the ranks of this host that have no process; none where that cannot be told."""
-        text = of_process(self._daemon, self._children)
+        text = proc.read(self._children)
         if text and text != self._text:
             self._text = text
             environments = [_environment(child) for child in map(int, text.split())]
@@ -253,7 +254,7 @@ def neighbours(process: int) -> list[StartingRank]:
     """The ranks on this host of the job that a process belongs to, in order."""
     daemon = _daemon(process)
     found: dict[int, StartingRank] = {}
-    for entry in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+    for entry in sorted(proc.processes(), reverse=True):
         rank = _number(_environment(entry), RANK_NAMES)
         if rank < 0 or _daemon(entry) != daemon:
             continue
@@ -278,7 +279,7 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 def _environment(process: int) -> dict[str, str]:
     """What the process was started with; empty where that is not to be seen."""
-    entries = of_process(process, "environ").split("\0")
+    entries = proc.read(f"{process}/environ").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from mpitrain.comm.selection.registry import Algorithms
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.storage.disk import read_plain, write_whole
+from mpitrain.storage.text import bytes_text
 
 KIB, MIB = 1 << 10, 1 << 20
 Rule = tuple[int, str]  # up to this many bytes (exclusive), this algorithm
@@ -137,7 +138,7 @@ def rules_from(times: Mapping[int, Mapping[str, float]]) -> tuple[Rule, ...]:
 def describe(rules: Sequence[Rule]) -> str:
     """mpi below 12 KiB, then shared."""
     *changes, (_, last) = rules
-    parts = [f"{name} below {_in_units(limit)}" for limit, name in changes]
+    parts = [f"{name} below {bytes_text(limit)}" for limit, name in changes]
     return ", then ".join([*parts, last])
 
 
@@ -162,10 +163,3 @@ def keep(machine: str, measured: Mapping[str, Sequence[Rule]], origin: str) -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, table.to_json())
     return path
-
-
-def _in_units(nbytes: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes} bytes"

@@ -15,7 +15,7 @@ from mpitrain.monitor.report.findings import expected_traffic, sent_along, traff
 from mpitrain.monitor.report.records import Moment, RunRecord
 from mpitrain.monitor.report.series import kept
 from mpitrain.monitor.report.style import Drawing, data, missing
-from mpitrain.monitor.text import counted
+from mpitrain.storage.text import counted, number_text
 
 MOST_MARKS = 200  # of a kind
 MOST_STARTS = 40
@@ -113,17 +113,14 @@ def _marks(run: RunRecord, begin: float, end: float) -> list[dict[str, Any]]:
 def _told(moment: Moment) -> str:
     """What an event says, in a few words."""
     told = moment.told
+    number = {n: number_text(told.get(n), ",.3g", "unknown") for n in ("seconds", "loss", "recovered_s")}
     texts = {
-        "save": f"{told.get('folder', '')} in {_number(told.get('seconds'))} s",
-        "evaluate": f"held-out loss {_number(told.get('loss'))}",
-        "lost": f"ranks {told.get('ranks', 'unknown')}, went on after {_number(told.get('recovered_s'))} s",
+        "save": f"{told.get('folder', '')} in {number['seconds']} s",
+        "evaluate": f"held-out loss {number['loss']}",
+        "lost": f"ranks {told.get('ranks', 'unknown')}, went on after {number['recovered_s']} s",
         "stop": str(told.get("reason", "")),
     }
     return texts[moment.kind]
-
-
-def _number(value: Any) -> str:
-    return f"{value:,.3g}" if isinstance(value, (int, float)) else "unknown"
 
 
 LITTLE = 0.01  # of the most, below which an operation has no bar

@@ -24,7 +24,7 @@ from mpitrain.monitor.report.series import (
     trend,
 )
 from mpitrain.monitor.report.style import Drawing, data, missing, records
-from mpitrain.monitor.text import counted, spoken
+from mpitrain.storage.text import counted, spoken
 
 NOISY = 300  # points, from where on a line of medians is drawn over the series itself
 SAVES = 30  # up to so many saves are marked in the chart of the loss

@@ -16,7 +16,7 @@ from mpitrain.errors import printable
 from mpitrain.monitor.report.findings import STATES, MemoryUse, memory_use, traffic
 from mpitrain.monitor.report.records import Column, RunRecord
 from mpitrain.monitor.report.series import metric_columns
-from mpitrain.monitor.text import short, spoken
+from mpitrain.storage.text import short, spoken
 
 LONGEST_NAME = 28  # characters
 _MISSING = "-"

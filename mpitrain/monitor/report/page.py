@@ -30,8 +30,8 @@ from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings
 from mpitrain.monitor.report.records import RunRecord
 from mpitrain.monitor.report.series import PERCENTILES, percentiles
 from mpitrain.monitor.report.style import Drawing
-from mpitrain.monitor.text import counted, duration, short
 from mpitrain.storage.disk import reason, write_whole
+from mpitrain.storage.text import counted, duration, seconds_text, short
 
 MARK = b'content="mpitrain.report"'  # by which a page is known as a report
 
@@ -202,7 +202,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
         ("steps", f"{int(columns.step[-1]):,}"),
         ("loss", f"{losses[-1]:.4f}" if len(losses) else "not finite"),
         ("held-out loss", f"{held[-1]:.4f}" if len(held) else ""),
-        ("median step", _seconds(float(np.median(columns.seconds)))),
+        ("median step", seconds_text(float(np.median(columns.seconds)))),
         (
             "tokens/s in steps" if tokens else "samples/s in steps",
             short(tokens or float(columns.samples.sum()) / seconds),
@@ -214,18 +214,13 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     return [(name, value) for name, value in tiles if value]
 
 
-def _seconds(seconds: float) -> str:
-    size, unit = style.time_unit(seconds)
-    return f"{seconds / size:,.3g} {unit}"
-
-
 def _percentile_table(runs: Sequence[Named]) -> str:
     header = ["step time", *(f"p{p}" if p < 100 else "largest" for p in PERCENTILES), "mean"]
     rows = []
     for named in runs:
         seconds = named.run.columns.seconds
         rows.append(
-            [named.name, *(_seconds(v) for v in percentiles(seconds).values()), _seconds(float(seconds.mean()))]
+            [named.name, *(seconds_text(v) for v in percentiles(seconds).values()), seconds_text(float(seconds.mean()))]
         )
     return _table(header, rows)
 

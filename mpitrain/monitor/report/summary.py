@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import median, median_high
@@ -12,7 +13,9 @@ from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import FullStepLine
 from mpitrain.monitor.metrics import METRICS
-from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
+from mpitrain.storage.text import aligned, counted, duration, number_text, rates_text, spoken
+
+_loss = partial(number_text, form=".4f")
 
 
 def summary(folder: Path) -> str:
@@ -32,9 +35,12 @@ def summary(folder: Path) -> str:
     checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)
     rows = [
         ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
-        ("loss", f"{_number(first['loss'])} -> {_number(last['loss'])}"),
+        ("loss", f"{_loss(first['loss'])} -> {_loss(last['loss'])}"),
         ("skipped", _skipped(lines)),
-        ("held-out loss", " -> ".join(f"{_number(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
+        (
+            "held-out loss",
+            " -> ".join(f"{_loss(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)]),
+        ),
         *_metrics(lines),
         ("speed", _speed(lines)),
         (
@@ -128,7 +134,3 @@ def _memory(lines: list[dict[str, Any]]) -> str:
 
 def _all(lines: list[dict[str, Any]], key: str) -> list[float]:
     return [m[key] for m in lines]
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mpitrain.errors import printable
-from mpitrain.monitor.text import counted, duration, lasting, short
 from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
+from mpitrain.storage.text import counted, duration, lasting, number_text, seconds_text, short
 
 BLOCKS, PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 COLOURS = {
@@ -88,9 +88,9 @@ def line(run: Watched) -> str:
     if status is not RunStatus.WAITING:
         words.append(f"step {run.step:,}" + (f"/{run.of_steps:,}" if run.of_steps else ""))
     if told:
-        words.append(f"loss {_number(told.get('loss'))}")
+        words.append(f"loss {number_text(told.get('loss'))}")
         if run.steps.held_out.last:
-            words.append(f"held-out loss {_number(run.steps.held_out.last[1])}")
+            words.append(f"held-out loss {number_text(run.steps.held_out.last[1])}")
         words.append(_throughput(run))
     if run.save:
         words.append(f"saved {printable(run.save.get('folder'))}")
@@ -151,8 +151,8 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
     rows = [
         ("loss", _curve(run.steps.loss, room, plain)),
         ("held-out loss", _curve(run.steps.held_out, room, plain)),
-        ("learning rate", f"{told['lr']:.3g}" if isinstance(told.get("lr"), (int, float)) else ""),
-        ("gradient norm", _number(told.get("grad_norm")) if "grad_norm" in told else ""),
+        ("learning rate", number_text(told.get("lr"), ".3g", "")),
+        ("gradient norm", number_text(told.get("grad_norm")) if "grad_norm" in told else ""),
         ("throughput", _throughput(run)),
         ("step time", _step_time(run)),
         ("memory", f"{short(told['memory_bytes'])}B at most on rank 0" if told.get("memory_bytes") else ""),
@@ -172,7 +172,7 @@ def _curve(curve: Curve, width: int, plain: bool) -> str:
         return ""
     step, value = curve.last
     values = [v for _, v in curve.points]
-    last, first = f"{_number(value):>8}", f"from {_number(values[0])}, at step {step:,}"
+    last, first = f"{number_text(value):>8}", f"from {number_text(values[0])}, at step {step:,}"
     beside = width - _FIRST - len(last) - 4  # the same for both curves
     broken = beside < _LEAST_CURVE
     drawn = sparkline(values, min(_CURVE, width - len(last) - 2 if broken else beside), PLAIN if plain else BLOCKS)
@@ -194,7 +194,7 @@ def _step_time(run: Watched) -> str:
         return ""
     most = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
     last = f"the last {counted(len(seconds), 'step')}"
-    return f"median {_seconds(median(seconds))}, 99 % within {_seconds(most)} ({last})"
+    return f"median {seconds_text(median(seconds))}, 99 % within {seconds_text(most)} ({last})"
 
 
 def _checkpoint(run: Watched) -> str:
@@ -202,7 +202,7 @@ def _checkpoint(run: Watched) -> str:
         return "none yet"
     ago = lasting(max(0.0, time.time() - run.save["time"]))
     held = run.save.get("seconds")
-    took = f", held training up for {_seconds(held)}" if isinstance(held, (int, float)) else ""
+    took = f", held training up for {seconds_text(held)}" if isinstance(held, (int, float)) else ""
     return f"{printable(run.save.get('folder', ''))}, {ago} ago{took}"
 
 
@@ -259,14 +259,6 @@ def _warnings(run: Watched) -> list[Text]:
         )
         found.append(text)
     return found
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else "not finite"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def clock(when: float) -> str:

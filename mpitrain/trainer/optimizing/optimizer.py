@@ -17,11 +17,11 @@ from mpitrain.config.groups import OWN
 from mpitrain.config.named import find
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import InputError, refusal
-from mpitrain.monitor.text import counted
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon
 from mpitrain.shard.trust_ratio import Lamb, Lars
 from mpitrain.shard.update import SCALE, optimizer_step
+from mpitrain.storage.text import counted
 from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
 from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
 

@@ -18,7 +18,7 @@ from mpitrain.data.defaults import tokenizer_of
 from mpitrain.early import __version__
 from mpitrain.errors import tell
 from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
-from mpitrain.monitor.text import spoken
+from mpitrain.storage.text import spoken
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.doubts import doubts
 from mpitrain.trainer.folder import AGAIN

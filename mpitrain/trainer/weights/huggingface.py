@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -20,7 +18,6 @@ from typing import Any
 
 import torch
 
-from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.contents import load_tensor, whole
 from mpitrain.checkpoint.convert import make_first, os_errors
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
@@ -33,7 +30,9 @@ from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_pa
 from mpitrain.models.hugging_face.build import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
 from mpitrain.models.hugging_face.saving import save_folder
-from mpitrain.storage.disk import replacing, sync
+from mpitrain.planner.units import size_of
+from mpitrain.storage.commit import new_folder
+from mpitrain.storage.disk import sync, write_durably, write_whole
 from mpitrain.trainer.weights.importing import (
     CHECKPOINTS,
     CONFIG,
@@ -46,7 +45,6 @@ from mpitrain.trainer.weights.importing import (
 TOKENIZER = "tokenizer.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 3  # differences in one message
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
@@ -114,7 +112,7 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists already; give another name, or remove it")
-    most, manifest = _bytes(shard), whole(folder)
+    most, manifest = max(1, int(size_of(shard, "--shard-size"))), whole(folder)
     if str(((manifest.values.get(TASK) or {}).get("model") or {}).get("factory", "")).startswith(PREFIX):
         return _export_theirs(folder, out, most)
     model, vocabulary = _model_of(folder, manifest)
@@ -130,30 +128,22 @@ def export_folder(folder: Path, out: Path, shard: str) -> int:
 
     by_name = {part.theirs: part for part in parts}
     groups = list(_sharded(manifest, parts, most))
-    temporary = out.with_name(folders.temporary_name(out.name))
-    with os_errors(out):
-        temporary.mkdir()
-        try:
-            total = 0
-            weight_map: dict[str, str] = {}
-            for number, group in enumerate(groups, 1):
-                many = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
-                path = temporary / f"model{many}.safetensors"
-                specs = {part.theirs: (_dtype(manifest, part), part.shape) for part in group}
-                write_safetensors(path, specs, lambda name: by_name[name].to_theirs(loaded(by_name[name].ours)))
-                sync(path)
-                weight_map |= dict.fromkeys(specs, path.name)
-                total += sum(_nbytes(manifest, part) for part in group)
-            if len(groups) > 1:
-                _write_json(
-                    temporary / f"{_WEIGHTS[0]}.index.json",
-                    {"metadata": {"total_size": total}, "weight_map": weight_map},
-                )
-            _copy_tokenizer(folder.parent.parent, temporary)
-            _write_json(temporary / CONFIG_JSON, config)
-            os.rename(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with os_errors(out), new_folder(out) as temporary:
+        total = 0
+        weight_map: dict[str, str] = {}
+        for number, group in enumerate(groups, 1):
+            many = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+            path = temporary / f"model{many}.safetensors"
+            specs = {part.theirs: (_dtype(manifest, part), part.shape) for part in group}
+            write_safetensors(path, specs, lambda name: by_name[name].to_theirs(loaded(by_name[name].ours)))
+            sync(path)
+            weight_map |= dict.fromkeys(specs, path.name)
+            total += sum(_nbytes(manifest, part) for part in group)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _write_json(temporary / f"{_WEIGHTS[0]}.index.json", index)
+        _copy_tokenizer(folder.parent.parent, temporary)
+        _write_json(temporary / CONFIG_JSON, config)
     return len(parts)
 
 
@@ -168,16 +158,10 @@ def _export_theirs(folder: Path, out: Path, most: int) -> int:
     module = saved.load().module
     assert isinstance(module, Facade)
     state = module.state_dict()
-    temporary = out.with_name(folders.temporary_name(out.name))
-    with os_errors(out):
-        temporary.mkdir()
-        try:
-            save_folder(module, saved.section.factory, state, temporary, most)
-            if saved.tokenizer is not None:
-                _copy_tokenizer(saved.tokenizer.parent, temporary)
-            os.rename(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with os_errors(out), new_folder(out) as temporary:
+        save_folder(module, saved.section.factory, state, temporary, most)
+        if saved.tokenizer is not None:
+            _copy_tokenizer(saved.tokenizer.parent, temporary)
     return len(state)
 
 
@@ -263,21 +247,12 @@ def _nbytes(manifest: Manifest, part: NamedPart) -> int:
     return int(torch.Size(part.shape).numel()) * _dtype(manifest, part).itemsize
 
 
-def _bytes(text: str) -> int:
-    """A size such as 5GB or 200MiB."""
-    matched = re.fullmatch(r"([0-9]{1,12})\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
-    if matched is None or int(matched[1]) < 1:
-        raise InputError(f"--shard-size {text!r:.40} is no size; write it as 5GB or 200MB")
-    return int(matched[1]) * _UNITS[(matched[2] or "").upper()]
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    sync(path)
+    write_durably(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """A folder's tokenizer, where it has one and the target has none."""
     if (source / TOKENIZER).is_file() and not os.path.lexists(target / TOKENIZER):
-        with os_errors(target / TOKENIZER), replacing(target / TOKENIZER) as aside:
-            shutil.copyfile(source / TOKENIZER, aside)
+        with os_errors(target / TOKENIZER):
+            write_whole(target / TOKENIZER, (source / TOKENIZER).read_bytes())
