@@ -20,7 +20,6 @@ from mpitrain.planner.model import BlockCost, ModelProfile
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.step import StepSimulation
-from mpitrain.shard.flat import CACHED_MB
 
 _READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device
 
@@ -81,7 +80,7 @@ class Predictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
         places = self.places(layout)
-        means, flow = self._means(places), self.flow(layout)
+        means, flow = self.means(places), self.flow(layout)
         holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
         flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
         accounts = [account(means, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
@@ -94,13 +93,13 @@ class Predictor:
         places = self.places(layout)
         data = _READ_AHEAD * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
-        return max((host_account(self._means(places), held, data) for held in holds), key=total)
+        return max((host_account(self.means(places), held, data) for held in holds), key=total)
 
     def host_room(self) -> float:
         """Bytes of its node's memory that a rank may take."""
         return self.machine.memory / self.ranks_per_node
 
-    def _means(self, places: LayoutPlaces) -> Means:
+    def means(self, places: LayoutPlaces) -> Means:
         """Return the settings that memory depends on."""
         model, machine = self.model, self.machine
         return Means(places, machine.device is not None, model.moments, machine.process, self._elements())
@@ -166,10 +165,9 @@ class Predictor:
                 raise refusal(f"{flow.shape.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
             cuts = list(pairwise(bounds))
             spans = tuple(cuts[number] for number in flow.shape.stages_of(rank))
-        means = Means(places, self.machine.device is not None, 0, 0)
+        means = self.means(places)
         parts = places.shards()[0].size if layout.zero else 1
-        cached = layout.zero >= 2 and not places.overlaps and places.nodes == 1 and self.machine.device is None
-        bucket_mb = min(self.bucket_mb, CACHED_MB) if cached else self.bucket_mb
+        bucket_mb = means.bucket_size(self.bucket_mb)
         stages = tuple(blocks[lo:hi] for lo, hi in spans)
         key = layout.divided, spans, parts, bucket_mb, means.gathers
         if key not in self._flat:  # where parameters lie is the same for every microbatch

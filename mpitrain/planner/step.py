@@ -26,6 +26,7 @@ from mpitrain.planner.memory import Means
 from mpitrain.planner.model import AxisExchange, BlockCost
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.shard.offload import HOST
+from mpitrain.shard.placement import STAGES, formula
 
 if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
@@ -338,8 +339,9 @@ class StepSimulation:
             moved = 2.0 * elements * ITEMSIZE[self.model.precision]
             seconds += moved * self.turns / machine.device.host_rate  # ranks that share a device share its bus
         if layout.offload and layout.offload != HOST:
-            wide = machine.device is not None or ITEMSIZE[self.model.precision] < 4
-            states = elements * 4.0 * (self.model.moments + wide)
+            itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
+            copied = machine.device is not None
+            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=copied).states
             node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
             seconds += states / min(machine.rank_write_rate, node, every)
         return seconds

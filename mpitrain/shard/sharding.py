@@ -25,7 +25,7 @@ from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import CACHED_MB, FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
@@ -40,7 +40,7 @@ from mpitrain.shard.flat_parameters import (
 from mpitrain.shard.host_update import HostUpdate
 from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
-from mpitrain.shard.placement import STAGES
+from mpitrain.shard.placement import STAGES, bucket_size, node_has_one_copy
 from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
 from mpitrain.shard.reduction import BucketReduction
@@ -58,8 +58,7 @@ class Options:
 
     Attributes:
         zero: The stage of ZeRO, 0 to 3.
-        bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce them in the
-            middle of backward (stages 2 and 3, no core free to overlap).
+        bucket_mb: MiB of gradients reduced at a time, at most (see `placement.bucket_size`).
         algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
         compression: What gradients are compressed with on their way; None to send them as they are.
         reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
@@ -185,12 +184,11 @@ class Sharding:
     def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to where the stage keeps them. Collective."""
         options, shard = self.options, self.shard
-        multiple = EXACT_BLOCK if options.reproducible else 16
+        multiple = EXACT_BLOCK if options.reproducible else MULTIPLE
         parts = shard.size if self.stage.states else 1
         on_device = any(is_accelerator(p.device) for _, p in named)
-        cached = self.stage.gradients and not options.reproducible and not shard.overlaps and shard.num_nodes == 1
-        cached = cached and not on_device
-        bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
+        sharded = self.stage.gradients and not options.reproducible
+        bucket_mb = bucket_size(options.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
         offload = self._offload_of_parameters(on_device)
         if not self.stage.states:
@@ -227,8 +225,8 @@ class Sharding:
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
         comm = self.comm
-        on_device = any(is_accelerator(g.device) for g in groups)
-        if not self.options.share_node or on_device or shard_order(comm) is None:
+        on_device, even = any(is_accelerator(g.device) for g in groups), shard_order(comm) is not None
+        if not node_has_one_copy(self.stage, self.options.share_node, on_device, even):
             return None
         copies: list[NodeCopy] = []
         for group in groups:
