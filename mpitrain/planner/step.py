@@ -27,13 +27,13 @@ from mpitrain.planner.model import AxisExchange, BlockCost
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
+from mpitrain.tensor.axis import sums_directly
 
 if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
 _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
 _HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
-_DIRECT = 16 << 10  # bytes of which each rank of a tensor axis sums all
 _CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting, as measured on one machine
 _SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
 _VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
@@ -203,7 +203,7 @@ class StepSimulation:
             return meets + copied / group.size + copied
         if exchange.operation == "reduce_scatter":
             return meets + copied + added * (group.size - 1) / group.size
-        if group.size == 2 or nbytes <= _DIRECT:
+        if sums_directly(group.size, exchange.nbytes):
             return meets + copied + added * (group.size - 1)
         return seconds + 2 * copied
 

@@ -25,10 +25,11 @@ from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
 from mpitrain.pipe.partition import listed_blocks, time_costs
 from mpitrain.pipe.slices import check_slices, require_look_back
+from mpitrain.tensor import plan_for
 from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
-from mpitrain.trainer.dividing import Cut, divide, plan_of, refuse_divisions
+from mpitrain.trainer.dividing import Cut, divide, refuse_divisions
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.options import options_of
 
@@ -60,7 +61,7 @@ def assemble(
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
     parameters = sum(p.numel() for p in module.parameters())
-    plan = plan_of(module, config.parallel) if mesh.tensor.size > 1 else {}
+    plan = plan_for(module, sequence=config.parallel.sequence) if mesh.tensor.size > 1 else {}
     divided = divide(
         module,
         mesh,

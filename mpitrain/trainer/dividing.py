@@ -19,11 +19,11 @@ from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh
 from mpitrain.pipe.partition import listed_blocks
 from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.pipe.slices import require_look_back
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.units import blocks_of
-from mpitrain.tensor import ParallelStyle, parallelize, plan_for
-from mpitrain.tensor.plan import begins_sequence
+from mpitrain.tensor import ParallelStyle, parallelize
 from mpitrain.trainer.device import move
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
@@ -115,7 +115,7 @@ def make_pipeline(
         slices=parallel.slices,
         cut=cut,
         blocks=() if isinstance(parallel.cut, str) else parallel.cut,
-        microbatches=2 * mesh.pipeline.size,
+        microbatches=default_microbatches(mesh.pipeline.size),
         recompute=recompute,
         device=device,
         record=Path(parallel.recording) if recorded else False,
@@ -127,22 +127,6 @@ def make_pipeline(
             "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
         )
     return pipeline
-
-
-def plan_of(model: nn.Module, parallel: ParallelSection, given: Plan | None = None) -> Plan:
-    """How the model's layers are divided: as is given, or as the model says.
-
-    Raises InputError where they cannot be as the configuration says.
-    """
-    plan = given if given is not None else plan_for(model)
-    if parallel.sequence and getattr(model, "counts_positions", False):
-        raise refusal(f"{type(model).__name__} counts positions in what parallel.sequence divides; set that to false")
-    if parallel.sequence and not begins_sequence(plan):
-        raise refusal(
-            f"parallel.sequence divides what is between an embedding and the head, and the plan of "
-            f"{type(model).__name__} names none; set parallel.sequence to false"
-        )
-    return plan
 
 
 def refuse_divisions(parallel: ParallelSection, mesh: Mesh) -> None:
