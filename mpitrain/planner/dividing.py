@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from mpitrain.errors import refusal
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.tensor.axis import Axis
@@ -122,8 +121,6 @@ def divide(model: nn.Module, divided: Divided, *, times: bool = False) -> StandI
     if divided.tensor == 1:
         return None
     plan = plan_for(model, sequence=divided.sequence)
-    if divided.sequence and divided.slices > 1:
-        raise refusal("parallel.sequence does not go with parallel.slices; leave one of them out")
     axis = StandIn(divided.tensor, times=times)
     parallelize(model, axis, plan, sequence=divided.sequence, whole=divided.whole)
     return axis

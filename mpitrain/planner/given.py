@@ -44,12 +44,11 @@ def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any
     Raises:
         InputError: There is no such layout.
     """
-    model, machine, nodes, each = predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node
-    layouts = list(dict.fromkeys(_with(candidates(model, machine, nodes, each, rules), wanted)))
+    layouts = list(offered(predictor, rules, wanted))
     if not layouts:
         said = ", ".join(f"{_section(key)}.{key} {value}" for key, value in wanted.items())
         raise refusal(
-            f"parallel.auto finds no layout of {nodes * each} ranks "
+            f"parallel.auto finds no layout of {predictor.ranks} ranks "
             + (f"with {said}; leave some of these out" if said else "for this model; set parallel.auto to false")
         )
     variants = Refinement(predictor)
@@ -61,6 +60,14 @@ def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any
             yield replace(variant, cut=cut, whole=whole)
 
     return best_of(Bounds(predictor), layouts, count, refined)
+
+
+def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
+    """The layouts with given settings that a job takes, in order."""
+    model, machine, nodes, each = predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node
+    device, cut = machine.device is not None, _list(wanted.get("cut", ""))
+    layouts = _with(candidates(model, machine, nodes, each, rules), wanted)
+    return {layout: None for layout in layouts if rules.allow(replace(layout, cut=cut), model, each, device)}
 
 
 def settings(layout: ParallelLayout, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import nn
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.layout import is_replicated
-from mpitrain.mesh import Mesh
+from mpitrain.mesh import Mesh, conflict
 from mpitrain.pipe.partition import listed_blocks
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedules import default_microbatches
@@ -129,21 +129,9 @@ def make_pipeline(
     return pipeline
 
 
-def refuse_divisions(parallel: ParallelSection, mesh: Mesh) -> None:
-    """Raise InputError for ways to divide a model that do not go together."""
-    if parallel.sequence and parallel.slices > 1 and mesh.tensor.size > 1 and mesh.pipeline.size > 1:
-        raise refusal(
-            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
-            "parallel.sequence to false, or parallel.slices to 1"
-        )
-    if parallel.pipeline == 1 and not isinstance(parallel.cut, str):
-        raise refusal(
-            f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
-            "parallel.pipeline is 1; raise that, or leave parallel.cut out"
-        )
-    if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node and mesh.data.size > 1:
-        raise refusal(
-            "parallel.zero 3 without parallel.share_node would gather each block of a stage twice for every "
-            "microbatch, where a pipeline has many, and hold them whole while any of those computes; use "
-            "parallel.share_node true or parallel.zero 2"
-        )
+def refuse_divisions(
+    parallel: ParallelSection, mesh: Mesh, *, compiled: bool = False, reproducible: bool = False
+) -> None:
+    """Raise InputError for ways to divide a model that do not go together (see `mesh.conflict`)."""
+    if why := conflict(parallel, mesh.data.size, compiled=compiled, reproducible=reproducible):
+        raise refusal(why)
