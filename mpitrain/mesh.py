@@ -109,26 +109,14 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
     )
 
 
-def conflict(
-    parallel: Any,
-    data: int,
-    *,
-    one_copy: bool | None = None,
-    synchronous: bool = False,
-    compiled: bool = False,
-    reproducible: bool = False,
-) -> str:
+def conflict(parallel: Any, *, compiled: bool = False, reproducible: bool = False) -> str:
     """Return why ways to divide a model do not go together, and what to change; empty where they do.
 
     Args:
         parallel: The settings [parallel], or a layout of the planner, whose fields have the same names.
-        data: Data-parallel ranks.
-        one_copy: Whether the ranks of a node have one copy of the parameters between them; None: as share_node says.
-        synchronous: Whether the model has batch norms.
         compiled: model.compile.
         reproducible: run.reproducible.
     """
-    gathers = parallel.zero == 3 and data > 1 and not (parallel.share_node if one_copy is None else one_copy)
     if compiled and (parallel.slices > 1 or reproducible):
         why = "run.reproducible needs sums whose order is known"
         why = "with parallel.slices blocks are called piece by piece, as they are" if parallel.slices > 1 else why
@@ -148,13 +136,7 @@ def conflict(
             f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
             "parallel.pipeline is 1; raise that, or leave parallel.cut out"
         )
-    if parallel.pipeline > 1 and gathers:
-        return (
-            "parallel.zero 3 without parallel.share_node would gather each block of a stage twice for every "
-            "microbatch, where a pipeline has many, and hold them whole while any of those computes; use "
-            "parallel.share_node true or parallel.zero 2"
-        )
-    return uncompiled(gathers, synchronous and data > 1) if compiled else ""
+    return ""
 
 
 def uncompiled(gathers: bool, synchronous: bool) -> str:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
-from mpitrain.mesh import conflict
+from mpitrain.mesh import conflict, uncompiled
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import Divided, ModelProfile
+from mpitrain.shard import placement
 from mpitrain.shard.placement import STAGES, node_has_one_copy
 from mpitrain.shard.virtual_workers import VirtualWorkers
 
@@ -41,18 +42,16 @@ class LayoutRules:
     """What the rest of a configuration allows.
 
     Attributes:
-        zero: Stages of ZeRO that may be used.
         warmup: The sizes of the batches of a warm-up.
         compiled: model.compile.
         workers: run.workers, with run.reproducible; 0 without.
-        shares: Whether the ranks of a node may have one copy of the parameters between them.
+        offload: parallel.offload_parameters.
     """
 
-    zero: tuple[int, ...] = (0, 1, 2, 3)
     warmup: tuple[int, ...] = ()
     compiled: bool = False
     workers: int = 0
-    shares: bool = True
+    offload: str = ""
 
     def allow(self, layout: ParallelLayout, model: ModelProfile, ranks_per_node: int = 1, device: bool = False) -> bool:
         """Whether a job takes a layout, by the rules that it asks at its start.
@@ -63,17 +62,21 @@ class LayoutRules:
             ranks_per_node: Of the training.
             device: Whether ranks compute on devices.
         """
-        data, stage, reproducible, synchronous = layout.data, STAGES[layout.zero], self.workers > 0, model.synchronous
-        even = evenly(layout, ranks_per_node)
-        one_copy = self.shares and node_has_one_copy(stage, layout.share_node, device, even)
-        told = {"compiled": self.compiled, "reproducible": reproducible, "synchronous": synchronous}
-        if layout.zero not in self.zero or conflict(layout, data, one_copy=one_copy, **told):
+        data, stage, reproducible, staged = layout.data, STAGES[layout.zero], self.workers > 0, layout.pipeline > 1
+        one_copy = node_has_one_copy(stage, layout.share_node, device, evenly(layout, ranks_per_node))
+        one_copy = one_copy and not placement.is_elsewhere(self.offload, device)
+        asked = {"synchronous": model.synchronous, "gathers": stage.parameters and data > 1 and not one_copy}
+        offload = {"offload": self.offload, "on_device": device}
+        if conflict(layout, compiled=self.compiled, reproducible=reproducible):
+            return False
+        if placement.conflict(layout.zero, data, staged=staged, one_copy=one_copy, **offload):
+            return False
+        if self.compiled and (not model.has_units or uncompiled(asked["gathers"], model.synchronous and data > 1)):
             return False
         try:
             workers = VirtualWorkers.on(data, reproducible, self.workers)
         except InputError:
             return False
-        asked = {"synchronous": synchronous, "gathers": stage.parameters and data > 1 and not one_copy}
         return not any(workers.conflict(size, layout.microbatch, **asked) for size in {model.batch, *self.warmup})
 
 
@@ -93,9 +96,8 @@ def rules_of(config: Config) -> LayoutRules:
             "train.microbatch"
         )
     warmup = tuple(size for _, size in config.train.batch_warmup)
-    gathered = bool(config.parallel.offload_parameters)
     workers = config.run.workers if config.run.reproducible else 0
-    return LayoutRules((3,) if gathered else (0, 1, 2, 3), warmup, config.model.compile, workers, shares=not gathered)
+    return LayoutRules(warmup, config.model.compile, workers, config.parallel.offload_parameters)
 
 
 def candidates(
@@ -123,7 +125,7 @@ def candidates(
 
 def shapes(model: ModelProfile, ranks: int, blocks: int, rules: LayoutRules) -> list[tuple[int, int, int]]:
     """(data, pipeline, tensor) of all meshes that the model and its batch can be divided over."""
-    found = []
+    found, rules = [], replace(rules, offload="")  # which says something of how parameters are placed alone
     for tensor in _divisors(ranks):
         if tensor > 1 and not (model.divisible and model.takes(Divided(tensor))):
             continue
@@ -167,7 +169,7 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[P
         sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]
     for sequence in sequences:
         for microbatch in microbatches(model.batch, base.data):
-            for recompute in (False, True):
+            for recompute in (False, True)[: 1 + (model.has_units or base.pipeline > 1)]:
                 layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
                 if base.pipeline == 1:
                     yield layout

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from mpitrain.layers.precision import DTYPES
-from mpitrain.layout import Flat, lay_out, split
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.layout import Flat, lay_out
 from mpitrain.planner.model import BlockCost, Weight
 from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 
@@ -63,12 +62,6 @@ class StageHoldings:
 def is_unit(block: BlockCost) -> bool:
     """Whether it is one of the blocks in a list of the model: gathered, and recomputed, by itself (`shard.units`)."""
     return block.name.rpartition(".")[2].isdigit()
-
-
-def bounds_of(layout: ParallelLayout, blocks: int) -> list[int]:
-    """Stage s has blocks bounds[s] to bounds[s + 1] - 1."""
-    stages = layout.pipeline * layout.chunks
-    return [0, *accumulate(layout.cut)] if layout.cut else split(blocks, stages)
 
 
 def held(

@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import refusal
+from mpitrain.pipe.partition import stage_bounds
 from mpitrain.planner.collectives import CollectiveTimes
 from mpitrain.planner.device_links import DeviceLinks
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import StageHoldings, bounds_of, held
+from mpitrain.planner.held import StageHoldings, held
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import Means, account, host_account, in_flight, total
@@ -157,13 +158,10 @@ class Predictor:
 
     def _find_held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)
-        bounds = bounds_of(layout, len(blocks))
         spans: tuple[tuple[int, int], ...] = ((0, len(blocks)),)
         flow = self.flow(layout)
         if flow is not None:
-            if len(bounds) != flow.shape.stages + 1 or bounds[-1] != len(blocks):
-                raise refusal(f"{flow.shape.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
-            cuts = list(pairwise(bounds))
+            cuts = list(pairwise(stage_bounds(blocks, flow.shape.stages, layout.cut)))
             spans = tuple(cuts[number] for number in flow.shape.stages_of(rank))
         means = self.means(places)
         parts = places.shards()[0].size if layout.zero else 1

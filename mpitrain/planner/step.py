@@ -16,12 +16,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.planner import turns
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import ITEMSIZE, StageHoldings, bounds_of, is_unit
+from mpitrain.planner.held import ITEMSIZE, StageHoldings, is_unit
 from mpitrain.planner.memory import Means
 from mpitrain.planner.model import AxisExchange, BlockCost
 from mpitrain.planner.places import LayoutPlaces
@@ -216,8 +217,8 @@ class StepSimulation:
     def _through_pipeline(self, flow: Flow) -> None:
         """All microbatches through all stages, then the gradients."""
         schedule = flow.shape
-        cuts = list(pairwise(bounds_of(self.layout, len(self.blocks))))
-        stages = [self.blocks[lo:hi] for lo, hi in cuts]
+        bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
+        stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
         tensor = [
             (sum(self.exchanges(b.forwards) for b in stage), sum(self.exchanges(b.backwards) for b in stage))
             for stage in stages

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpitrain.shard.offload import HOST
+
 CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 DEFERRING = 3  # slots of gradients, where a bucket is reduced in split phases, after the next one was made
 SCRATCH = 16 << 20  # elements of fp32 gradients made at a time in 16-bit training
@@ -54,6 +56,37 @@ class Account:
     def total(self) -> float:
         """Bytes of all categories."""
         return self.parameters + self.gradients + self.states
+
+
+def conflict(zero: int, ranks: int, *, staged: bool, one_copy: bool, offload: str = "", on_device: bool = False) -> str:
+    """Return why parameters cannot be placed so, and what to change; empty where they can.
+
+    Args:
+        zero: The stage of ZeRO.
+        ranks: The data-parallel ranks.
+        staged: Whether the module is a stage of a pipeline.
+        one_copy: Whether the ranks of a node have one copy of the parameters between them.
+        offload: parallel.offload_parameters.
+        on_device: Whether ranks compute on devices.
+    """
+    if offload and not STAGES[zero].parameters:
+        return (
+            "parallel.offload_parameters is for parallel.zero 3, whose ranks gather parameters when they need them, "
+            f"and the stage is {zero}; set parallel.zero to 3, or leave it out"
+        )
+    gathers = is_elsewhere(offload, on_device) or (ranks > 1 and not one_copy)
+    if STAGES[zero].parameters and staged and gathers:
+        return (
+            "parallel.zero 3 would gather each block of a stage twice for every microbatch, where a pipeline has many, "
+            "unless the data-parallel ranks share host memory on each node, as many on one as on another, and no "
+            "device; use parallel.share_node true, or parallel.zero 2"
+        )
+    return ""
+
+
+def is_elsewhere(offload: str, on_device: bool) -> bool:
+    """Whether what is offloaded there lies in other memory than that in which ranks compute."""
+    return bool(offload) and (on_device or offload != HOST)
 
 
 def node_has_one_copy(stage: ZeroStage, share_node: bool, on_device: bool, even: bool) -> bool:

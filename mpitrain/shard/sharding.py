@@ -38,9 +38,9 @@ from mpitrain.shard.flat_parameters import (
     sharded_flat_parameters,
 )
 from mpitrain.shard.host_update import HostUpdate
-from mpitrain.shard.offload import HOST, MappedFiles
+from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
-from mpitrain.shard.placement import STAGES, bucket_size, node_has_one_copy
+from mpitrain.shard.placement import STAGES, bucket_size, conflict, is_elsewhere, node_has_one_copy
 from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
 from mpitrain.shard.reduction import BucketReduction
@@ -190,19 +190,20 @@ class Sharding:
         sharded = self.stage.gradients and not options.reproducible
         bucket_mb = bucket_size(options.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
-        offload = self._offload_of_parameters(on_device)
+        asked = options.offload_parameters
+        offload = asked if is_elsewhere(asked, on_device) else ""
+        placed = self._on_node(groups) if self.stage.states and not offload else None
+        one_copy, staged = placed is not None, self._staged
+        if why := conflict(
+            options.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device
+        ):
+            raise refusal(why)
         if not self.stage.states:
             return groups, ReplicatedParameters(groups)
-        placed = None if offload else self._on_node(groups)
         if placed is not None:
             return groups, placed
         if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged) and not offload):
             return groups, PrivateParameters(groups, shard)
-        if self._staged and (shard.size > 1 or offload):
-            raise refusal(
-                "parallel.zero 3 in a pipeline needs the data-parallel ranks to share host memory on each node, and as "
-                "many on one as on another, and no device; use parallel.zero 2"
-            )
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)
         if shard.size == 1 and not offload:
@@ -211,16 +212,6 @@ class Sharding:
         return groups, ShardedParameters(
             self.module, units, groups, shard, reshard_after_forward=reshard, offload=offload
         )
-
-    def _offload_of_parameters(self, on_device: bool) -> str:
-        """Where parameters are between their uses; empty where that is no other place than where they compute."""
-        offload = self.options.offload_parameters
-        if offload and not self.stage.parameters:
-            raise refusal(
-                "parallel.offload_parameters is for parallel.zero 3, whose ranks gather parameters when they need "
-                f"them, and the stage is {self.options.zero}; set parallel.zero to 3, or leave it out"
-            )
-        return offload if on_device or offload != HOST else ""
 
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""

@@ -21,6 +21,7 @@ from mpitrain.pipe.partition import listed_blocks
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.pipe.slices import require_look_back
+from mpitrain.shard import placement
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.units import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize
@@ -132,6 +133,8 @@ def make_pipeline(
 def refuse_divisions(
     parallel: ParallelSection, mesh: Mesh, *, compiled: bool = False, reproducible: bool = False
 ) -> None:
-    """Raise InputError for ways to divide a model that do not go together (see `mesh.conflict`)."""
-    if why := conflict(parallel, mesh.data.size, compiled=compiled, reproducible=reproducible):
+    """Raise InputError for ways to divide a model that do not go together (see `mesh` and `shard.placement`)."""
+    staged, shared = parallel.pipeline > 1, parallel.share_node
+    why = conflict(parallel, compiled=compiled, reproducible=reproducible)
+    if why := why or placement.conflict(parallel.zero, mesh.data.size, staged=staged, one_copy=shared):
         raise refusal(why)
