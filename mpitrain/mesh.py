@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import refusal
 
@@ -106,6 +106,53 @@ def mesh_shape(ranks: int, data: int | str, pipeline: int, tensor: int) -> tuple
     raise refusal(
         f"parallel.data {data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} does not make {ranks} ranks; "
         f"{_what_fits(ranks, pipeline, tensor)}"
+    )
+
+
+def conflict(parallel: Any, *, compiled: bool = False, reproducible: bool = False) -> str:
+    """Return why ways to divide a model do not go together, and what to change; empty where they do.
+
+    Args:
+        parallel: The settings [parallel], or a layout of the planner, whose fields have the same names.
+        compiled: model.compile.
+        reproducible: run.reproducible.
+    """
+    if compiled and (parallel.slices > 1 or reproducible):
+        why = "run.reproducible needs sums whose order is known"
+        why = "with parallel.slices blocks are called piece by piece, as they are" if parallel.slices > 1 else why
+        return f"model.compile: {why}; set one of them to its default"
+    if reproducible and (parallel.pipeline > 1 or parallel.tensor > 1):
+        return (
+            "run.reproducible is for data parallel runs: a cut model sums in another order; set parallel.pipeline and "
+            "parallel.tensor to 1, or run.reproducible to false"
+        )
+    if parallel.sequence and parallel.slices > 1 and parallel.tensor > 1 and parallel.pipeline > 1:
+        return (
+            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
+            "parallel.sequence to false, or parallel.slices to 1"
+        )
+    if parallel.pipeline == 1 and parallel.cut and not isinstance(parallel.cut, str):
+        return (
+            f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
+            "parallel.pipeline is 1; raise that, or leave parallel.cut out"
+        )
+    return ""
+
+
+def uncompiled(gathers: bool, synchronous: bool) -> str:
+    """Return why a model cannot be compiled; empty where it can.
+
+    Args:
+        gathers: Whether ranks gather blocks when they need them.
+        synchronous: Whether they compute batch norms together.
+    """
+    if gathers:
+        return (
+            "model.compile cannot see through the gathering of blocks at parallel.zero 3; use parallel.zero 2, or set "
+            "model.compile to false"
+        )
+    return synchronous * (
+        "model.compile cannot see through batch norms, which the ranks compute together; set model.compile to false"
     )
 
 

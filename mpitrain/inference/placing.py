@@ -28,7 +28,7 @@ from mpitrain.inference.decoders import (
     require_text,
 )
 from mpitrain.loading import SavedModel, Say, candidates, first_whole, saved_in
-from mpitrain.pipe.partition import listed_blocks, parameter_costs, partition_blocks
+from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.slices import check_slices
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 from mpitrain.tensor import parallelize, plan_for
@@ -145,7 +145,7 @@ def _part_of(module: nn.Module, mesh: Mesh, listed: bool) -> Blocks:
     if mesh.pipeline.size == 1 and not listed:
         return [("", module)]
     blocks = listed_blocks(module)
-    bounds = partition_blocks(blocks, mesh.pipeline.size, parameter_costs(blocks))
+    bounds = stage_bounds(blocks, mesh.pipeline.size, costs=parameter_costs(blocks))
     return blocks[bounds[mesh.pipeline.rank] : bounds[mesh.pipeline.rank + 1]]
 
 

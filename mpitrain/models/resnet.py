@@ -85,6 +85,12 @@ class ResNet(BlockModel):
     Images without a channel axis, [batch, height, width], count as one channel.
     """
 
+    undivided = (
+        "model.name resnet cannot be divided over tensor ranks: its layers are convolutions, whose activations are "
+        "larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 and use "
+        "parallel.data or parallel.pipeline"
+    )
+
     def __init__(
         self,
         layers: int,

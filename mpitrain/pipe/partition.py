@@ -89,34 +89,40 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
     return bounds[::-1]
 
 
-def partition_blocks(blocks: Sequence[tuple[str, nn.Module]], stages: int, costs: Sequence[float] | None) -> list[int]:
-    """Bounds of the stages in the list of blocks: equally many blocks each, or by costs."""
+def stage_bounds(
+    blocks: Sequence[Any], stages: int, numbers: Sequence[int] = (), costs: Sequence[float] | None = None
+) -> list[int]:
+    """Bounds of the stages in the list of blocks: as many blocks as is said, by costs, or equally many.
+
+    Args:
+        blocks: Of the model.
+        stages: How many.
+        numbers: Blocks of each stage; none where nobody says.
+        costs: Of each block.
+
+    Raises:
+        InputError: There are not as many numbers as stages, one is less than 1, or they are not all blocks together; or
+            there are fewer blocks than stages.
+    """
+    told = f"parallel.cut {list(numbers)}"
+    if numbers and len(numbers) != stages:
+        raise refusal(
+            f"{told} is for {len(numbers)} stages, but there are {stages} (pipeline ranks x chunks); give {stages} "
+            "numbers of blocks"
+        )
+    if numbers and (min(numbers) < 1 or sum(numbers) != len(blocks)):
+        raise refusal(
+            f"{told} gives out {sum(numbers)} blocks, and the model has {len(blocks)}, of which each stage needs one; "
+            f"make the numbers add up to {len(blocks)}"
+        )
     if len(blocks) < stages:
         raise refusal(
             f"the model has {len(blocks)} blocks, but there are {stages} stages (pipeline ranks x chunks); use fewer "
             "stages or a deeper model"
         )
+    if numbers:
+        return [0, *accumulate(numbers)]
     return split(len(blocks), stages) if costs is None else partition(costs, stages)
-
-
-def given_bounds(blocks: Sequence[tuple[str, nn.Module]], stages: int, numbers: Sequence[int]) -> list[int]:
-    """Bounds of the stages in the list of blocks, where each stage is to have a given number of blocks.
-
-    Raises:
-        InputError: There are not as many numbers as stages, one is less than 1, or they are not all blocks together.
-    """
-    told = f"parallel.cut {list(numbers)}"
-    if len(numbers) != stages:
-        raise refusal(
-            f"{told} is for {len(numbers)} stages, but there are {stages} (pipeline ranks x chunks); give {stages} "
-            "numbers of blocks"
-        )
-    if min(numbers) < 1 or sum(numbers) != len(blocks):
-        raise refusal(
-            f"{told} gives out {sum(numbers)} blocks, and the model has {len(blocks)}, of which each stage needs one; "
-            f"make the numbers add up to {len(blocks)}"
-        )
-    return [0, *accumulate(numbers)]
 
 
 def parameter_costs(blocks: Sequence[tuple[str, nn.Module]]) -> list[float]:

@@ -20,7 +20,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layout import split
 from mpitrain.mesh import Mesh
 from mpitrain.pipe.executor import Executor, Known, Loss, PipelineBatch, Seen, Watched
-from mpitrain.pipe.partition import given_bounds, listed_blocks, parameter_costs, partition_blocks, time_costs
+from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds, time_costs
 from mpitrain.pipe.passes import forward_only, with_messages
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.schedules import make_schedule
@@ -85,10 +85,7 @@ class Pipeline:
         plan = self._schedule(max(1, microbatches))
         listed = listed_blocks(model)
         require_look_back(model, listed, slices)
-        if blocks:
-            bounds = given_bounds(listed, plan.stages, blocks)
-        else:
-            bounds = partition_blocks(listed, plan.stages, _costs(listed, cut, sample, mesh))
+        bounds = stage_bounds(listed, plan.stages, blocks, None if blocks else _costs(listed, cut, sample, mesh))
         parts = [listed[lo:hi] for lo, hi in pairwise(bounds)]
         mine = plan.stages_of(self.comm.rank)
         self.bounds = tuple(bounds)

@@ -30,6 +30,7 @@ from mpitrain.config.named import find
 from mpitrain.errors import refusal
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
+_PER_STAGE = 2  # microbatches
 Kind: TypeAlias = "type[Compute]"
 Entry: TypeAlias = "tuple[Kind, int]"  # a kind of step and its stage
 Maker: TypeAlias = "Callable[[int, int, int], Schedule]"
@@ -179,6 +180,11 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1, sli
         raise refusal(f"there is no schedule {name!r}; choose one of {', '.join([*SCHEDULES, 'terapipe'])}")
     schedule: Schedule = maker(ranks, microbatches, chunks)
     return schedule if slices == 1 else in_slices(schedule, slices)
+
+
+def default_microbatches(ranks: int) -> int:
+    """Microbatches that a rank's share of a batch has where nobody says how many: two a stage of a pipeline."""
+    return _PER_STAGE * ranks if ranks > 1 else 1
 
 
 def _entries(stage: int, *kinds: Kind) -> list[Entry]:

@@ -194,18 +194,14 @@ class Bounds:
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that the rank that needs most takes at least, by category."""
-        work, places, stage = self._work_of(layout), self._of.places(layout), STAGES[layout.zero]
-        device = self._of.machine.device is not None
+        work, means = self._work_of(layout), self._of.means(self._of.places(layout))
         elements, itemsize = work.numel / layout.pipeline, ITEMSIZE[self._of.model.precision]
-        shards = places.shards()[0].size
-        shared = bool(layout.zero) and layout.share_node and not device
-        copies = places.data.nodes.count(places.data.nodes[0]) if shared else shards if stage.parameters else 1
-        states = elements * (4 * self._of.model.moments + (4 if itemsize < 4 else 0))
-        apart = elements * itemsize if stage.gradients and layout.pipeline > 1 else 0.0
+        stored = means.stored(elements, itemsize)
+        apart = elements * itemsize if STAGES[layout.zero].gradients and layout.pipeline > 1 else 0.0
         return {
-            "parameters": elements * itemsize / copies,
-            "gradients": elements * itemsize / (shards if stage.gradients else 1) + apart,
-            "states": 0.0 if layout.offload and device else states / (shards if stage.states else 1),
+            "parameters": stored.parameters,
+            "gradients": stored.gradients + apart,
+            "states": 0.0 if layout.offload and means.device else stored.states,
             "activations": self._kept(layout, work),
             "process": float(self._of.machine.process),
         }
@@ -317,7 +313,8 @@ class Bounds:
         numel = max(work.numel / pipeline, work.largest)
         nbytes = numel * ITEMSIZE[self._of.model.precision]
         units = sum(map(is_unit, self._of.model.blocks(1)))
-        pieces = max(1, units if step.means.gathers else round(nbytes / (self._of.bucket_mb * MIB)))
+        bucket = step.means.bucket_size(self._of.bucket_mb) * MIB
+        pieces = max(1, units if step.means.gathers else round(nbytes / bucket))
 
         def took(operation: str, of: float, group: Group | None, many: int = pieces) -> float:
             if group is None or group.size == 1:

@@ -15,10 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpitrain.config.settings import Config
-from mpitrain.errors import refusal
+from mpitrain.errors import InputError, refusal
+from mpitrain.mesh import conflict, uncompiled
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.model import Divided, ModelProfile
+from mpitrain.shard import placement
+from mpitrain.shard.placement import STAGES, node_has_one_copy
+from mpitrain.shard.virtual_workers import VirtualWorkers
 
 _SLICES = (2, 4)
 _OF_PIPELINE = (
@@ -29,6 +33,7 @@ _OF_PIPELINE = (
     ("zero-bubble", 1),
     ("zero-bubble", 2),
 )
+_PLACED = ("zero", "share_node", "shard_within", "reshard", "offload")
 _STEPS = 4  # of the fewest microbatches of a rank, all numbers up to this are looked at
 
 
@@ -37,16 +42,42 @@ class LayoutRules:
     """What the rest of a configuration allows.
 
     Attributes:
-        cut: Whether the model may be cut into stages or divided over tensor ranks.
-        slices: Whether sequences may be sliced.
-        zero: Stages of ZeRO that may be used.
         warmup: The sizes of the batches of a warm-up.
+        compiled: model.compile.
+        workers: run.workers, with run.reproducible; 0 without.
+        offload: parallel.offload_parameters.
     """
 
-    cut: bool = True
-    slices: bool = True
-    zero: tuple[int, ...] = (0, 1, 2, 3)
     warmup: tuple[int, ...] = ()
+    compiled: bool = False
+    workers: int = 0
+    offload: str = ""
+
+    def allow(self, layout: ParallelLayout, model: ModelProfile, ranks_per_node: int = 1, device: bool = False) -> bool:
+        """Whether a job takes a layout, by the rules that it asks at its start.
+
+        Args:
+            layout: The layout; a microbatch of 0 is a rank's whole share of a batch.
+            model: What is trained.
+            ranks_per_node: Of the training.
+            device: Whether ranks compute on devices.
+        """
+        data, stage, reproducible, staged = layout.data, STAGES[layout.zero], self.workers > 0, layout.pipeline > 1
+        one_copy = node_has_one_copy(stage, layout.share_node, device, evenly(layout, ranks_per_node))
+        one_copy = one_copy and not placement.is_elsewhere(self.offload, device)
+        asked = {"synchronous": model.synchronous, "gathers": stage.parameters and data > 1 and not one_copy}
+        offload = {"offload": self.offload, "on_device": device}
+        if conflict(layout, compiled=self.compiled, reproducible=reproducible):
+            return False
+        if placement.conflict(layout.zero, data, staged=staged, one_copy=one_copy, **offload):
+            return False
+        if self.compiled and (not model.has_units or uncompiled(asked["gathers"], model.synchronous and data > 1)):
+            return False
+        try:
+            workers = VirtualWorkers.on(data, reproducible, self.workers)
+        except InputError:
+            return False
+        return not any(workers.conflict(size, layout.microbatch, **asked) for size in {model.batch, *self.warmup})
 
 
 def rules_of(config: Config) -> LayoutRules:
@@ -65,7 +96,8 @@ def rules_of(config: Config) -> LayoutRules:
             "train.microbatch"
         )
     warmup = tuple(size for _, size in config.train.batch_warmup)
-    return LayoutRules(cut=not config.run.reproducible, slices=not config.model.compile, warmup=warmup)
+    workers = config.run.workers if config.run.reproducible else 0
+    return LayoutRules(warmup, config.model.compile, workers, config.parallel.offload_parameters)
 
 
 def candidates(
@@ -80,38 +112,27 @@ def candidates(
         ranks_per_node: Of the training.
         rules: What the rest of the configuration allows.
     """
-    blocks = len(model.blocks(1))
+    blocks, device = len(model.blocks(1)), machine.device is not None
     for data, pipeline, tensor in shapes(model, nodes * ranks_per_node, blocks, rules):
         base = ParallelLayout(data, pipeline, tensor)
         placed = [
-            placement
-            for placement in placements(base, nodes, ranks_per_node, machine.device is not None)
-            if placement.zero in rules.zero
+            {key: getattr(each, key) for key in _PLACED} for each in placements(base, nodes, ranks_per_node, device)
         ]
-        for cut in passes(model, base, blocks, rules):
-            for placement in placed:
-                yield replace(
-                    cut,
-                    zero=placement.zero,
-                    share_node=placement.share_node,
-                    shard_within=placement.shard_within,
-                    reshard=placement.reshard,
-                    offload=placement.offload,
-                )
+        for cut in passes(model, base, blocks):
+            layouts = (replace(cut, **placement) for placement in placed)
+            yield from (layout for layout in layouts if rules.allow(layout, model, ranks_per_node, device))
 
 
 def shapes(model: ModelProfile, ranks: int, blocks: int, rules: LayoutRules) -> list[tuple[int, int, int]]:
     """(data, pipeline, tensor) of all meshes that the model and its batch can be divided over."""
-    found = []
+    found, rules = [], replace(rules, offload="")  # which says something of how parameters are placed alone
     for tensor in _divisors(ranks):
-        if tensor > 1 and not (rules.cut and model.divisible and model.takes(Divided(tensor))):
+        if tensor > 1 and not (model.divisible and model.takes(Divided(tensor))):
             continue
         for pipeline in _divisors(ranks // tensor):
             data = ranks // (tensor * pipeline)
-            if pipeline > 1 and not (rules.cut and model.listed and pipeline <= blocks):
-                continue
-            uneven = any(size % data for size in (model.batch, *rules.warmup))
-            if data <= model.batch and not (model.synchronous and uneven):
+            cut = pipeline == 1 or (model.listed and pipeline <= blocks)
+            if cut and data <= model.batch and rules.allow(ParallelLayout(data, pipeline, tensor, microbatch=0), model):
                 found.append((data, pipeline, tensor))
     return found
 
@@ -119,38 +140,36 @@ def shapes(model: ModelProfile, ranks: int, blocks: int, rules: LayoutRules) -> 
 def placements(base: ParallelLayout, nodes: int, ranks_per_node: int, device: bool) -> list[ParallelLayout]:
     """The ways to place parameters, gradients and states over the data-parallel ranks of a mesh."""
     found = [base]
-    stage = base.pipeline * base.tensor
-    even = ranks_per_node % stage == 0 or stage % ranks_per_node == 0  # ranks of a data-parallel group on each node
-    together = ranks_per_node // stage if ranks_per_node % stage == 0 else 1
     if base.data > 1:
-        gathered = device or not even
-        for zero in (1, 2, 3):
-            if zero == 3 and base.pipeline > 1 and gathered:
-                continue  # needs one copy of the parameters for a node's ranks
-            found.append(replace(base, zero=zero))
-        if base.pipeline == 1:
-            third = replace(base, zero=3, share_node=device)
-            found += ([] if device else [third]) + [replace(third, reshard=False)]
-    if nodes > 1 and even and together > 1:
+        found += [replace(base, zero=zero) for zero in (1, 2, 3)]
+        third = replace(base, zero=3, share_node=device)
+        found += ([] if device else [third]) + [replace(third, reshard=False)]
+    if nodes > 1 and evenly(base, ranks_per_node) and ranks_per_node > base.pipeline * base.tensor:
         found += [replace(each, shard_within="node") for each in found if each.zero]
     if device:
         found += [replace(each, offload="host") for each in found]
     return found
 
 
-def passes(model: ModelProfile, base: ParallelLayout, blocks: int, rules: LayoutRules) -> Iterator[ParallelLayout]:
+def evenly(layout: ParallelLayout, ranks_per_node: int) -> bool:
+    """Whether each node has as many ranks of a data-parallel group as any other."""
+    stage = layout.pipeline * layout.tensor
+    return ranks_per_node % stage == 0 or stage % ranks_per_node == 0
+
+
+def passes(model: ModelProfile, base: ParallelLayout, blocks: int) -> Iterator[ParallelLayout]:
     """The ways to take a rank's share of a batch through its part of the model."""
     divided = Divided(base.tensor)
     sequences = [False]
     if base.tensor > 1 and model.takes(replace(divided, sequence=True)):
         sequences.append(True)
     schedules = [each for each in _OF_PIPELINE if base.pipeline * each[1] <= blocks]
+    sliced = [1]
+    if base.pipeline > 1:
+        sliced += [n for n in _SLICES if model.takes(replace(divided, slices=n))]
     for sequence in sequences:
-        sliced = [1]
-        if base.pipeline > 1 and rules.slices and not sequence:
-            sliced += [n for n in _SLICES if model.takes(Divided(base.tensor, slices=n))]
-        for microbatch in microbatches(model.batch, base.data, model.synchronous):
-            for recompute in (False, True):
+        for microbatch in microbatches(model.batch, base.data):
+            for recompute in (False, True)[: 1 + (model.has_units or base.pipeline > 1)]:
                 layout = replace(base, microbatch=microbatch, sequence=sequence, recompute=recompute)
                 if base.pipeline == 1:
                     yield layout
@@ -160,13 +179,12 @@ def passes(model: ModelProfile, base: ParallelLayout, blocks: int, rules: Layout
                         yield replace(layout, schedule=schedule, chunks=chunks, slices=slices)
 
 
-def microbatches(batch: int, data: int, even: bool = False) -> list[int]:
+def microbatches(batch: int, data: int) -> list[int]:
     """Sizes of microbatches that are looked at: powers of two, and a rank's share in one to a few equal pieces.
 
     Args:
         batch: Samples of a step.
         data: Ranks that share them.
-        even: Only those that divide the share.
     """
     share = -(-batch // data)
     found = {-(-share // pieces) for pieces in range(1, _STEPS + 1)}
@@ -174,7 +192,7 @@ def microbatches(batch: int, data: int, even: bool = False) -> list[int]:
     while size < share:
         found.add(size)
         size *= 2
-    return sorted(size for size in found if not even or share % size == 0)
+    return sorted(found)
 
 
 def _divisors(number: int) -> list[int]:

@@ -66,6 +66,11 @@ class Group:
         """Ranks."""
         return len(self.nodes)
 
+    @property
+    def spans(self) -> int:
+        """Nodes that it lies on."""
+        return len(set(self.nodes))
+
 
 class CollectiveTimes:
     """Seconds of operations.

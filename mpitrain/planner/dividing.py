@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from mpitrain.errors import refusal
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.plan import begins_sequence, parallelize, plan_for
+from mpitrain.tensor.plan import parallelize, plan_for
 from mpitrain.tensor.rng_tracker import RngTracker
 
 if TYPE_CHECKING:
@@ -121,14 +120,7 @@ def divide(model: nn.Module, divided: Divided, *, times: bool = False) -> StandI
     """
     if divided.tensor == 1:
         return None
-    plan = plan_for(model)
-    if divided.sequence and not begins_sequence(plan):
-        raise refusal(
-            f"parallel.sequence divides what is between an embedding and the head, and the plan of "
-            f"{type(model).__name__} names none; set parallel.sequence to false"
-        )
-    if divided.sequence and divided.slices > 1:
-        raise refusal("parallel.sequence does not go with parallel.slices; leave one of them out")
+    plan = plan_for(model, sequence=divided.sequence)
     axis = StandIn(divided.tensor, times=times)
     parallelize(model, axis, plan, sequence=divided.sequence, whole=divided.whole)
     return axis

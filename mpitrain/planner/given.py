@@ -44,23 +44,27 @@ def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any
     Raises:
         InputError: There is no such layout.
     """
-    model, machine, nodes, each = predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node
-    layouts = list(dict.fromkeys(_with(candidates(model, machine, nodes, each, rules), wanted)))
+    layouts = list(offered(predictor, rules, wanted))
     if not layouts:
         said = ", ".join(f"{_section(key)}.{key} {value}" for key, value in wanted.items())
         raise refusal(
-            f"parallel.auto finds no layout of {nodes * each} ranks "
+            f"parallel.auto finds no layout of {predictor.ranks} ranks "
             + (f"with {said}; leave some of these out" if said else "for this model; set parallel.auto to false")
         )
     variants = Refinement(predictor)
 
     def refined(layout: ParallelLayout) -> Iterable[ParallelLayout]:
         for variant in variants(layout):
-            cut = _list(wanted["cut"]) if "cut" in wanted and variant.pipeline > 1 else variant.cut
-            whole = _list(wanted["whole"]) if "whole" in wanted and variant.tensor > 1 else variant.whole
-            yield replace(variant, cut=cut, whole=whole)
+            yield replace(variant, **{key: getattr(layout, key) for key in ("cut", "whole") if key in wanted})
 
     return best_of(Bounds(predictor), layouts, count, refined)
+
+
+def offered(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any]) -> dict[ParallelLayout, None]:
+    """The layouts with given settings that a job takes, in order."""
+    model, machine, nodes, each = predictor.model, predictor.machine, predictor.nodes, predictor.ranks_per_node
+    layouts = _with(candidates(model, machine, nodes, each, rules), wanted)
+    return {layout: None for layout in layouts if rules.allow(layout, model, each, machine.device is not None)}
 
 
 def settings(layout: ParallelLayout, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -72,11 +76,12 @@ def settings(layout: ParallelLayout, wanted: Mapping[str, Any]) -> dict[str, dic
 
 
 def _with(layouts: Iterable[ParallelLayout], wanted: Mapping[str, Any]) -> Iterator[ParallelLayout]:
-    fixed = {key: wanted[key] for key in _TAKEN if key in wanted}
+    fixed = {key: wanted[key] for key in _TAKEN if key in wanted} | {"cut": _list(wanted.get("cut", ""))}
     schedule = wanted.get("schedule", "")
     own = {"schedule": schedule} if ":" in schedule else {}  # of the user's code: takes the place of 1f1b
     for layout in layouts:
         changed = {key: value for key, value in fixed.items() if _matters(key, layout)}
+        changed["whole"] = _list(wanted.get("whole", "")) if layout.tensor > 1 else ()
         if own and layout.schedule == "1f1b" and layout.pipeline > 1:
             changed |= own
         made = replace(layout, **changed)

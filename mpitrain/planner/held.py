@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from mpitrain.layout import Flat, in_buckets, lay_out, split
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.layers.precision import DTYPES
+from mpitrain.layout import Flat, lay_out
 from mpitrain.planner.model import BlockCost, Weight
-from mpitrain.shard.flat import FIRST_BUCKET, MIB
+from mpitrain.shard.flat import MULTIPLE, lay_in_buckets
 
-MULTIPLE = 16  # elements that a share of a bucket is a multiple of
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,6 @@ def is_unit(block: BlockCost) -> bool:
     return block.name.rpartition(".")[2].isdigit()
 
 
-def bounds_of(layout: ParallelLayout, blocks: int) -> list[int]:
-    """Stage s has blocks bounds[s] to bounds[s + 1] - 1."""
-    stages = layout.pipeline * layout.chunks
-    return [0, *accumulate(layout.cut)] if layout.cut else split(blocks, stages)
-
-
 def held(
     stages: Sequence[Sequence[BlockCost]],
     order: Sequence[str],
@@ -101,14 +94,15 @@ def held(
     itemsize = ITEMSIZE[precision]
     every = [block for stage in stages for block in stage]
     sizes = [found[name][0].numel for name in trained]
-    numbers = in_buckets(sizes, itemsize, int(bucket_mb * MIB), FIRST_BUCKET)
+    ordered = list(range(len(trained)))
     if by_unit:
         units = [n for n in range(len(every) - 1, -1, -1) if is_unit(every[n])]
         inside = [[i for i, name in enumerate(trained) if found[name][1] == n] for n in units]
         rest = [i for i, name in enumerate(trained) if not is_unit(every[found[name][1]])]
-        numbers = [*inside, rest]
-    ordered = [i for bucket in numbers for i in bucket]
-    flat = lay_out([[sizes[i] for i in bucket] for bucket in numbers], itemsize, parts, MULTIPLE)
+        ordered = [i for bucket in (*inside, rest) for i in bucket]
+        flat = lay_out([[sizes[i] for i in bucket] for bucket in (*inside, rest)], itemsize, parts, MULTIPLE)
+    else:
+        flat = lay_in_buckets(sizes, itemsize, bucket_mb, parts)
     return StageHoldings(
         tuple(map(tuple, stages)),
         tuple(found[trained[i]][0] for i in ordered),

@@ -11,11 +11,10 @@ from mpitrain.planner.held import StageHoldings, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.shard.offload import HOST
-from mpitrain.shard.placement import SCRATCH, STAGES
+from mpitrain.shard.placement import SCRATCH, STAGES, Account, bucket_size, formula, node_has_one_copy, slot_count
 
 CATEGORIES = ("parameters", "gradients", "states", "activations", "buffers", "working", "allocator", "process")
 _HOLES = 2.0  # times the working memory: what glibc was measured to keep between pieces in use, at most
-_DEFERRING = 3  # slots of sharded gradients that are reduced in split phases
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,28 @@ class Means:
     def shared(self) -> bool:
         """Whether the ranks of a node have one copy of the parameters between them."""
         layout = self.layout
-        return bool(layout.zero) and layout.share_node and not self.device and self.places.even
+        return node_has_one_copy(STAGES[layout.zero], layout.share_node, self.device, self.places.even)
 
     @property
     def gathers(self) -> bool:
         """Whether parameters are gathered unit by unit while they are needed."""
-        return self.layout.zero == 3 and not self.shared and self.places.shards()[0].size > 1
+        return STAGES[self.layout.zero].parameters and not self.shared and self.places.shards()[0].size > 1
+
+    def bucket_size(self, bucket_mb: float) -> float:
+        """MiB of a bucket, where `bucket_mb` are asked for."""
+        sharded, nodes = STAGES[self.layout.zero].gradients, self.places.shards()[0].spans
+        return bucket_size(bucket_mb, sharded, self.places.overlaps, nodes, self.device)
+
+    def slots(self) -> int:
+        """Slots that gradients pass through where each rank keeps its share of them."""
+        shard, staged = self.places.shards()[0], self.layout.pipeline > 1  # stages add in a fixed order
+        return slot_count(self.places.overlaps, staged, shard.size > 1 and not self.device, shard.spans)
+
+    def stored(self, numel: float, itemsize: int) -> Account:
+        """Parameters, gradients and states of so many elements on a rank."""
+        stage, shards, data = STAGES[self.layout.zero], self.places.shards()[0].size, self.places.data.nodes
+        copied, sharing = bool(self.layout.offload) and self.device, data.count(data[0]) * self.shared
+        return formula(stage, shards, numel, itemsize, self.moments, copied=copied, sharing=sharing)
 
 
 def account(
@@ -67,30 +82,19 @@ def account(
     """
     layout, places = means.layout, means.places
     stage = STAGES[layout.zero]
-    shards = places.shards()[0].size if stage.states else 1
-    local = places.data.nodes.count(places.data.nodes[0])
-    parameters = float(held.nbytes if stage.states else held.numel * held.itemsize)
-    if means.shared:
-        parameters /= local
-    elif means.gathers:
-        parameters /= shards
-    gradients, slots = float(held.nbytes), 0.0
-    if stage.gradients:
-        gradients /= shards
-        count = 2 if places.overlaps else _DEFERRING if means.shared and places.nodes == 1 else 1
-        slots = count * max(held.buckets, default=0)
-    wide = 4.0 if held.itemsize < 4 or (layout.offload and means.device) else 0.0
-    elements = held.flat.numel if stage.states else held.numel
-    states = elements * (4.0 * means.moments + wide) / shards
+    elements = held.flat.numel if stage.states else held.numel  # gradients lie flat at every stage
+    stored, flat = means.stored(elements, held.itemsize), means.stored(held.flat.numel, held.itemsize)
+    slots = means.slots() * max(held.buckets, default=0) if stage.gradients else 0
     gathered = _gathered(layout, held) if means.gathers else 0.0
     activations, peak = _activations(layout, held, flying)
     if flow is not None:
         peak += _gradients_apart(layout, held, flow.shape, rank)
+    shards = places.shards()[0].size if stage.states else 1
     scratch = min(SCRATCH, elements // shards) * 4.0 if held.itemsize < 4 else 0.0
     found = {
-        "parameters": parameters + held.frozen * held.itemsize,
-        "gradients": gradients,
-        "states": states if not (layout.offload and means.device) else 0.0,
+        "parameters": stored.parameters + held.frozen * held.itemsize,
+        "gradients": flat.gradients,
+        "states": stored.states if not (layout.offload and means.device) else 0.0,
         "activations": activations,
         "buffers": slots + gathered + _tensor_slots(layout, held),
         "working": max(peak, scratch - activations),
@@ -113,12 +117,13 @@ def host_account(means: Means, held: StageHoldings, data: float) -> dict[str, fl
         held: What the rank holds.
         data: Bytes of batches that are read ahead.
     """
-    layout, states = means.layout, STAGES[means.layout.zero].states
-    elements = held.flat.numel / means.places.shards()[0].size if states else float(held.numel)
+    layout, sharded = means.layout, STAGES[means.layout.zero].states
+    elements = held.flat.numel if sharded else held.numel
+    stored, own = means.stored(elements, held.itemsize), elements / (means.places.shards()[0].size if sharded else 1)
     building, training = {"model": 4.0 * means.whole}, {"data": data}
     if layout.offload:  # gradients and, where they are rounded, parameters pass through pinned memory
-        training["pinned"] = elements * held.itemsize * (2 if held.itemsize < 4 else 1)
-        training["states"] = elements * 4.0 * (means.moments + 1) if layout.offload == HOST else 0.0
+        training["pinned"] = own * held.itemsize * (2 if held.itemsize < 4 else 1)
+        training["states"] = stored.states if layout.offload == HOST else 0.0
     return {"process": float(means.process)} | (building if total(building) > total(training) else training)
 
 

@@ -24,6 +24,7 @@ from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.mesh import mesh_shape
 from mpitrain.pipe.partition import partition
+from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import BlockCost
 
@@ -139,7 +140,6 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
     """
     parallel, train = config.parallel, config.train
     data, pipeline, tensor = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
-    pieces = data * 2 * pipeline if pipeline > 1 else data  # as trainer.data.microbatch_size
     return ParallelLayout(
         data,
         pipeline,
@@ -148,7 +148,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
         share_node=parallel.share_node,
         shard_within=parallel.shard_within,
         reshard=parallel.reshard,
-        microbatch=train.microbatch or max(1, -(-train.batch // pieces)),
+        microbatch=train.microbatch or -(-train.batch // (data * default_microbatches(pipeline))),
         schedule=parallel.schedule,
         chunks=parallel.chunks,
         slices=parallel.slices if pipeline > 1 else 1,

@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import refusal
+from mpitrain.pipe.partition import stage_bounds
 from mpitrain.planner.collectives import CollectiveTimes
 from mpitrain.planner.device_links import DeviceLinks
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import StageHoldings, bounds_of, held
+from mpitrain.planner.held import StageHoldings, held
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import Means, account, host_account, in_flight, total
@@ -20,7 +21,6 @@ from mpitrain.planner.model import BlockCost, ModelProfile
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.step import StepSimulation
-from mpitrain.shard.flat import CACHED_MB
 
 _READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device
 
@@ -81,7 +81,7 @@ class Predictor:
     def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes by category of the rank that takes most."""
         places = self.places(layout)
-        means, flow = self._means(places), self.flow(layout)
+        means, flow = self.means(places), self.flow(layout)
         holds = [self.held(layout, places, rank) for rank in range(layout.pipeline)]
         flying = in_flight(layout, flow, holds) if flow is not None else [0.0]
         accounts = [account(means, holds[rank], flow, rank, flying[rank]) for rank in range(layout.pipeline)]
@@ -94,13 +94,13 @@ class Predictor:
         places = self.places(layout)
         data = _READ_AHEAD * -(-self.model.batch // layout.data) * float(self.model.sample_bytes)
         holds = (self.held(layout, places, rank) for rank in range(layout.pipeline))
-        return max((host_account(self._means(places), held, data) for held in holds), key=total)
+        return max((host_account(self.means(places), held, data) for held in holds), key=total)
 
     def host_room(self) -> float:
         """Bytes of its node's memory that a rank may take."""
         return self.machine.memory / self.ranks_per_node
 
-    def _means(self, places: LayoutPlaces) -> Means:
+    def means(self, places: LayoutPlaces) -> Means:
         """Return the settings that memory depends on."""
         model, machine = self.model, self.machine
         return Means(places, machine.device is not None, model.moments, machine.process, self._elements())
@@ -158,18 +158,14 @@ class Predictor:
 
     def _find_held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)
-        bounds = bounds_of(layout, len(blocks))
         spans: tuple[tuple[int, int], ...] = ((0, len(blocks)),)
         flow = self.flow(layout)
         if flow is not None:
-            if len(bounds) != flow.shape.stages + 1 or bounds[-1] != len(blocks):
-                raise refusal(f"{flow.shape.stages} stages cannot be made of {len(blocks)} blocks as {layout.cut}")
-            cuts = list(pairwise(bounds))
+            cuts = list(pairwise(stage_bounds(blocks, flow.shape.stages, layout.cut)))
             spans = tuple(cuts[number] for number in flow.shape.stages_of(rank))
-        means = Means(places, self.machine.device is not None, 0, 0)
+        means = self.means(places)
         parts = places.shards()[0].size if layout.zero else 1
-        cached = layout.zero >= 2 and not places.overlaps and places.nodes == 1 and self.machine.device is None
-        bucket_mb = min(self.bucket_mb, CACHED_MB) if cached else self.bucket_mb
+        bucket_mb = means.bucket_size(self.bucket_mb)
         stages = tuple(blocks[lo:hi] for lo, hi in spans)
         key = layout.divided, spans, parts, bucket_mb, means.gathers
         if key not in self._flat:  # where parameters lie is the same for every microbatch

@@ -28,6 +28,7 @@ from mpitrain.planner.passes import Observed, between, observe
 from mpitrain.planner.recorder import CountedOperation
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.in_place import LEAST
+from mpitrain.shard.units import blocks_of
 
 _EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
 _POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; counting makes no others
@@ -74,6 +75,7 @@ class BlockProfile(ModelProfile):
         self.moments = moments(config.optim)
         self.sample_bytes = subject.sample_bytes
         self.listed, self.divisible, self.synchronous = subject.listed, subject.divisible, subject.synchronous
+        self.has_units = bool(blocks_of(subject.module))
         self.order = [name for name, _ in subject.module.named_parameters()]
         self._subject = subject
         self._machine, self._times = machine, times

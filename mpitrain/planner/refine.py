@@ -14,7 +14,6 @@ from mpitrain.planner.notation import sizes
 from mpitrain.planner.parts import Prices, choose, pairs_of, whole_patterns
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.stages import Limits, best_cut, held_at_most
-from mpitrain.shard.placement import STAGES, formula
 
 
 class Refinement:
@@ -85,9 +84,7 @@ class Refinement:
 
     def _per_element(self, layout: ParallelLayout) -> float:
         """Bytes of a parameter with its gradient and states on one rank."""
-        shard = self._of.places(layout).shards()[0].size
-        model = self._of.model
-        return formula(STAGES[layout.zero], shard, 1, ITEMSIZE[model.precision], model.moments).total
+        return self._of.means(self._of.places(layout)).stored(1.0, ITEMSIZE[self._of.model.precision]).total
 
 
 def _plain(layout: ParallelLayout) -> ParallelLayout:

@@ -16,23 +16,25 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs
 from mpitrain.planner import turns
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import ITEMSIZE, StageHoldings, bounds_of, is_unit
+from mpitrain.planner.held import ITEMSIZE, StageHoldings, is_unit
 from mpitrain.planner.memory import Means
 from mpitrain.planner.model import AxisExchange, BlockCost
 from mpitrain.planner.places import LayoutPlaces
 from mpitrain.shard.offload import HOST
+from mpitrain.shard.placement import STAGES, formula
+from mpitrain.tensor.axis import sums_directly
 
 if TYPE_CHECKING:
     from mpitrain.planner.predictor import Predictor
 
 _STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
 _HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
-_DIRECT = 16 << 10  # bytes of which each rank of a tensor axis sums all
 _CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting, as measured on one machine
 _SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
 _VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
@@ -202,7 +204,7 @@ class StepSimulation:
             return meets + copied / group.size + copied
         if exchange.operation == "reduce_scatter":
             return meets + copied + added * (group.size - 1) / group.size
-        if group.size == 2 or nbytes <= _DIRECT:
+        if sums_directly(group.size, exchange.nbytes):
             return meets + copied + added * (group.size - 1)
         return seconds + 2 * copied
 
@@ -215,8 +217,8 @@ class StepSimulation:
     def _through_pipeline(self, flow: Flow) -> None:
         """All microbatches through all stages, then the gradients."""
         schedule = flow.shape
-        cuts = list(pairwise(bounds_of(self.layout, len(self.blocks))))
-        stages = [self.blocks[lo:hi] for lo, hi in cuts]
+        bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
+        stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
         tensor = [
             (sum(self.exchanges(b.forwards) for b in stage), sum(self.exchanges(b.backwards) for b in stage))
             for stage in stages
@@ -338,8 +340,9 @@ class StepSimulation:
             moved = 2.0 * elements * ITEMSIZE[self.model.precision]
             seconds += moved * self.turns / machine.device.host_rate  # ranks that share a device share its bus
         if layout.offload and layout.offload != HOST:
-            wide = machine.device is not None or ITEMSIZE[self.model.precision] < 4
-            states = elements * 4.0 * (self.model.moments + wide)
+            itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
+            copied = machine.device is not None
+            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=copied).states
             node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
             seconds += states / min(machine.rank_write_rate, node, every)
         return seconds

@@ -25,6 +25,7 @@ from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks
+from mpitrain.pipe.slices import require_look_back
 from mpitrain.planner.alike import Double, alike
 from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
 from mpitrain.planner.model import AxisExchange, Divided
@@ -219,8 +220,7 @@ class Subject:
         shape = self.shapes[0][0]
         if slices > 1 and (not shape or shape[0] < slices or self.shapes[1][0][:1] != shape[:1]):
             raise refusal(f"a sample of shape {list(shape)} does not give {slices} slices; set parallel.slices to 1")
-        if slices > 1 and not any(hasattr(block, "forward_slice") for _, block in blocks):
-            raise refusal(f"no block of the model has forward_slice, so its {slices} slices cannot look back")
+        require_look_back(self.module, blocks, slices)
 
 
 @dataclass(frozen=True)

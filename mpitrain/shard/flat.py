@@ -20,8 +20,8 @@ from mpitrain.errors import InputError
 from mpitrain.layout import Flat, in_buckets, lay_out
 
 FIRST_BUCKET = 1 << 20  # bytes
-CACHED_MB = 4.0  # MiB of gradients that are in the cache from when they were made until they are reduced
 MIB = 1 << 20
+MULTIPLE = 16  # elements that a share of a bucket is a multiple of
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,35 @@ class FlatGroup:
         return layout.bounds[bucket] // layout.parts + at - layout.share(bucket, rank)[0]
 
 
+def lay_in_buckets(sizes: Sequence[int], itemsize: int, bucket_mb: float, parts: int, multiple: int = MULTIPLE) -> Flat:
+    """Lay tensors of one dtype out in buckets, of which the first is smaller, so that its reduction starts early.
+
+    Args:
+        sizes: Elements of each tensor, in the order in which they are laid out.
+        itemsize: Bytes of an element.
+        bucket_mb: MiB of a bucket.
+        parts: Equal shares that each bucket is divided into.
+        multiple: Elements that a share is a multiple of.
+    """
+    numbers = in_buckets(sizes, itemsize, int(bucket_mb * MIB), FIRST_BUCKET)
+    return lay_out([[sizes[n] for n in bucket] for bucket in numbers], itemsize, parts, multiple)
+
+
 def flat_groups(
-    parameters: Iterable[nn.Parameter], bucket_mb: float, parts: int = 1, multiple: int = 16
+    parameters: Iterable[nn.Parameter], bucket_mb: float, parts: int = 1, multiple: int = MULTIPLE
 ) -> list[FlatGroup]:
     """Lay parameters out in groups, one for each dtype and device.
 
     Args:
         parameters: In the order in which backward finishes their gradients.
-        bucket_mb: MiB of a bucket; the first one is smaller, so that its reduction starts early.
+        bucket_mb: MiB of a bucket.
         parts: Equal shares that each bucket is divided into.
         multiple: Elements that a share is a multiple of.
     """
     groups = []
     for members in by_dtype(parameters):
-        sizes = [p.numel() for p in members]
-        numbers = in_buckets(sizes, members[0].element_size(), int(bucket_mb * MIB), FIRST_BUCKET)
-        layout = lay_out([[sizes[n] for n in bucket] for bucket in numbers], members[0].element_size(), parts, multiple)
-        groups.append(FlatGroup(tuple(members), layout))
+        sizes, itemsize = [p.numel() for p in members], members[0].element_size()
+        groups.append(FlatGroup(tuple(members), lay_in_buckets(sizes, itemsize, bucket_mb, parts, multiple)))
     return groups
 
 

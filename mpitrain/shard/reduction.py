@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.comm import Arena, Communicator, Work
+from mpitrain.comm import Communicator, Work
 from mpitrain.comm.compression import Bucket, Compression
 from mpitrain.shard.flat import FlatGroup
 
@@ -69,10 +69,10 @@ class BucketReduction:
         length = x.numel() // self.comm.size
         return x[self.comm.rank * length : (self.comm.rank + 1) * length]
 
-    def can_defer(self, arena: Arena) -> bool:
-        """Whether buckets in such an arena can be reduced in split phases (see `mpitrain.comm.runtime.split_phase`)."""
-        plain = self.compression is None and not self.reproducible and not self.overlaps
-        return plain and arena.kind == "shared" and self.comm.num_nodes == 1
+    @property
+    def in_order(self) -> bool:
+        """Whether each bucket is reduced by itself, not in split phases (see `mpitrain.comm.runtime.split_phase`)."""
+        return self.compression is not None or self.reproducible
 
     def scatter(
         self, into: torch.Tensor, x: torch.Tensor, number: int, shapes: Bucket | None, *, background: bool, defer: bool

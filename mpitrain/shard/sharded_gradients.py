@@ -11,10 +11,10 @@ from torch import nn
 
 from mpitrain.comm import Arena, Work
 from mpitrain.shard.flat import FlatGroup, numbered
+from mpitrain.shard.placement import DEFERRING, slot_count
 from mpitrain.shard.protocols import Gradients
 from mpitrain.shard.reduction import BucketReduction
 
-_DEFERRING = 3  # slots, where a bucket is reduced in split phases, after the next one was made
 _UNDER_WAY = 2  # reductions that may be under way at once
 
 
@@ -101,7 +101,7 @@ class ShardedGradients(Gradients):
             self._taken(b)
         shapes = self._compressed[bucket]
         share = self._share(bucket) if bucket in self._stale and shapes is None else self.reduction.own(slot)
-        defer = len(slots) == _DEFERRING
+        defer = len(slots) == DEFERRING
         work = self.reduction.scatter(share, slot, bucket, shapes, background=background, defer=defer)
         if work is None:
             self._collect(bucket, share)
@@ -219,6 +219,7 @@ class _Slot(NamedTuple):
 
 def _slots(reduction: BucketReduction, numel: int, dtype: torch.dtype, device: torch.device) -> list[Arena]:
     """The slots of one group, of `numel` elements each. Collective."""
-    first = reduction.comm.arena(numel, dtype, device)
-    count = _DEFERRING if reduction.can_defer(first) else 2 if reduction.overlaps else 1
-    return [first, *(reduction.comm.arena(numel, dtype, device) for _ in range(count - 1))]
+    comm = reduction.comm
+    first = comm.arena(numel, dtype, device)
+    count = slot_count(reduction.overlaps, reduction.in_order, first.kind == "shared", comm.num_nodes)
+    return [first, *(comm.arena(numel, dtype, device) for _ in range(count - 1))]

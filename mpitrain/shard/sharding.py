@@ -25,7 +25,7 @@ from mpitrain.comm.collectives.node_copy import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import CACHED_MB, FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
@@ -38,9 +38,9 @@ from mpitrain.shard.flat_parameters import (
     sharded_flat_parameters,
 )
 from mpitrain.shard.host_update import HostUpdate
-from mpitrain.shard.offload import HOST, MappedFiles
+from mpitrain.shard.offload import MappedFiles
 from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
-from mpitrain.shard.placement import STAGES
+from mpitrain.shard.placement import STAGES, bucket_size, conflict, is_elsewhere, node_has_one_copy
 from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
 from mpitrain.shard.reduction import BucketReduction
@@ -58,8 +58,7 @@ class Options:
 
     Attributes:
         zero: The stage of ZeRO, 0 to 3.
-        bucket_mb: MiB of gradients reduced at a time; at most CACHED_MB where a node's ranks reduce them in the
-            middle of backward (stages 2 and 3, no core free to overlap).
+        bucket_mb: MiB of gradients reduced at a time, at most (see `placement.bucket_size`).
         algorithm: Of the all-reduce; "auto" for what fits the size and the memory.
         compression: What gradients are compressed with on their way; None to send them as they are.
         reduce_dtype: In which gradients are added up and reduced; None: the parameters' own.
@@ -185,26 +184,26 @@ class Sharding:
     def _place_parameters(self, named: list[tuple[str, nn.Parameter]]) -> tuple[list[FlatGroup], Parameters]:
         """Lay the parameters out, and move them to where the stage keeps them. Collective."""
         options, shard = self.options, self.shard
-        multiple = EXACT_BLOCK if options.reproducible else 16
+        multiple = EXACT_BLOCK if options.reproducible else MULTIPLE
         parts = shard.size if self.stage.states else 1
         on_device = any(is_accelerator(p.device) for _, p in named)
-        cached = self.stage.gradients and not options.reproducible and not shard.overlaps and shard.num_nodes == 1
-        cached = cached and not on_device
-        bucket_mb = min(options.bucket_mb, CACHED_MB) if cached else options.bucket_mb
+        sharded = self.stage.gradients and not options.reproducible
+        bucket_mb = bucket_size(options.bucket_mb, sharded, shard.overlaps, shard.num_nodes, on_device)
         groups = flat_groups(in_backward_order(named), bucket_mb, parts, multiple)
-        offload = self._offload_of_parameters(on_device)
+        asked = options.offload_parameters
+        offload = asked if is_elsewhere(asked, on_device) else ""
+        placed = self._on_node(groups) if self.stage.states and not offload else None
+        one_copy, staged = placed is not None, self._staged
+        if why := conflict(
+            options.zero, shard.size, staged=staged, one_copy=one_copy, offload=asked, on_device=on_device
+        ):
+            raise refusal(why)
         if not self.stage.states:
             return groups, ReplicatedParameters(groups)
-        placed = None if offload else self._on_node(groups)
         if placed is not None:
             return groups, placed
         if not self.stage.parameters or (shard.size == 1 and (options.share_node or self._staged) and not offload):
             return groups, PrivateParameters(groups, shard)
-        if self._staged and (shard.size > 1 or offload):
-            raise refusal(
-                "parallel.zero 3 in a pipeline needs the data-parallel ranks to share host memory on each node, and as "
-                "many on one as on another, and no device; use parallel.zero 2"
-            )
         units = units_of(self.module)
         groups = unit_groups(members(self.module, units), parts, multiple)
         if shard.size == 1 and not offload:
@@ -214,21 +213,11 @@ class Sharding:
             self.module, units, groups, shard, reshard_after_forward=reshard, offload=offload
         )
 
-    def _offload_of_parameters(self, on_device: bool) -> str:
-        """Where parameters are between their uses; empty where that is no other place than where they compute."""
-        offload = self.options.offload_parameters
-        if offload and not self.stage.parameters:
-            raise refusal(
-                "parallel.offload_parameters is for parallel.zero 3, whose ranks gather parameters when they need "
-                f"them, and the stage is {self.options.zero}; set parallel.zero to 3, or leave it out"
-            )
-        return offload if on_device or offload != HOST else ""
-
     def _on_node(self, groups: list[FlatGroup]) -> NodeParameters | None:
         """One copy of the parameters per node; None where memory cannot be shared or must not be. Collective."""
         comm = self.comm
-        on_device = any(is_accelerator(g.device) for g in groups)
-        if not self.options.share_node or on_device or shard_order(comm) is None:
+        on_device, even = any(is_accelerator(g.device) for g in groups), shard_order(comm) is not None
+        if not node_has_one_copy(self.stage, self.options.share_node, on_device, even):
             return None
         copies: list[NodeCopy] = []
         for group in groups:

@@ -55,14 +55,19 @@ class VirtualWorkers:
         Raises:
             InputError: `workers` is no power of two, or no multiple of the ranks.
         """
+        return VirtualWorkers.on(comm.size, reproducible, workers, comm.rank)
+
+    @staticmethod
+    def on(ranks: int, reproducible: bool, workers: int, rank: int = 0) -> VirtualWorkers:
+        """The same of one of so many ranks."""
         if not reproducible:
-            return VirtualWorkers(comm.rank, comm.size, comm.size)
-        if workers & (workers - 1) or workers % comm.size:
+            return VirtualWorkers(rank, ranks, ranks)
+        if workers & (workers - 1) or workers % ranks:
             raise refusal(
                 f"run.reproducible needs run.workers to be a power of two and a multiple of the data-parallel ranks, "
-                f"but there are {workers} and {comm.size}; change one of them"
+                f"but there are {workers} and {ranks}; change one of them"
             )
-        return VirtualWorkers(comm.rank, comm.size, workers)
+        return VirtualWorkers(rank, ranks, workers)
 
     @property
     def own(self) -> range:
@@ -93,6 +98,28 @@ class VirtualWorkers:
     def even(self, size: int, microbatch: int) -> bool:
         """Whether each rank has as many microbatches as any other."""
         return len(set(self._microbatches(size, microbatch))) == 1
+
+    def conflict(self, size: int, microbatch: int, *, synchronous: bool, gathers: bool) -> str:
+        """Return why ranks that communicate in their layers cannot share a batch, and what to change; or nothing.
+
+        Args:
+            size: Samples of the batch.
+            microbatch: Samples of a microbatch; 0 for all of a worker's at once.
+            synchronous: Whether they compute batch norms together.
+            gathers: Whether they gather parameters when they need them.
+        """
+        if synchronous and not self.even(size, microbatch):
+            return (
+                f"BatchNorm needs as many microbatches on each rank as on any other, which {size} samples are not on "
+                f"{self.ranks} ranks; make train.batch, and each of train.batch_warmup, a multiple of the ranks, "
+                "and of train.microbatch on each of them"
+            )
+        if gathers and size < self.ranks:
+            return (
+                f"a batch of {size} samples leaves some of {self.ranks} ranks without one, but sharded parameters "
+                "need all ranks to compute; raise train.batch, and each of train.batch_warmup"
+            )
+        return ""
 
     def _microbatches(self, size: int, microbatch: int) -> list[int]:
         """How many each rank has."""

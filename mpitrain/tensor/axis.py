@@ -40,6 +40,11 @@ _NAMES = {_SUM: "all-reduce", _GATHER: "all-gather", _SCATTER: "reduce-scatter"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
 
+def sums_directly(ranks: int, nbytes: int) -> bool:
+    """Whether each rank of an axis sums a whole vector, rather than a part of it that it then shows the others."""
+    return ranks == 2 or nbytes <= _DIRECT
+
+
 class Axis:
     """A tensor axis. Every method that communicates is collective over `comm`, and so is making one.
 
@@ -96,7 +101,7 @@ class Axis:
         if self.size == 1:
             return x
         # of two ranks each sum is one pass anyway, and nothing is to be copied out
-        direct = self.size == 2 or x.nbytes <= _DIRECT
+        direct = sums_directly(self.size, x.nbytes)
         views = self._exchange(_SUM, x, 0, tag, (self.size - 1) * x.nbytes * direct)
         if views is None:
             total = x.clone(memory_format=torch.contiguous_format)

@@ -46,21 +46,30 @@ if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
 
-def plan_for(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """What the model itself says (`tensor_plan()`). Raises InputError for one that does not."""
-    if callable(listing := getattr(model, "tensor_plan", None)):
-        return dict(listing())
-    raise refusal(
-        getattr(model, "undivided", "")
-        or f"{type(model).__name__} does not say how it is to be divided; give it a method tensor_plan() that returns "
-        '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
-    )
+def plan_for(
+    model: nn.Module, given: Mapping[str, str | ParallelStyle] | None = None, *, sequence: bool = False
+) -> dict[str, str | ParallelStyle]:
+    """How the model's layers are divided: as is given, or as the model says (`tensor_plan()`).
 
-
-def begins_sequence(plan: Mapping[str, str | ParallelStyle]) -> bool:
-    """Whether a plan says from where on activations may be divided along the sequence."""
+    Raises InputError where nobody says it, and where activations are to be divided along the sequence and cannot be.
+    """
+    listing, name = getattr(model, "tensor_plan", None), type(model).__name__
+    if given is None and not callable(listing):
+        raise refusal(
+            getattr(model, "undivided", "")
+            or f"{name} does not say how it is to be divided; give it a method tensor_plan() that returns "
+            '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
+        )
+    plan = dict(listing() if given is None else given)
+    if sequence and getattr(model, "counts_positions", False):
+        raise refusal(f"{name} counts positions in what parallel.sequence divides; set that to false")
     styles = [STYLES.get(style) if isinstance(style, str) else style for style in plan.values()]
-    return any(style is not None and style.begins_sequence for style in styles)
+    if sequence and not any(style is not None and style.begins_sequence for style in styles):
+        raise refusal(
+            f"parallel.sequence divides what is between an embedding and the head, and the plan of {name} names none; "
+            "set parallel.sequence to false"
+        )
+    return plan
 
 
 def parallelize(

@@ -18,17 +18,17 @@ from torch import nn
 from mpitrain.comm.memory.device import CPU
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
-from mpitrain.errors import refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
 from mpitrain.pipe.partition import listed_blocks, time_costs
 from mpitrain.pipe.slices import check_slices, require_look_back
+from mpitrain.tensor import plan_for
 from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
-from mpitrain.trainer.dividing import Cut, divide, plan_of, refuse_divisions
+from mpitrain.trainer.dividing import Cut, divide, refuse_divisions
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.options import options_of
 
@@ -56,11 +56,12 @@ def assemble(
     Returns:
         The engine, and the number of parameters of the whole model.
     """
-    refuse_what_does_not_go_together(config, mesh)
+    compiled, reproducible = config.model.compile, config.run.reproducible
+    refuse_divisions(config.parallel, mesh, compiled=compiled, reproducible=reproducible)
     cut = tried_out(config, mesh, task, data) if mesh.pipeline.size > 1 else config.parallel.cut
     module = SyncBatchNorm.convert(task.module, mesh.data)
     parameters = sum(p.numel() for p in module.parameters())
-    plan = plan_of(module, config.parallel) if mesh.tensor.size > 1 else {}
+    plan = plan_for(module, sequence=config.parallel.sequence) if mesh.tensor.size > 1 else {}
     divided = divide(
         module,
         mesh,
@@ -118,24 +119,3 @@ def _criterion(task: Task) -> Callable[[Any, Any], torch.Tensor]:
     """The loss of an output and a target, by itself where it can be had: a method would keep its whole model."""
     criterion: Callable[[Any, Any], torch.Tensor] = getattr(task.module, "criterion", task.loss)
     return criterion
-
-
-def refuse_what_does_not_go_together(config: Config, mesh: Mesh) -> None:
-    parallel = config.parallel
-    if config.model.compile and (parallel.slices > 1 or config.run.reproducible):
-        why = "run.reproducible needs sums whose order is known"
-        why = "with parallel.slices blocks are called piece by piece, as they are" if parallel.slices > 1 else why
-        raise refusal(f"model.compile: {why}; set one of them to its default")
-    cut = parallel.pipeline > 1 or parallel.tensor > 1
-    if cut and config.run.reproducible:
-        raise refusal(
-            "run.reproducible is for data parallel runs: a cut model sums in another order; set parallel.pipeline and "
-            "parallel.tensor to 1, or run.reproducible to false"
-        )
-    if parallel.tensor > 1 and config.model.name == "resnet" and not config.model.factory:
-        raise refusal(
-            "model.name resnet cannot be divided over tensor ranks: its layers are convolutions, whose activations "
-            "are larger than their weights, so that the ranks would wait for sums of them; set parallel.tensor to 1 "
-            "and use parallel.data or parallel.pipeline"
-        )
-    refuse_divisions(parallel, mesh)

@@ -16,6 +16,7 @@ from torch import nn
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import InputError, refusal
+from mpitrain.mesh import uncompiled
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import together
 
@@ -36,15 +37,8 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
             "model.compile finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it to "
             "false"
         )
-    if engine.sharding.parameters.gathers:
-        raise refusal(
-            "model.compile cannot see through the gathering of blocks at parallel.zero 3; use parallel.zero 2, or set "
-            "model.compile to false"
-        )
-    if engine.synchronous and engine.comm.size > 1:
-        raise refusal(
-            "model.compile cannot see through batch norms, which the ranks compute together; set model.compile to false"
-        )
+    if why := uncompiled(engine.sharding.parameters.gathers, engine.synchronous and engine.comm.size > 1):
+        raise refusal(why)
     together(world, lambda: require_compiler(engine.device))
     import torch._inductor.config as inductor
 

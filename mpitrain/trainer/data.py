@@ -26,6 +26,7 @@ from mpitrain.data.configured import check_data, data_paths, open_split
 from mpitrain.data.format import HELD_OUT, TRAIN
 from mpitrain.data.on_device import pin
 from mpitrain.mesh import Mesh
+from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.trainer.folder import together
 
 
@@ -84,13 +85,13 @@ def augment_of(config: Config) -> Augment:
 
 
 def microbatch_size(config: Config, mesh: Mesh, samples: int = 0) -> int:
-    """Samples of a microbatch; 0: all that a virtual worker has. A pipeline gets two a stage unless told otherwise.
+    """Samples of a microbatch; 0: all that a virtual worker has. A pipeline gets `default_microbatches` of a batch.
 
     samples: Of a batch that the ranks of the mesh share; 0: a global batch.
     """
     if config.train.microbatch or mesh.pipeline.size == 1:
         return config.train.microbatch
-    return max(1, -(-(samples or config.train.batch) // (mesh.data.size * 2 * mesh.pipeline.size)))
+    return -(-(samples or config.train.batch) // (mesh.data.size * default_microbatches(mesh.pipeline.size)))
 
 
 def with_microbatch(config: Config, ranks: int) -> Config:

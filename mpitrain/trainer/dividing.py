@@ -15,14 +15,15 @@ from torch import nn
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.layout import is_replicated
-from mpitrain.mesh import Mesh
+from mpitrain.mesh import Mesh, conflict
 from mpitrain.pipe.partition import listed_blocks
 from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.pipe.slices import require_look_back
+from mpitrain.shard import placement
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.units import blocks_of
-from mpitrain.tensor import ParallelStyle, parallelize, plan_for
-from mpitrain.tensor.plan import begins_sequence
+from mpitrain.tensor import ParallelStyle, parallelize
 from mpitrain.trainer.device import move
 from mpitrain.trainer.recompute import recompute_blocks
 from mpitrain.trainer.state import tied_names
@@ -113,7 +114,7 @@ def make_pipeline(
         slices=parallel.slices,
         cut=cut,
         blocks=() if isinstance(parallel.cut, str) else parallel.cut,
-        microbatches=2 * mesh.pipeline.size,
+        microbatches=default_microbatches(mesh.pipeline.size),
         recompute=recompute,
         device=device,
     )
@@ -126,37 +127,11 @@ def make_pipeline(
     return pipeline
 
 
-def plan_of(model: nn.Module, parallel: ParallelSection, given: Plan | None = None) -> Plan:
-    """How the model's layers are divided: as is given, or as the model says.
-
-    Raises InputError where they cannot be as the configuration says.
-    """
-    plan = given if given is not None else plan_for(model)
-    if parallel.sequence and getattr(model, "counts_positions", False):
-        raise refusal(f"{type(model).__name__} counts positions in what parallel.sequence divides; set that to false")
-    if parallel.sequence and not begins_sequence(plan):
-        raise refusal(
-            f"parallel.sequence divides what is between an embedding and the head, and the plan of "
-            f"{type(model).__name__} names none; set parallel.sequence to false"
-        )
-    return plan
-
-
-def refuse_divisions(parallel: ParallelSection, mesh: Mesh) -> None:
-    """Raise InputError for ways to divide a model that do not go together."""
-    if parallel.sequence and parallel.slices > 1 and mesh.tensor.size > 1 and mesh.pipeline.size > 1:
-        raise refusal(
-            "parallel.sequence does not go with parallel.slices: a slice cannot tell its length from a part of it; set "
-            "parallel.sequence to false, or parallel.slices to 1"
-        )
-    if parallel.pipeline == 1 and not isinstance(parallel.cut, str):
-        raise refusal(
-            f"parallel.cut {list(parallel.cut)} says how many blocks each stage of a pipeline has, and "
-            "parallel.pipeline is 1; raise that, or leave parallel.cut out"
-        )
-    if parallel.pipeline > 1 and parallel.zero == 3 and not parallel.share_node and mesh.data.size > 1:
-        raise refusal(
-            "parallel.zero 3 without parallel.share_node would gather each block of a stage twice for every "
-            "microbatch, where a pipeline has many, and hold them whole while any of those computes; use "
-            "parallel.share_node true or parallel.zero 2"
-        )
+def refuse_divisions(
+    parallel: ParallelSection, mesh: Mesh, *, compiled: bool = False, reproducible: bool = False
+) -> None:
+    """Raise InputError for ways to divide a model that do not go together (see `mesh` and `shard.placement`)."""
+    staged, shared = parallel.pipeline > 1, parallel.share_node
+    why = conflict(parallel, compiled=compiled, reproducible=reproducible)
+    if why := why or placement.conflict(parallel.zero, mesh.data.size, staged=staged, one_copy=shared):
+        raise refusal(why)

@@ -14,6 +14,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.mesh import mesh_shape
+from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.shard.sharding import Options
 from mpitrain.trainer.optimizing.schedules import RateSchedule, schedule_of
 from mpitrain.trainer.precision import LossScale
@@ -144,7 +145,8 @@ def _batch(config: Config, ranks: int) -> tuple[int, int]:
             )
         if micro is None and not train.accumulation and batch % data == 0:
             share = batch // data
-            micro = share // next(count for count in range(min(2 * stages, share), share + 1) if share % count == 0)
+            least = min(default_microbatches(stages), share)
+            micro = share // next(count for count in range(least, share + 1) if share % count == 0)
     names = ("train.batch", "train.microbatch", "train.accumulation")
     return accumulation(batch, micro, train.accumulation or None, ranks=data, names=names)
 

@@ -21,15 +21,8 @@ def require_samples(config: Config, engine: Engine, workers: VirtualWorkers, siz
     """
     if engine.pipeline is not None:
         return
+    gathers = engine.sharding.parameters.gathers
     for size in sizes:
-        if engine.synchronous and not workers.even(size, config.train.microbatch):
-            raise refusal(
-                f"BatchNorm needs as many microbatches on each rank as on any other, which {size} samples are not on "
-                f"{workers.ranks} ranks; make train.batch, and each of train.batch_warmup, a multiple of the ranks, "
-                "and of train.microbatch on each of them"
-            )
-        if engine.sharding.parameters.gathers and size < workers.ranks:
-            raise refusal(
-                f"a batch of {size} samples leaves some of {workers.ranks} ranks without one, but sharded parameters "
-                "need all ranks to compute; raise train.batch, and each of train.batch_warmup"
-            )
+        microbatch = config.train.microbatch
+        if why := workers.conflict(size, microbatch, synchronous=engine.synchronous, gathers=gathers):
+            raise refusal(why)

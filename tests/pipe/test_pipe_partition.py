@@ -12,11 +12,10 @@ from torch import nn
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT
 from mpitrain.pipe.partition import (
-    given_bounds,
     listed_blocks,
     parameter_costs,
     partition,
-    partition_blocks,
+    stage_bounds,
     time_costs,
 )
 
@@ -39,19 +38,19 @@ def test_blocks_by_number_by_parameters_and_by_time():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4), nn.Linear(4, 4))
     blocks = listed_blocks(model)
     assert [name for name, _ in blocks] == ["0", "1", "2", "3"]
-    assert partition_blocks(blocks, 3, None) == [0, 2, 3, 4]
+    assert stage_bounds(blocks, 3) == [0, 2, 3, 4]
     assert parameter_costs(blocks) == [20, 2000, 1604, 20]
-    assert partition_blocks(blocks, 2, parameter_costs(blocks)) == [0, 2, 4]
+    assert stage_bounds(blocks, 2, costs=parameter_costs(blocks)) == [0, 2, 4]
 
 
 def test_stages_may_be_given_their_numbers_of_blocks():
     blocks = listed_blocks(nn.Sequential(*(nn.ReLU() for _ in range(5))))
-    assert given_bounds(blocks, 3, (1, 3, 1)) == [0, 1, 4, 5]
+    assert stage_bounds(blocks, 3, (1, 3, 1)) == [0, 1, 4, 5]
     with pytest.raises(InputError, match=r"\[1, 3, 1\] is for 3 stages, but there are 2"):
-        given_bounds(blocks, 2, (1, 3, 1))
+        stage_bounds(blocks, 2, (1, 3, 1))
     for numbers in ((1, 2, 1), (0, 4, 1)):
         with pytest.raises(InputError, match="of which each stage needs one; make the numbers add up to 5"):
-            given_bounds(blocks, 3, numbers)
+            stage_bounds(blocks, 3, numbers)
 
 
 def test_measuring_blocks_changes_nothing_in_the_model():
@@ -81,7 +80,7 @@ def test_a_model_that_cannot_be_cut_is_refused():
     with pytest.raises(InputError, match="pipeline_blocks"):
         listed_blocks(nn.Linear(2, 2))
     with pytest.raises(InputError, match="3 blocks, but there are 4 stages"):
-        partition_blocks(listed_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4, None)
+        stage_bounds(listed_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())), 4)
 
 
 def test_a_parameter_outside_all_blocks_is_refused():

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from mpitrain.models.gpt import GPT
+
 
 class Whole(nn.Module):
     """Lists no blocks, and computes on what its data say."""
@@ -29,3 +31,10 @@ def whole(description, asks=False):
 def sequential(description):
     layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
     return layers, nn.CrossEntropyLoss()
+
+
+def counting(description):
+    """A GPT that, as models of transformers do, counts positions in what sequence parallelism would divide."""
+    model = GPT(layers=2, width=16, heads=4, vocabulary=description.vocabulary, max_positions=32)
+    model.counts_positions = True
+    return model, model.criterion

@@ -226,12 +226,12 @@ def test_every_candidate_is_one_that_the_runtime_takes():
             assert not layout.offload and (layout.reshard or not layout.share_node)
             assert not layout.sequence or layout.tensor > 1
     model.synchronous = True
-    even = list(candidates(model, machine, 1, 8, LayoutRules(cut=False)))
-    warm = shapes(model, 8, 14, LayoutRules(cut=False, warmup=(4,)))  # 24 and 4 samples on 8 ranks
+    even = list(candidates(model, machine, 1, 8, LayoutRules(workers=8)))
+    warm = shapes(model, 8, 14, LayoutRules(workers=8, warmup=(4,)))  # 24 and 4 samples on 8 ranks
     model.synchronous = False
-    assert not warm and shapes(model, 8, 14, LayoutRules(cut=False, warmup=(4,)))
+    assert not warm and shapes(model, 8, 14, LayoutRules(workers=8, warmup=(4,)))
     assert {(each.pipeline, each.tensor) for each in even} == {(1, 1)}
-    assert {each.microbatch for each in even} == {1, 3}
+    assert {each.microbatch for each in even} == {1, 2, 3}  # each rank has 3, 2 or 1 of them
     assert shapes(model, 16, 16, LayoutRules()) and microbatches(100, 8) == [1, 2, 4, 5, 7, 8, 13]
 
 
@@ -325,11 +325,11 @@ CASES = [
 ]
 
 
-def the_first_fifty_contain_the_best(machine, nodes, each, rules, **model):
+def the_first_fifty_contain_the_best(machine, nodes, each, taken=lambda layout: True, **model):
     """Simulate all variants of all layouts, and compare the best with that of a search that simulates fifty."""
     predictor = real(machine, nodes, each, **model)
     bounds, refine = Bounds(predictor), Refinement(predictor)
-    layouts = list(candidates(predictor.model, predictor.machine, nodes, each, rules))
+    layouts = [each for each in candidates(predictor.model, predictor.machine, nodes, each) if taken(each)]
     everything = []
     for layout in layouts:
         for variant in dict.fromkeys(refine(layout)):
@@ -343,14 +343,15 @@ def the_first_fifty_contain_the_best(machine, nodes, each, rules, **model):
 
 @pytest.mark.parametrize("machine", ["gpu-4", "cpu-128"])
 def test_the_first_fifty_simulated_layouts_contain_the_best_of_all(machine):
-    the_first_fifty_contain_the_best(machine, 2, 2, LayoutRules(slices=False, zero=(0, 1)), layers=2, width=512)
+    few = {"taken": lambda layout: layout.zero < 2 and layout.slices == 1}
+    the_first_fifty_contain_the_best(machine, 2, 2, **few, layers=2, width=512)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("machine", "nodes", "each", "model"), CASES, ids=str)
 def test_the_first_fifty_simulated_layouts_contain_the_best_of_all_kinds(machine, nodes, each, model):
-    the_first_fifty_contain_the_best(machine, nodes, each, LayoutRules(), **model)
+    the_first_fifty_contain_the_best(machine, nodes, each, **model)
 
 
 def test_the_answer_does_not_depend_on_how_long_the_search_takes(monkeypatch):

@@ -16,8 +16,9 @@ from mpitrain.mesh import Mesh
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.units import blocks_of
+from mpitrain.tensor import plan_for
 from mpitrain.trainer.device import found_on, move, place
-from mpitrain.trainer.dividing import DividedModel, Plan, divide, plan_of, refuse_divisions
+from mpitrain.trainer.dividing import DividedModel, Plan, divide, refuse_divisions
 from mpitrain.trainer.engine import Loss
 from mpitrain.trainer.options import Settings
 from mpitrain.trainer.recompute import recompute_blocks
@@ -87,7 +88,7 @@ def place_on_mesh(
         model,
         mesh,
         parallel,
-        plan=plan_of(model, parallel, plan) if mesh.tensor.size > 1 else {},
+        plan=plan_for(model, plan, sequence=parallel.sequence) if mesh.tensor.size > 1 else {},
         criterion=criterion,
         cut=parallel.cut,
         recompute=settings.recompute,
