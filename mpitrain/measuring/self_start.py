@@ -17,7 +17,7 @@ from typing import Any
 
 from mpitrain.early import RANK_NAMES, launched_first
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, InputError, MpitrainError
-from mpitrain.monitor.text import counted
+from mpitrain.storage.text import counted
 
 _RESULT = "MPITRAIN_RESULT"  # the file into which rank 0 of a started job puts its result
 _GRACE = 10.0  # seconds from asking mpirun to end to making it
