@@ -25,8 +25,8 @@ from support import ROOT, clean_environment, one_line, train_command
 from warm import shared
 
 from mpitrain.monitor.events import EventLog
+from mpitrain.monitor.json_lines import GrowingFile
 from mpitrain.monitor.metrics import MetricsWriter
-from mpitrain.monitor.watch.growing import GrowingFile
 from mpitrain.monitor.watch.view import sparkline
 from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
 from mpitrain.storage import locks

@@ -15,10 +15,10 @@ from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
 from mpitrain.monitor.events import EVENTS, parsed_event
+from mpitrain.monitor.json_lines import GrowingFile
 from mpitrain.monitor.line_kinds import RankLine, StepLine, parsed, parsed_object
 from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.rank_file import SERVER
-from mpitrain.monitor.watch.growing import GrowingFile
 from mpitrain.storage import locks
 
 RECENT = 512  # steps whose times are looked at
