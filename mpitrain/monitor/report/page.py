@@ -1,4 +1,4 @@
-"""The report as one HTML file that opens without a network: charts, tables, sentences."""
+"""The report as one HTML file that opens without a network: charts, tables, sentences. And its charts as PNG files."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.text import counted, duration, short
 from mpitrain.storage.disk import reason, write_whole
 
+SCALE = 1.5  # pixels of a PNG file for one of a chart
 MARK = b'content="mpitrain.report"'  # by which a page is known as a report
 
 
@@ -140,6 +141,40 @@ def write_page(runs: Sequence[Named], path: Path) -> int:
     except OSError as error:
         raise InputError(f"page {path} cannot be written ({reason(error)}); choose another --out") from None
     return len(text)
+
+
+def write_pictures(runs: Sequence[Named], folder: Path, colours: dict[str, str] = style.LIGHT) -> list[Path]:
+    """Write every chart of a report as a PNG file.
+
+    Args:
+        runs: One run, or several to lay over each other.
+        folder: Where the files go, which is made if it is not there. Files of the same names are written again.
+        colours: The theme.
+
+    Returns:
+        The files' paths.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
+    paths = []
+    for section in sections(runs):
+        for drawing in section.drawings:
+            if drawing.chart is None:
+                continue
+            spec: dict[str, Any] = style.painted(style.spec_of(drawing.chart), colours)
+            if spec.get("width") == "container":
+                spec["width"] = style.WIDTH
+            config = style.painted(style.theme(colours), colours)
+            data = vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
+            path = folder / f"{drawing.name}.png"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(path, data)
+            except OSError as error:
+                raise InputError(f"picture {path} cannot be written ({reason(error)}); choose another --png") from None
+            paths.append(path)
+    return paths
 
 
 def _script_text(value: Any) -> str:

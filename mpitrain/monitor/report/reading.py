@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,27 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.events import EVENTS as EVENTS_FILE
 from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import lines_of
-from mpitrain.monitor.line_kinds import EventLine, FullStepLine
+from mpitrain.monitor.line_kinds import EventLine, FullStepLine, RankLine
 from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.rank_file import RANKS
-from mpitrain.monitor.report.rank_reading import read_rank
-from mpitrain.monitor.report.records import EVENTS, Column, MeasuredRank, Moment, RunRecord, StartRecord, StepColumns
+from mpitrain.monitor.report.records import (
+    CATEGORIES,
+    EVENTS,
+    PARTS,
+    Column,
+    MeasuredRank,
+    Moment,
+    RankHeader,
+    RunRecord,
+    SentRecord,
+    StartRecord,
+    StepColumns,
+)
 from mpitrain.storage.disk import reason
 
 CONFIG = "config.toml"
+MOST_ROWS = 300  # of a rank; further ones are summed up
+MEMORY = (*CATEGORIES, "host", "device")
 _RUNNING = 60.0  # seconds without a sign, after which a job without an end counts as killed
 
 
@@ -88,6 +102,71 @@ def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
         return ()
     newest = max(ranks, key=lambda r: r.header.start).header
     return tuple(sorted((r for r in ranks if r.rank < newest.world_size), key=lambda r: r.rank))
+
+
+def read_rank(path: Path, lines_of: Callable[[Path, type[RankLine]], Iterator[RankLine]]) -> MeasuredRank | None:
+    """What a rank measured in its last job that took a step.
+
+    Args:
+        path: Its file.
+        lines_of: Reads and checks a file's lines.
+
+    Returns:
+        None for a rank that measured no step.
+
+    Raises:
+        InputError: The file is damaged.
+    """
+    jobs: list[tuple[RankHeader, int, list[RankLine]]] = []
+    for line in lines_of(path, RankLine):
+        if line.start is not None and line.rank is not None:
+            expected = _finite(line.expected_memory), _finite(line.expected_bytes)
+            coordinates = tuple(line.coordinates)
+            header = RankHeader(line.start, line.world_size, line.host, coordinates, *expected, line.step, line.role)
+            jobs.append((header, line.rank, []))
+        elif jobs:
+            rows = jobs[-1][2]
+            while rows and rows[-1].step >= line.step:  # written again
+                rows.pop()
+            rows.append(line)
+    measured = [job for job in jobs if job[2]]
+    if not measured:
+        return None
+    header, rank, rows = measured[-1]
+    signs = tuple((first.start, rows[-1].time, rows[-1].step) for first, _, rows in measured)
+    return _reduced(rank, header, rows, signs)
+
+
+def _reduced(
+    rank: int, header: RankHeader, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]
+) -> MeasuredRank:
+    """The rows as columns, at most `MOST_ROWS`: sums of seconds, the most of memory."""
+    cuts = np.linspace(0, len(rows), min(len(rows), MOST_ROWS) + 1).astype(int)[:-1]
+    steps = np.add.reduceat(np.array([row.steps for row in rows], dtype=np.float64), cuts)
+    last = np.array([row.step for row in rows], dtype=np.float64)[np.append(cuts[1:], len(rows)) - 1]
+    seconds = {
+        part: np.add.reduceat(np.array([_number(row.seconds, part, 0.0) for row in rows]), cuts) for part in PARTS
+    }
+    memory = {
+        name: np.fmax.reduceat(np.array([_number(row.memory or {}, name, math.nan) for row in rows]), cuts)
+        for name in MEMORY
+    }
+    sent: dict[tuple[str, str, str], np.ndarray[Any, Any]] = {}
+    for row in rows:
+        for operation, axis, algorithm, *figures in row.sent:
+            key = (operation, axis, algorithm)
+            sent[key] = sent.get(key, np.zeros(4)) + figures
+    records = tuple(SentRecord(*key, *(float(v) for v in figures)) for key, figures in sorted(sent.items()))
+    return MeasuredRank(rank, header, last, steps, seconds, memory, records, signs)
+
+
+def _number(values: dict[str, float | None], name: str, otherwise: float) -> float:
+    value = values.get(name)
+    return otherwise if value is None else float(value)
+
+
+def _finite(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: float(v) for name, v in values.items() if v is not None and math.isfinite(v)}
 
 
 def _read_config(folder: Path, facts: Any) -> dict[str, Any]:
