@@ -28,9 +28,9 @@ from mpitrain.storage.disk import free_name, reason, sync
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
 from mpitrain.storage.room import lack_of_room, readable
+from mpitrain.storage.run_folder import CHECKPOINTS
 
 LATEST, BEST = "latest", "best"
-CHECKPOINTS = "checkpoints"  # of a run folder
 PROBE = "probe"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{8,})")

@@ -24,8 +24,8 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import read_lines
 from mpitrain.monitor.line_kinds import EventLine, parsed_object
 from mpitrain.storage.disk import reason
+from mpitrain.storage.run_folder import EVENTS
 
-EVENTS = "events.jsonl"
 _LOOK_BACK = 1 << 16  # bytes read at once to find where the last whole line ends
 
 

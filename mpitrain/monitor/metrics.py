@@ -20,8 +20,7 @@ from typing import Any
 from mpitrain.errors import InputError
 from mpitrain.monitor.json_lines import lines_within, read_lines, whole_object
 from mpitrain.storage.disk import free_name, open_plain, reason, replacing
-
-METRICS = "metrics.jsonl"
+from mpitrain.storage.run_folder import METRICS
 
 
 class MetricsWriter:

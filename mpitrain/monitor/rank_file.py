@@ -20,8 +20,8 @@ from typing import Any
 
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import reason
+from mpitrain.storage.run_folder import RANKS, rank_path
 
-RANKS = "ranks"
 SERVER = "server"  # the role of a rank that takes no steps itself
 _FLUSH = 5.0  # seconds that a line is kept in memory at most, and ...
 _YOUNG = 0.5  # ... of the time since the start: a job that is killed early leaves its first lines, too
@@ -53,7 +53,7 @@ class RankWriter:
     """
 
     def __init__(self, folder: Path, rank: int, started: float, header: dict[str, Any]) -> None:
-        self.path = folder / RANKS / f"rank-{rank:05d}.jsonl"
+        self.path = rank_path(folder / RANKS, rank, "jsonl")
         self._began = self._written = self._flushed = time.monotonic()
         self._lines: list[str] = []
         self._steps = 0

@@ -19,8 +19,8 @@ from mpitrain.config.named import find, told
 from mpitrain.config.run import MonitorSection
 from mpitrain.errors import InputError, MpitrainError
 from mpitrain.storage.disk import write_whole
+from mpitrain.storage.run_folder import MLFLOW, TENSORBOARD, WANDB
 
-TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # folders of a run
 IDENTITY = "mpitrain-run-id"  # a file in such a folder
 _ELSEWHERE = ("online", "shared")  # WANDB_MODE
 # of MLflow

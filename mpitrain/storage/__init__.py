@@ -7,4 +7,5 @@ hdf5       what our HDF5 files have in common
 room       whether so many bytes more fit
 crc        CRC-32
 disk       single acts on files
+run_folder names of what is in a run folder
 """

@@ -14,12 +14,9 @@ import numpy as np
 
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
-from mpitrain.monitor.events import EVENTS as EVENTS_FILE
 from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import EventLine, FullStepLine, RankLine
-from mpitrain.monitor.metrics import METRICS
-from mpitrain.monitor.rank_file import RANKS
 from mpitrain.monitor.report.records import (
     CATEGORIES,
     EVENTS,
@@ -34,8 +31,9 @@ from mpitrain.monitor.report.records import (
     StepColumns,
 )
 from mpitrain.storage.disk import reason
+from mpitrain.storage.run_folder import CONFIG, METRICS, RANKS, rank_paths
+from mpitrain.storage.run_folder import EVENTS as EVENTS_FILE
 
-CONFIG = "config.toml"
 MOST_ROWS = 300  # of a rank; further ones are summed up
 MEMORY = (*CATEGORIES, "host", "device")
 _RUNNING = 60.0  # seconds without a sign, after which a job without an end counts as killed
@@ -90,7 +88,7 @@ def _told(line: EventLine) -> dict[str, Any]:
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
     try:
-        paths = sorted(folder.glob("rank-*.jsonl"))
+        paths = rank_paths(folder, "jsonl")
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({reason(error)}); give a run folder you may read") from None
     read = [

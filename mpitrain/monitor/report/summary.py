@@ -11,8 +11,8 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import FullStepLine
-from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
+from mpitrain.storage.run_folder import CHECKPOINTS, METRICS
 
 
 def summary(folder: Path) -> str:
@@ -29,7 +29,7 @@ def summary(folder: Path) -> str:
         raise InputError(why_no_step(folder))
     first, last = lines[0], lines[-1]
     held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
-    checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)
+    checkpoints = sorted(p.name for p in (folder / CHECKPOINTS).glob("step-*") if ".tmp-" not in p.name)
     rows = [
         ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
         ("loss", f"{_number(first['loss'])} -> {_number(last['loss'])}"),

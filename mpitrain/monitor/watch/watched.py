@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
-from mpitrain.monitor.events import EVENTS, parsed_event
+from mpitrain.monitor.events import parsed_event
 from mpitrain.monitor.json_lines import GrowingFile
 from mpitrain.monitor.line_kinds import RankLine, StepLine, parsed, parsed_object
-from mpitrain.monitor.metrics import METRICS
 from mpitrain.monitor.rank_file import SERVER
 from mpitrain.storage import locks
+from mpitrain.storage.run_folder import CONFIG, EVENTS, LOGS, METRICS, RANKS, rank_paths
 
 RECENT = 512  # steps whose times are looked at
 _POINTS = 1024  # of a curve at most
@@ -250,9 +250,9 @@ class Watched:
             self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
 
     def _look_at_ranks(self) -> None:
-        for path in sorted((self.folder / "logs").glob("rank-*.log"))[:_FILES]:
+        for path in rank_paths(self.folder / LOGS, "log")[:_FILES]:
             self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
-        for path in sorted((self.folder / "ranks").glob("rank-*.jsonl"))[:_FILES]:
+        for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
             for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
                 self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(RankLine, line))
 
@@ -285,7 +285,7 @@ def _configured_steps(folder: Path) -> int | None:
     from mpitrain.config.toml_file import read_toml
 
     try:
-        steps = read_toml(str(folder / "config.toml"))["train"]["steps"]
+        steps = read_toml(str(folder / CONFIG))["train"]["steps"]
     except (InputError, KeyError, TypeError):
         return None
     return steps if isinstance(steps, int) and steps < 2**53 else None

@@ -34,9 +34,8 @@ from mpitrain.models.hugging_face.build import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
 from mpitrain.models.hugging_face.saving import save_folder
 from mpitrain.storage.disk import replacing, sync
+from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 from mpitrain.trainer.weights.importing import (
-    CHECKPOINTS,
-    CONFIG,
     differences,
     kept_settings,
     require_model_of,
