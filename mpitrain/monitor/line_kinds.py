@@ -6,10 +6,9 @@ numbers that can be added, divided and printed. Keys that are not named here may
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Number = Annotated[float, Field(strict=True, ge=-1e40, le=1e40, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(strict=True, gt=1e-12, le=1e12, allow_inf_nan=False)]
@@ -72,7 +71,7 @@ class EventLine(_Line):
 
     time: Time
     event: Text
-    step: Count = 0
+    step: Count
     # start
     version: Text | None = None
     ranks: Ranks | list[Ranks] | None = None
@@ -126,28 +125,3 @@ class RankLine(BaseModel):
     seconds: dict[str, Number | None] = {}
     sent: list[tuple[Text, Text, Text, Number, Number, Number, Number]] = []
     memory: dict[str, Number | None] | None = None
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def parsed(kind: type[M], line: bytes) -> M | None:
-    """Return what a whole line of JSON holds; None for one that is torn, or is nothing of this kind."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return kind.model_validate(json.loads(line))
-    except (ValidationError, ValueError, RecursionError):
-        return None
-
-
-def parsed_object(kind: type[BaseModel], line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a whole line as it is written, if it is one of this kind; None otherwise."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        value = json.loads(line)
-        kind.model_validate(value)
-    except (ValidationError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import numpy as np
 
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
-from mpitrain.monitor.events import why_no_step
-from mpitrain.monitor.json_lines import lines_of
-from mpitrain.monitor.line_kinds import EventLine, FullStepLine, RankLine
+from mpitrain.monitor.events import read_events
+from mpitrain.monitor.json_lines import read_lines
+from mpitrain.monitor.line_kinds import RankLine
+from mpitrain.monitor.metrics import finished_steps
 from mpitrain.monitor.report.records import (
     CATEGORIES,
     EVENTS,
@@ -31,8 +31,7 @@ from mpitrain.monitor.report.records import (
     StepColumns,
 )
 from mpitrain.storage.disk import reason
-from mpitrain.storage.run_folder import CONFIG, METRICS, RANKS, rank_paths
-from mpitrain.storage.run_folder import EVENTS as EVENTS_FILE
+from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
 MOST_ROWS = 300  # of a rank; further ones are summed up
 MEMORY = (*CATEGORIES, "host", "device")
@@ -48,42 +47,31 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         InputError: No step of it is finished, or a file of it is damaged.
     """
-    there = not folder.is_dir() or (folder / METRICS).exists()
-    columns = _read_columns(folder / METRICS) if there else None
-    if columns is None or not len(columns.step):
-        raise InputError(why_no_step(folder))
-    moments = _read_moments(folder / EVENTS_FILE)
+    columns = _read_columns(folder)
+    moments = _read_moments(folder)
     ranks = _read_ranks(folder / RANKS)
     starts = _starts(moments, columns, ranks, time.time())
     facts = starts[-1].facts if starts else {}
     return RunRecord(folder, columns, moments, starts, ranks, _read_config(folder, facts), facts)
 
 
-def _read_columns(path: Path) -> StepColumns:
+def _read_columns(folder: Path) -> StepColumns:
     names = ("step", "loss", "held_out_loss", "lr", "grad_norm", "step_s", "samples", "tokens", "world_size", "time")
     values = array("d")  # a million steps are read, too
-    try:
-        for line in lines_of(path, "metrics", FullStepLine):
-            found = [getattr(line, name) for name in (*names, "skipped")]
-            values.extend(math.nan if value is None else float(value) for value in found)
-    except FileNotFoundError:
-        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
+    for line in finished_steps(folder):
+        found = [getattr(line, name) for name in (*names, "skipped")]
+        values.extend(math.nan if value is None else float(value) for value in found)
     table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names) + 1)
     rising = np.argsort(table[:, 0], kind="stable")
     return StepColumns(*table[rising].T)
 
 
-def _read_moments(path: Path) -> tuple[Moment, ...]:
-    try:
-        lines = list(lines_of(path, "events", EventLine))
-    except FileNotFoundError:
-        return ()
-    return tuple(Moment(m.time, m.event, m.step, _told(m)) for m in lines if m.event in EVENTS)
-
-
-def _told(line: EventLine) -> dict[str, Any]:
-    """What else a line of an event says."""
-    return line.model_dump(exclude_unset=True, exclude={"time", "event", "step"})
+def _read_moments(folder: Path) -> tuple[Moment, ...]:
+    return tuple(
+        Moment(line.pop("time"), line.pop("event"), line.pop("step"), line)
+        for line in read_events(folder)
+        if line["event"] in EVENTS
+    )
 
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
@@ -91,32 +79,17 @@ def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
         paths = rank_paths(folder, "jsonl")
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({reason(error)}); give a run folder you may read") from None
-    read = [
-        read_rank(path, lambda p, kind: lines_of(p, "rank file", kind, lambda line: line.start is not None))
-        for path in paths
-    ]
-    ranks = [rank for rank in read if rank is not None]
+    ranks = [rank for path in paths if (rank := _read_rank(path)) is not None]
     if not ranks:
         return ()
     newest = max(ranks, key=lambda r: r.header.start).header
     return tuple(sorted((r for r in ranks if r.rank < newest.world_size), key=lambda r: r.rank))
 
 
-def read_rank(path: Path, lines_of: Callable[[Path, type[RankLine]], Iterator[RankLine]]) -> MeasuredRank | None:
-    """What a rank measured in its last job that took a step.
-
-    Args:
-        path: Its file.
-        lines_of: Reads and checks a file's lines.
-
-    Returns:
-        None for a rank that measured no step.
-
-    Raises:
-        InputError: The file is damaged.
-    """
+def _read_rank(path: Path) -> MeasuredRank | None:
+    """Return what a rank measured in its last job that took a step; None for a rank that measured no step."""
     jobs: list[tuple[RankHeader, int, list[RankLine]]] = []
-    for line in lines_of(path, RankLine):
+    for line in read_lines(path, "rank file", RankLine.model_validate, lambda line: line.start is not None):
         if line.start is not None and line.rank is not None:
             expected = _finite(line.expected_memory), _finite(line.expected_bytes)
             coordinates = tuple(line.coordinates)

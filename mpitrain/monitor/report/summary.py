@@ -7,12 +7,10 @@ from pathlib import Path
 from statistics import median, median_high
 from typing import Any
 
-from mpitrain.errors import InputError
-from mpitrain.monitor.events import why_no_step
-from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import FullStepLine
+from mpitrain.monitor.metrics import finished_steps
 from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
-from mpitrain.storage.run_folder import CHECKPOINTS, METRICS
+from mpitrain.storage.run_folder import CHECKPOINTS
 
 
 def summary(folder: Path) -> str:
@@ -24,9 +22,7 @@ def summary(folder: Path) -> str:
     Raises:
         InputError: No step of it is finished, or a line of its metrics is damaged.
     """
-    lines = _lines(folder)
-    if not lines:
-        raise InputError(why_no_step(folder))
+    lines = [_known(line) for line in finished_steps(folder)]
     first, last = lines[0], lines[-1]
     held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
     checkpoints = sorted(p.name for p in (folder / CHECKPOINTS).glob("step-*") if ".tmp-" not in p.name)
@@ -51,19 +47,10 @@ def summary(folder: Path) -> str:
     return f"run {folder}\n{aligned([row for row in rows if row[1]])}"
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, each without what is not read here."""
-    if folder.is_dir() and not (folder / METRICS).exists():
-        return []
-    path = folder / METRICS if folder.is_dir() else folder
-    found = []
-    try:
-        for line in lines_of(path, "metrics", FullStepLine):
-            known = line.model_dump(exclude_none=True, exclude=set(line.model_extra or ())) | {"loss": line.loss}
-            found.append(known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith("held_out_")})
-    except FileNotFoundError:
-        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
-    return found
+def _known(line: FullStepLine) -> dict[str, Any]:
+    """Return a line of a run's metrics without what is not read here."""
+    known = line.model_dump(exclude_none=True, exclude=set(line.model_extra or ())) | {"loss": line.loss}
+    return known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith("held_out_")}
 
 
 def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:

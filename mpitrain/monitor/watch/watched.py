@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
-from mpitrain.monitor.events import parsed_event
-from mpitrain.monitor.json_lines import GrowingFile
-from mpitrain.monitor.line_kinds import RankLine, StepLine, parsed, parsed_object
+from mpitrain.monitor.events import checked_event
+from mpitrain.monitor.json_lines import GrowingFile, parsed
+from mpitrain.monitor.line_kinds import RankLine, StepLine
 from mpitrain.monitor.rank_file import SERVER
 from mpitrain.storage import locks
 from mpitrain.storage.run_folder import CONFIG, EVENTS, LOGS, METRICS, RANKS, rank_paths
@@ -58,11 +58,11 @@ class Curve:
     _stride: int = 1
     _count: int = 0
 
-    def add(self, step: int, value: object) -> None:
-        """Note the figure of a step; one that is not a number is left out."""
-        if not isinstance(value, (int, float)):
+    def add(self, step: int, value: float | None) -> None:
+        """Note the figure of a step, if it has one."""
+        if value is None:
             return
-        self.last = (step, float(value))
+        self.last = (step, value)
         if self._count % self._stride == 0:
             self.points.append(self.last)
             if len(self.points) >= _POINTS:
@@ -74,7 +74,7 @@ class Curve:
 class Steps:
     """What the lines of metrics.jsonl told."""
 
-    line: dict[str, Any] = field(default_factory=dict)  # the last one
+    line: StepLine | None = None  # the last one
     loss: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -84,18 +84,18 @@ class Steps:
 
     def add(self, line: bytes) -> None:
         """Take in one line."""
-        value = parsed_object(StepLine, line)
-        if value is None:
+        told = parsed(line, StepLine.model_validate)
+        if told is None:
             self.damaged += 1
             return
-        step, self.line = value["step"], value
-        self.loss.add(step, value.get("loss"))
-        self.held_out.add(step, value.get("held_out_loss"))
-        self.skipped += bool(value.get("skipped"))
-        if isinstance(seconds := value.get("step_s"), (int, float)):
-            self.seconds.append(seconds)
-        if isinstance(when := value.get("time"), (int, float)):
-            self.times.append((step, when))
+        self.line = told
+        self.loss.add(told.step, told.loss)
+        self.held_out.add(told.step, told.held_out_loss)
+        self.skipped += told.skipped
+        if told.step_s is not None:
+            self.seconds.append(told.step_s)
+        if told.time is not None:
+            self.times.append((told.step, told.time))
 
 
 class Watched:
@@ -142,7 +142,7 @@ class Watched:
         came = False
         for line in self._events.new_lines():
             came = True
-            self._take_event(parsed_event(line))
+            self._take_event(parsed(line, checked_event))
         for line in self._metrics.new_lines():
             came = True
             self._steps_now().add(line)
@@ -160,7 +160,7 @@ class Watched:
     @property
     def step(self) -> int:
         """Steps done."""
-        return int(self.steps.line.get("step") or self.start.get("step") or 0)
+        return (self.steps.line.step if self.steps.line else 0) or int(self.start.get("step", 0))
 
     @property
     def of_steps(self) -> int | None:
@@ -254,7 +254,7 @@ class Watched:
             self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
         for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
             for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
-                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(RankLine, line))
+                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, RankLine.model_validate))
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
