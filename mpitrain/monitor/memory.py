@@ -27,7 +27,7 @@ def node_memory_bytes(root: Path = Path("/")) -> int:
     Args:
         root: Folder above proc/ and sys/.
     """
-    limits = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemTotal:")]
+    limits = [_figure(root / "proc/meminfo", "MemTotal")]
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":
@@ -63,8 +63,8 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
         if devices.is_accelerator(device):
             return devices.peak_memory_bytes(device)
     # getrusage's figure survives exec: a small rank started by a large launcher would report the launcher's peak
-    if (kibibytes := _status("VmHWM")) is not None:
-        return kibibytes * 1024
+    if told := _figure(STATUS, "VmHWM"):
+        return told
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
@@ -80,9 +80,7 @@ def memory_bytes(device: torch.device | None = None) -> int:
 
         if devices.is_accelerator(device):
             return devices.memory_bytes(device)
-    if (kibibytes := _status("VmRSS")) is not None:
-        return kibibytes * 1024
-    return peak_memory_bytes()
+    return _figure(STATUS, "VmRSS") or peak_memory_bytes()
 
 
 def host_memory_bytes() -> int:
@@ -90,20 +88,9 @@ def host_memory_bytes() -> int:
 
     Where the system does not tell (no /proc), what `memory_bytes` says.
     """
-    try:
-        for line in SHARED.read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return memory_bytes()
+    return _figure(SHARED, "Pss") or memory_bytes()
 
 
-def _status(name: str) -> int | None:
-    """A figure of /proc/self/status in KiB; None where there is none."""
-    if not os.path.exists(STATUS):
-        return None
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    return None
+def _figure(path: Path, name: str) -> int:
+    """Return a figure of a file of proc(5), which has KiB, in bytes; 0 where there is none."""
+    return next((int(line.split()[1]) << 10 for line in _lines(path) if line.startswith(name + ":")), 0)

@@ -10,7 +10,7 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from mpitrain.config.named import find, told
 from mpitrain.config.run import MonitorSection
 from mpitrain.errors import InputError, MpitrainError
+from mpitrain.monitor.report.compare import flat
 from mpitrain.storage.disk import write_whole
 from mpitrain.storage.run_folder import MLFLOW, TENSORBOARD, WANDB
 
@@ -182,7 +183,7 @@ class MLflow(Tracker):
             experiment = found.experiment_id if found else self._client.create_experiment(project)
             self._run = self._client.create_run(experiment, run_name=name).info.run_id
             write_whole(where / IDENTITY, self._run + "\n")
-            told = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in _flat(config)]
+            told = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in flat(config).items()]
             for begin in range(0, len(told), _SETTINGS_AT_ONCE):
                 self._client.log_batch(self._run, params=told[begin : begin + _SETTINGS_AT_ONCE])
         self._flushed = time.monotonic()
@@ -206,14 +207,6 @@ class MLflow(Tracker):
         for begin in range(0, len(waiting), _AT_ONCE):
             self._client.log_batch(self._run, metrics=waiting[begin : begin + _AT_ONCE])
         self._flushed = time.monotonic()
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _allowed(name: str) -> str:

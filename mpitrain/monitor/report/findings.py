@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from statistics import median
+from statistics import median, median_low
 
 import numpy as np
 
@@ -118,7 +117,7 @@ def stragglers(run: RunRecord) -> list[Straggler]:
             continue
         parts = [parts_a_step(rank) for rank in ranks]
         own = [sum(p[name] for name in OWN) for p in parts]
-        usual = _low_median(own)
+        usual = median_low(own)  # of two ranks, one can be the straggler
         typical = {name: median(p[name] for p in parts) for name in PARTS}
         for rank, mine, seconds in zip(ranks, parts, own, strict=True):
             if seconds > SLOWER * usual > 0:
@@ -130,11 +129,6 @@ def stragglers(run: RunRecord) -> list[Straggler]:
                     )
                 )  # fmt: skip
     return sorted(found, key=lambda s: -s.own / s.usual)
-
-
-def _low_median(values: Sequence[float]) -> float:
-    """The lower of the two in the middle: of two ranks, one can be the straggler."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def memory_use(run: RunRecord) -> list[MemoryUse]:
