@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Number = Annotated[float, Field(strict=True, ge=-1e40, le=1e40, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(strict=True, gt=1e-12, le=1e12, allow_inf_nan=False)]
@@ -16,6 +16,10 @@ Time = Annotated[float, Field(strict=True, ge=0, lt=2.5e11, allow_inf_nan=False)
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Ranks = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
+KnownNumbers = Annotated[
+    dict[str, Number],
+    BeforeValidator(lambda told: {k: v for k, v in told.items() if v is not None} if isinstance(told, dict) else told),
+]
 
 
 class _Line(BaseModel):
@@ -108,20 +112,44 @@ class EventLine(_Line):
         return self
 
 
-class RankLine(BaseModel):
-    """A line of a rank's file: a header, which has `start`, or one of steps."""
+class RankStart(BaseModel):
+    """The line by which a rank begins a job.
 
-    rank: Ranks | None = None
-    start: Time | None = None
+    Attributes:
+        rank: Number of the rank.
+        start: In unix seconds.
+        world_size: Ranks of the job.
+        role: worker or server; empty in files of older versions.
+        host: Name of the rank's machine.
+        coordinates: Along the axes data, pipeline, tensor.
+        expected_memory: Bytes by category, by formula.
+        expected_bytes: Bytes that the rank sends a step, by axis, by formula.
+        step: Steps done.
+    """
+
+    rank: Ranks
+    start: Time
     world_size: Ranks = 1
     role: Text = ""
     host: Text = ""
     coordinates: list[Ranks] = []
-    expected_memory: dict[str, Number | None] = {}
-    expected_bytes: dict[str, Number | None] = {}
+    expected_memory: KnownNumbers = {}
+    expected_bytes: KnownNumbers = {}
+    step: Count = 0
+
+
+class RankLine(BaseModel):
+    """A line of a rank's steps."""
+
     step: Count = 0
     time: Time = 0.0
     steps: Annotated[int, Field(strict=True, ge=1, lt=2**53)] = 1
-    seconds: dict[str, Number | None] = {}
+    seconds: KnownNumbers = {}
     sent: list[tuple[Text, Text, Text, Number, Number, Number, Number]] = []
-    memory: dict[str, Number | None] | None = None
+    memory: KnownNumbers | None = None
+
+
+def rank_line(value: Any) -> RankStart | RankLine:
+    """Return a line of a rank's file, checked. Raises ValidationError for anything else."""
+    begins = isinstance(value, dict) and "start" in value
+    return RankStart.model_validate(value) if begins else RankLine.model_validate(value)

@@ -15,7 +15,7 @@ from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
 from mpitrain.monitor.events import read_events
 from mpitrain.monitor.json_lines import read_lines
-from mpitrain.monitor.line_kinds import RankLine
+from mpitrain.monitor.line_kinds import RankLine, RankStart, rank_line
 from mpitrain.monitor.metrics import finished_steps
 from mpitrain.monitor.report.records import (
     CATEGORIES,
@@ -24,7 +24,6 @@ from mpitrain.monitor.report.records import (
     Column,
     MeasuredRank,
     Moment,
-    RankHeader,
     RunRecord,
     SentRecord,
     StartRecord,
@@ -88,38 +87,30 @@ def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
 
 def _read_rank(path: Path) -> MeasuredRank | None:
     """Return what a rank measured in its last job that took a step; None for a rank that measured no step."""
-    jobs: list[tuple[RankHeader, int, list[RankLine]]] = []
-    for line in read_lines(path, "rank file", RankLine.model_validate, lambda line: line.start is not None):
-        if line.start is not None and line.rank is not None:
-            expected = _finite(line.expected_memory), _finite(line.expected_bytes)
-            coordinates = tuple(line.coordinates)
-            header = RankHeader(line.start, line.world_size, line.host, coordinates, *expected, line.step, line.role)
-            jobs.append((header, line.rank, []))
+    jobs: list[tuple[RankStart, list[RankLine]]] = []
+    for line in read_lines(path, "rank file", rank_line, lambda line: isinstance(line, RankStart)):
+        if isinstance(line, RankStart):
+            jobs.append((line, []))
         elif jobs:
-            rows = jobs[-1][2]
+            rows = jobs[-1][1]
             while rows and rows[-1].step >= line.step:  # written again
                 rows.pop()
             rows.append(line)
-    measured = [job for job in jobs if job[2]]
+    measured = [job for job in jobs if job[1]]
     if not measured:
         return None
-    header, rank, rows = measured[-1]
-    signs = tuple((first.start, rows[-1].time, rows[-1].step) for first, _, rows in measured)
-    return _reduced(rank, header, rows, signs)
+    signs = tuple((first.start, rows[-1].time, rows[-1].step) for first, rows in measured)
+    return _reduced(*measured[-1], signs)
 
 
-def _reduced(
-    rank: int, header: RankHeader, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]
-) -> MeasuredRank:
+def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]) -> MeasuredRank:
     """The rows as columns, at most `MOST_ROWS`: sums of seconds, the most of memory."""
     cuts = np.linspace(0, len(rows), min(len(rows), MOST_ROWS) + 1).astype(int)[:-1]
     steps = np.add.reduceat(np.array([row.steps for row in rows], dtype=np.float64), cuts)
     last = np.array([row.step for row in rows], dtype=np.float64)[np.append(cuts[1:], len(rows)) - 1]
-    seconds = {
-        part: np.add.reduceat(np.array([_number(row.seconds, part, 0.0) for row in rows]), cuts) for part in PARTS
-    }
+    seconds = {part: np.add.reduceat(np.array([row.seconds.get(part, 0.0) for row in rows]), cuts) for part in PARTS}
     memory = {
-        name: np.fmax.reduceat(np.array([_number(row.memory or {}, name, math.nan) for row in rows]), cuts)
+        name: np.fmax.reduceat(np.array([(row.memory or {}).get(name, math.nan) for row in rows]), cuts)
         for name in MEMORY
     }
     sent: dict[tuple[str, str, str], np.ndarray[Any, Any]] = {}
@@ -128,16 +119,7 @@ def _reduced(
             key = (operation, axis, algorithm)
             sent[key] = sent.get(key, np.zeros(4)) + figures
     records = tuple(SentRecord(*key, *(float(v) for v in figures)) for key, figures in sorted(sent.items()))
-    return MeasuredRank(rank, header, last, steps, seconds, memory, records, signs)
-
-
-def _number(values: dict[str, float | None], name: str, otherwise: float) -> float:
-    value = values.get(name)
-    return otherwise if value is None else float(value)
-
-
-def _finite(values: dict[str, float | None]) -> dict[str, float]:
-    return {name: float(v) for name, v in values.items() if v is not None and math.isfinite(v)}
+    return MeasuredRank(header.rank, header, last, steps, seconds, memory, records, signs)
 
 
 def _read_config(folder: Path, facts: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
 from mpitrain.monitor.events import checked_event
 from mpitrain.monitor.json_lines import GrowingFile, parsed
-from mpitrain.monitor.line_kinds import RankLine, StepLine
+from mpitrain.monitor.line_kinds import RankLine, RankStart, StepLine, rank_line
 from mpitrain.monitor.rank_file import SERVER
 from mpitrain.storage import locks
 from mpitrain.storage.run_folder import CONFIG, EVENTS, LOGS, METRICS, RANKS, rank_paths
@@ -254,7 +254,7 @@ class Watched:
             self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
         for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
             for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
-                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, RankLine.model_validate))
+                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
@@ -270,15 +270,12 @@ class Watched:
                 found[-1] = (*found[-1][:3], text)
         self.warnings = sorted([*self.warnings, *found])[-_WARNINGS:]
 
-    def _take_parts(self, rank: int, line: RankLine | None) -> None:
-        if line is None:
-            return
-        if line.start is not None:
+    def _take_parts(self, rank: int, line: RankStart | RankLine | None) -> None:
+        if isinstance(line, RankStart):
             self.parts[rank] = deque(maxlen=_PARTS)
             (self.servers.add if line.role == SERVER else self.servers.discard)(rank)
-        if line.seconds:
-            numbers = {name: seconds for name, seconds in line.seconds.items() if seconds is not None}
-            self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(numbers)
+        elif line is not None and line.seconds:
+            self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(line.seconds)
 
 
 def _configured_steps(folder: Path) -> int | None:
