@@ -220,7 +220,7 @@ def throughput(runs: Sequence[Named]) -> Drawing:
         for named in runs
     ]  # fmt: skip
     y = alt.Y("value:Q", title=f"throughput ({unit}/s)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~s"))
-    rates = [f"{n.run.columns.samples.sum() / n.run.columns.seconds.sum():,.1f}" for n in runs]
+    rates = [f"{n.run.columns.rate(n.run.columns.samples):,.1f}" for n in runs]
     note = f"All ranks together, step by step. On the whole {', '.join(rates)} samples/s" + (
         " (in the order of the runs)." if len(runs) > 1 else "."
     )

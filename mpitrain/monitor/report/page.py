@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ from mpitrain.monitor.report.compare import (
     key_figures,
     spelled,
 )
-from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings, traffic
+from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings, sent_along, traffic
 from mpitrain.monitor.report.records import RunRecord
-from mpitrain.monitor.report.series import PERCENTILES, percentiles
+from mpitrain.monitor.report.series import PERCENTILES, last_finite, percentiles
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.monitor.text import counted, duration, short
 from mpitrain.storage.disk import reason, write_whole
@@ -210,10 +211,8 @@ def _top(runs: Sequence[Named]) -> str:
         return f'<p class="sub">{html.escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _found(run)
     names = [named.name for named in runs]
     different = differing_settings(runs)
-    rows = [[name, *texts] for name, texts in different.items()]
-    text = _table(["setting", *names], rows) if rows else "<p>Their configurations are the same.</p>"
-    figures = key_figures(runs)
-    keys = _table(["", *names], [[f.name, *(f.told(i) for i in range(len(runs)))] for f in figures])
+    text = _table(["setting", *names], different) if different else "<p>Their configurations are the same.</p>"
+    keys = _table(["", *names], key_figures(runs))
     folders = "".join(f"<li><b>{html.escape(n.name)}</b> {html.escape(str(n.run.folder))}</li>" for n in runs)
     found = "".join(f"<h3>{html.escape(n.name)}</h3>{_found(n.run)}" for n in runs)
     return (
@@ -230,20 +229,18 @@ def _found(run: RunRecord) -> str:
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     columns = run.columns
-    losses, held = (c[np.isfinite(c)] for c in (columns.loss, columns.held_out_loss))
-    seconds = float(columns.seconds.sum())
-    tokens = float(columns.tokens.sum()) / seconds
+    loss, held, tokens = last_finite(columns.loss), last_finite(columns.held_out_loss), columns.rate(columns.tokens)
     tiles = [
         ("steps", f"{int(columns.step[-1]):,}"),
-        ("loss", f"{losses[-1]:.4f}" if len(losses) else "not finite"),
-        ("held-out loss", f"{held[-1]:.4f}" if len(held) else ""),
+        ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
+        ("held-out loss", f"{held:.4f}" if math.isfinite(held) else ""),
         ("median step", _seconds(float(np.median(columns.seconds)))),
         (
             "tokens/s in steps" if tokens else "samples/s in steps",
-            short(tokens or float(columns.samples.sum()) / seconds),
+            short(tokens or columns.rate(columns.samples)),
         ),
         ("ranks", f"{int(columns.world_size[-1]):,}"),
-        ("time in steps", duration(seconds)),
+        ("time in steps", duration(float(columns.seconds.sum()))),
         (f"outcome ({counted(len(run.starts), 'start')})", run.starts[-1].outcome if run.starts else ""),
     ]
     return [(name, value) for name, value in tiles if value]
@@ -282,7 +279,7 @@ def _traffic_table(named: Named, single: bool) -> str:
     for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
         of = [row for row in rows if axis_of(row.axis) == axis]
         formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
-        sums = [style.bytes_text(sum(getattr(row, n) for row in of)) for n in ("inside", "between")]
+        sums = map(style.bytes_text, sent_along(named.run, axis))
         cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
     title = "" if single else f"<h3>{html.escape(named.name)}</h3>"
     return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)

@@ -50,6 +50,10 @@ class StepColumns:
     time: Column
     skipped: Column
 
+    def rate(self, amounts: Column) -> float:
+        """Return amounts a second of the time that the steps took."""
+        return float(amounts.sum() / self.seconds.sum())
+
 
 @dataclass(frozen=True)
 class Moment:

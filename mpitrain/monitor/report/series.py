@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -111,6 +112,12 @@ def chosen(values: Sequence[float], most: int = 16) -> list[int]:
         return list(range(len(values)))
     order = np.argsort(values, kind="stable")
     return sorted({int(order[0]), int(order[(len(order) - 1) // 2]), int(order[-1])})
+
+
+def last_finite(values: Column) -> float:
+    """Return the last value that is a number; NaN where none is."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else math.nan
 
 
 def trained_seconds(columns: StepColumns) -> Column:
