@@ -78,7 +78,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return list(_read(Path(path), _with_step))
 
 
-def finished_steps(path: Path) -> Iterator[FullStepLine]:
+def step_lines(path: Path) -> Iterator[FullStepLine]:
     """Yield the lines of a run, checked. A torn last line is left out.
 
     Args:

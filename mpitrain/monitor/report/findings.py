@@ -208,10 +208,10 @@ def _ended(start: StartRecord) -> str:
 def _times(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
-    told = [s.sentence() for s in stragglers(run)[:5]]
-    more = len(stragglers(run)) - len(told)
-    if more > 0:
-        told.append(f"{more} more ranks are slower than the median by a tenth or more.")
+    late = stragglers(run)
+    told = [straggler.sentence() for straggler in late[:5]]
+    if len(late) > 5:
+        told.append(f"{len(late) - 5} more ranks are slower than the median by a tenth or more.")
     if not told and len(run.workers) > 1:
         told.append("No rank is a straggler: none computes a tenth longer than the median rank.")
     servers = [rank.rank for rank in run.ranks if rank.serves]

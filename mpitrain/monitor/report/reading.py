@@ -16,7 +16,7 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.events import read_events
 from mpitrain.monitor.json_lines import read_lines
 from mpitrain.monitor.line_kinds import RankLine, RankStart, rank_line
-from mpitrain.monitor.metrics import finished_steps
+from mpitrain.monitor.metrics import step_lines
 from mpitrain.monitor.report.records import (
     CATEGORIES,
     EVENTS,
@@ -57,7 +57,7 @@ def read_run(folder: Path) -> RunRecord:
 def _read_columns(folder: Path) -> StepColumns:
     names = ("step", "loss", "held_out_loss", "lr", "grad_norm", "step_s", "samples", "tokens", "world_size", "time")
     values = array("d")  # a million steps are read, too
-    for line in finished_steps(folder):
+    for line in step_lines(folder):
         found = [getattr(line, name) for name in (*names, "skipped")]
         values.extend(math.nan if value is None else float(value) for value in found)
     table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names) + 1)

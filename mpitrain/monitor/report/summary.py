@@ -8,7 +8,7 @@ from statistics import median, median_high
 from typing import Any
 
 from mpitrain.monitor.line_kinds import FullStepLine
-from mpitrain.monitor.metrics import finished_steps
+from mpitrain.monitor.metrics import step_lines
 from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
 from mpitrain.storage.run_folder import CHECKPOINTS
 
@@ -22,7 +22,7 @@ def summary(folder: Path) -> str:
     Raises:
         InputError: No step of it is finished, or a line of its metrics is damaged.
     """
-    lines = [_known(line) for line in finished_steps(folder)]
+    lines = [_known(line) for line in step_lines(folder)]
     first, last = lines[0], lines[-1]
     held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
     checkpoints = sorted(p.name for p in (folder / CHECKPOINTS).glob("step-*") if ".tmp-" not in p.name)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import quantiles
 from textwrap import shorten
 
 from rich.console import Group, RenderableType
@@ -195,7 +195,7 @@ def _step_time(run: Watched) -> str:
         return ""
     most = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
     last = f"the last {counted(len(seconds), 'step')}"
-    return f"median {_seconds(median(seconds))}, 99 % within {_seconds(most)} ({last})"
+    return f"median {_seconds(run.median_seconds or 0.0)}, 99 % within {_seconds(most)} ({last})"
 
 
 def _checkpoint(run: Watched) -> str:

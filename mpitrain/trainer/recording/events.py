@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,8 @@ class EventRecords(Callback):
             if not outcome:
                 outcome, message = _of_error(sys.exc_info()[1] or self._error)
             if self._log is None and trainer.folder.made:  # the first step was never reached
-                self._log = _opened(trainer)
+                with suppress(InputError):  # what is to be told is how the run failed, and not this
+                    self._log = EventLog(trainer.folder.path)
             peak = self._peak or _own_peak(trainer)
             seconds = time.monotonic() - self._began
             self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
@@ -149,12 +151,4 @@ def _own_peak(trainer: Trainer) -> int | None:
     try:
         return peak_memory_bytes(trainer.device)
     except RuntimeError:
-        return None
-
-
-def _opened(trainer: Trainer) -> EventLog | None:
-    """The file, where it can be opened: what is to be told is how the run failed, and not this."""
-    try:
-        return EventLog(trainer.folder.path)
-    except InputError:
         return None
