@@ -113,7 +113,7 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
         return Drawing("memory_formula", title, _no_memory(runs))
     if len(runs) == 1:
         shown = chosen([use.total for use in uses[0][1]])
-        bars = [(uses[0][1][i].name, uses[0][1][i]) for i in shown]
+        bars = [(uses[0][1][i].rank.name, uses[0][1][i]) for i in shown]
         few = len(shown) < len(uses[0][1])
         note = " The ranks that hold least, the median and most." if few else ""
     else:
@@ -159,7 +159,7 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
     shown, left_out = _categories([use for _, use in uses])
     size, unit = style.byte_unit(max(sum(use.held[c] for c in shown) for _, use in uses))
     rows: list[dict[str, Any]] = [
-        {"bar": f"{name}: {use.name}", "category": c, "order": i, "value": use.held[c] / size}
+        {"bar": f"{name}: {use.rank.name}", "category": c, "order": i, "value": use.held[c] / size}
         for name, use in uses
         for i, c in enumerate(shown)
     ]
@@ -193,8 +193,7 @@ def memory_over_time(named: Named) -> Drawing:
     uses = memory_use(run)
     if not uses:
         return Drawing("memory", title, _no_memory([named]))
-    by_rank = {rank.rank: rank for rank in run.ranks}
-    shown = [by_rank[uses[i].rank] for i in chosen([use.total for use in uses], MOST_FACETS)]
+    shown = [uses[i].rank for i in chosen([use.total for use in uses], MOST_FACETS)]
     categories, left_out = _categories(uses)
     whole = max(max(u.total, u.resident, u.device) for u in uses)
     size, unit = style.byte_unit(max(sum(u.held[c] for c in categories) for u in uses) if left_out else whole)

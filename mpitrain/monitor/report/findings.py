@@ -56,18 +56,14 @@ class MemoryUse:
     """What a rank held at most, and what it should hold.
 
     Attributes:
-        rank: Its number.
-        name: What it is called.
-        host: Its machine.
+        rank: The rank.
         held: Bytes by category, where their sum was the largest.
         expected: Bytes by category, by formula.
         resident: Most bytes of the process in host memory.
         device: Most bytes on its device; 0 without one.
     """
 
-    rank: int
-    name: str
-    host: str
+    rank: MeasuredRank
     held: dict[str, float]
     expected: dict[str, float]
     resident: float
@@ -142,7 +138,7 @@ def memory_use(run: RunRecord) -> list[MemoryUse]:
         held = {name: float(table[row, at]) for row, name in enumerate(CATEGORIES)}
         host, device = (float(np.nanmax(np.append(rank.memory[name], 0.0))) for name in ("host", "device"))
         expected = {name: float(rank.header.expected_memory.get(name, math.nan)) for name in STATES}
-        found.append(MemoryUse(rank.rank, rank.name, rank.header.host, held, expected, host, device))
+        found.append(MemoryUse(rank, held, expected, host, device))
     return found
 
 
@@ -231,7 +227,7 @@ def _memory(run: RunRecord) -> list[str]:
     if not uses:
         return []
     largest = max(uses, key=lambda use: use.total)
-    told = f"Rank {largest.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
+    told = f"Rank {largest.rank.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
     by_formula = sum(v for v in largest.expected.values() if math.isfinite(v))
     if by_formula <= 0:
         return [told + "."]

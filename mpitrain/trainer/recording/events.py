@@ -19,7 +19,7 @@ from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.held_out.measuring import LOSS
-from mpitrain.trainer.recording.console import facts, parallel_text
+from mpitrain.trainer.recording.console import facts, parallel_text, peak_of_ranks
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -70,9 +70,7 @@ class EventRecords(Callback):
         self._write(trainer, "save", folder=folder.name, seconds=time.perf_counter() - self._marked)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        memory = torch.tensor([peak_memory_bytes(trainer.device)])
-        trainer.world.all_reduce(memory, "max")
-        self._peak = int(memory)
+        self._peak = peak_of_ranks(trainer)
         self._outcome = "done" if trainer.done else "stopped"
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
