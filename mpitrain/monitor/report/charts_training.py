@@ -14,15 +14,7 @@ import numpy as np
 from mpitrain.monitor.report import style
 from mpitrain.monitor.report.compare import Named, loss_label
 from mpitrain.monitor.report.records import Column, RunRecord, StepColumns
-from mpitrain.monitor.report.series import (
-    at_steps,
-    histogram,
-    kept,
-    metric_columns,
-    percentiles,
-    trained_seconds,
-    trend,
-)
+from mpitrain.monitor.report.series import histogram, kept, metric_columns, percentiles, trend
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.monitor.text import counted, spoken
 
@@ -58,8 +50,8 @@ def positions(columns: StepColumns, steps: Column) -> dict[str, Column]:
     """Where steps lie on each x axis: their numbers, seconds of training, samples seen."""
     return {
         "step": steps,
-        "seconds": at_steps(columns, steps, trained_seconds(columns)),
-        "samples": at_steps(columns, steps, np.cumsum(columns.samples)),
+        "seconds": np.interp(steps, columns.step, np.cumsum(columns.seconds)),
+        "samples": np.interp(steps, columns.step, np.cumsum(columns.samples)),
     }
 
 

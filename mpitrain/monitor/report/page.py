@@ -40,11 +40,10 @@ MARK = b'content="mpitrain.report"'  # by which a page is known as a report
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of the page. before: HTML above its charts. after: HTML below them."""
+    """A part of the page. after: HTML below its charts."""
 
     title: str
     drawings: tuple[Drawing, ...]
-    before: str = ""
     after: str = ""
 
 
@@ -144,13 +143,12 @@ def write_page(runs: Sequence[Named], path: Path) -> int:
     return len(text)
 
 
-def write_pictures(runs: Sequence[Named], folder: Path, colours: dict[str, str] = style.LIGHT) -> list[Path]:
+def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
     """Write every chart of a report as a PNG file.
 
     Args:
         runs: One run, or several to lay over each other.
         folder: Where the files go, which is made if it is not there. Files of the same names are written again.
-        colours: The theme.
 
     Returns:
         The files' paths.
@@ -163,10 +161,10 @@ def write_pictures(runs: Sequence[Named], folder: Path, colours: dict[str, str] 
         for drawing in section.drawings:
             if drawing.chart is None:
                 continue
-            spec: dict[str, Any] = style.painted(style.spec_of(drawing.chart), colours)
+            spec: dict[str, Any] = style.painted(style.spec_of(drawing.chart), style.LIGHT)
             if spec.get("width") == "container":
                 spec["width"] = style.WIDTH
-            config = style.painted(style.theme(colours), colours)
+            config = style.painted(style.theme(style.LIGHT), style.LIGHT)
             data = vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
             path = folder / f"{drawing.name}.png"
             try:
@@ -185,10 +183,7 @@ def _script_text(value: Any) -> str:
 
 def _section(section: PageSection) -> str:
     figures = "".join(_figure(drawing) for drawing in section.drawings)
-    return (
-        f"<section><h2>{html.escape(section.title)}</h2>{section.before}"
-        f'<div class="charts">{figures}</div>{section.after}</section>'
-    )
+    return f'<section><h2>{html.escape(section.title)}</h2><div class="charts">{figures}</div>{section.after}</section>'
 
 
 def _figure(drawing: Drawing) -> str:

@@ -21,7 +21,6 @@ from mpitrain.monitor.report.records import (
     CATEGORIES,
     EVENTS,
     PARTS,
-    Column,
     MeasuredRank,
     Moment,
     RunRecord,
@@ -141,8 +140,8 @@ def _starts(
         limit = moments[after].time if after < len(moments) else math.inf
         ends = [m for m in told if m.kind == "end"]
         steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN is neither
-        signs = [begin.time, *(m.time for m in told), *_last(columns.time[steps])]
-        done = [begin.step, *(m.step for m in told), *(int(s) for s in _last(columns.step[steps]))]
+        signs = [begin.time, *(m.time for m in told), *columns.time[steps][-1:].tolist()]
+        done = [begin.step, *(m.step for m in told), *columns.step[steps][-1:].astype(int).tolist()]
         for _, seen, step in (sign for rank in ranks for sign in rank.signs):
             if begin.time <= seen <= limit:
                 signs.append(seen)
@@ -154,22 +153,8 @@ def _starts(
         elif limit == math.inf and now - max(signs) < _RUNNING:
             outcome, message = "running", "still at work as this was read"
         end = ends[-1].time if ends else max(signs)
-        size = begin.told.get("ranks")
+        ranks_then = begin.told.get("ranks") or 0
         starts.append(
-            StartRecord(
-                number,
-                begin.time,
-                end,
-                size if isinstance(size, int) else 0,
-                begin.step,
-                max(done),
-                outcome,
-                message,
-                dict(begin.told),
-            )
+            StartRecord(number, begin.time, end, ranks_then, begin.step, max(done), outcome, message, begin.told)
         )
     return tuple(starts)
-
-
-def _last(column: Column) -> list[float]:
-    return [float(column[-1])] if len(column) else []
