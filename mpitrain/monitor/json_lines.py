@@ -82,12 +82,8 @@ def parsed(line: bytes, kind: Callable[[Any], T]) -> T | None:
         return None
 
 
-def _never(line: Any) -> bool:
-    return False
-
-
 def read_lines(
-    path: Path, what: str, kind: Callable[[Any], T], after_torn: Callable[[T], bool] = _never
+    path: Path, what: str, kind: Callable[[Any], T], after_torn: Callable[[T], bool] = lambda line: False
 ) -> Iterator[T]:
     """Yield the lines of a file, checked. A torn last line is left out.
 

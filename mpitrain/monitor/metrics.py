@@ -19,9 +19,10 @@ from mpitrain.errors import InputError
 from mpitrain.monitor.events import why_no_step
 from mpitrain.monitor.json_lines import GrowingFile, LineWriter, parsed, read_lines
 from mpitrain.monitor.line_kinds import FullStepLine
-from mpitrain.storage.disk import free_name, replacing
+from mpitrain.storage.disk import free_name, open_plain, replacing
 from mpitrain.storage.run_folder import METRICS, writing
 
+HELD_OUT = "held_out_"  # before the name of a figure
 T = TypeVar("T")
 
 
@@ -114,7 +115,7 @@ def _with_step(value: Any) -> dict[str, Any]:
 def _cut_after(path: Path, resume_step: int) -> int:
     """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
     last = -1
-    with replacing(path) as aside, open(aside, "wb") as file:
+    with open_plain(path), replacing(path) as aside, open(aside, "wb") as file:  # no pipe, whose opening may never end
         for line in GrowingFile(path).lines():
             value = parsed(line or b"", _with_step)
             if line is not None and value is not None and last < value["step"] <= resume_step:

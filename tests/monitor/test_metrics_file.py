@@ -131,6 +131,10 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
         MetricsWriter(tmp_path / "missing")
     with pytest.raises(InputError, match="do not exist"):
         read_metrics(tmp_path)
+    os.mkfifo(tmp_path / METRICS)  # whose opening would wait for the other end
+    for resume_step in (None, 3):
+        with pytest.raises(InputError, match="cannot be written"):
+            MetricsWriter(tmp_path, resume_step)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):

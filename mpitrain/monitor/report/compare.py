@@ -12,8 +12,8 @@ import numpy as np
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import printable
-from mpitrain.monitor.report.findings import STATES, memory_use, traffic
-from mpitrain.monitor.report.records import RunRecord
+from mpitrain.monitor.report.findings import memory_use, traffic
+from mpitrain.monitor.report.records import CATEGORIES, RunRecord
 from mpitrain.monitor.report.series import last_finite, metric_columns
 from mpitrain.monitor.text import short, spoken
 
@@ -125,7 +125,7 @@ def key_figures(runs: Sequence[Named]) -> list[list[str]]:
         ("ranks", [float(c.world_size[-1]) for c in columns], "{:,.0f}".format),
         *(
             (f"{name} (MB)", [use.held[name] / 1e6 if use else math.nan for use in uses], "{:,.2f}".format)
-            for name in (*STATES, "activations", "buffers", "other")
+            for name in CATEGORIES
         ),
         ("bytes sent a step and rank (MB)", sent, "{:,.3f}".format),
     ]

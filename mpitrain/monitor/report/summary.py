@@ -8,7 +8,7 @@ from statistics import median, median_high
 from typing import Any
 
 from mpitrain.monitor.line_kinds import FullStepLine
-from mpitrain.monitor.metrics import step_lines
+from mpitrain.monitor.metrics import HELD_OUT, step_lines
 from mpitrain.monitor.text import aligned, counted, duration, rates_text, spoken
 from mpitrain.storage.run_folder import CHECKPOINTS
 
@@ -50,7 +50,7 @@ def summary(folder: Path) -> str:
 def _known(line: FullStepLine) -> dict[str, Any]:
     """Return a line of a run's metrics without what is not read here."""
     known = line.model_dump(exclude_none=True, exclude=set(line.model_extra or ())) | {"loss": line.loss}
-    return known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith("held_out_")}
+    return known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith(HELD_OUT)}
 
 
 def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -58,8 +58,8 @@ def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     measured: dict[str, list[float]] = {}
     for line in lines:
         for name, value in line.items():
-            if name.startswith("held_out_") and name != "held_out_loss" and isinstance(value, float):
-                measured.setdefault(name.removeprefix("held_out_"), []).append(value)
+            if name.startswith(HELD_OUT) and name != "held_out_loss" and isinstance(value, float):
+                measured.setdefault(name.removeprefix(HELD_OUT), []).append(value)
     return [(f"held-out {spoken(n)}", f"{v[0]:.4g} -> {v[-1]:.4g}") for n, v in measured.items()]
 
 
