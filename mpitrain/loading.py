@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Manifest, Part, TensorSpec, contents
-from mpitrain.checkpoint.folders import CHECKPOINTS, find, marked_best, unreadable
+from mpitrain.checkpoint.folders import find, marked_best, unreadable
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, source_of
 from mpitrain.checkpoint.reading import plan, read
 from mpitrain.config.named import require_outside
@@ -36,8 +36,8 @@ from mpitrain.models import build_model
 from mpitrain.models.alike import require_same_model
 from mpitrain.models.hugging_face import PREFIX
 from mpitrain.models.task import Task, TrainedBase
+from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
-CONFIG = "config.toml"  # of a run folder
 TASK = "task"  # the value of a manifest that says what the model is
 BASE, LEFT_OUT = "base", "left_out"  # values of a checkpoint of adapters: what they are for, and its tensors' names
 _OF_ONE_SPLIT = ("split", "samples", "identity")  # of a description: what does not matter to a model

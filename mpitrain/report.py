@@ -101,7 +101,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
         size = write_page(runs, arguments.out)
         tell(f"page: {arguments.out} ({size / 1e6:.1f} MB; opens in a browser, without a network)")
     if arguments.png:
-        from mpitrain.monitor.report.png import write_pictures
+        from mpitrain.monitor.report.page import write_pictures
 
         tell(f"pictures: {len(write_pictures(runs, arguments.png))} in {arguments.png}")
     if not (arguments.out or arguments.png):

@@ -14,6 +14,7 @@ from mpitrain.checkpoint.verify import damages
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
 from mpitrain.storage import locks
+from mpitrain.storage.run_folder import CONFIG
 from mpitrain.storage.text import counted
 
 
@@ -127,7 +128,7 @@ def _import(arguments: argparse.Namespace) -> int:
             from mpitrain.trainer.weights.importing import import_plain
 
             folder = import_plain(arguments.file, arguments.run, arguments.settings)
-    settings = arguments.run / "config.toml"
+    settings = arguments.run / CONFIG
     how = f"python -m mpitrain.train {settings}" if settings.exists() else f"--run.dir {arguments.run}"
     tell(f"{folder}; train on from it with {how}")
     return EXIT_DONE

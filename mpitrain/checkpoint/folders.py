@@ -27,10 +27,10 @@ from mpitrain.storage.disk import free_name, reason, replacing, sync
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
 from mpitrain.storage.room import lack_of_room
+from mpitrain.storage.run_folder import CHECKPOINTS
 from mpitrain.storage.text import bytes_text
 
 LATEST, BEST = "latest", "best"
-CHECKPOINTS = "checkpoints"  # of a run folder
 PROBE = "probe"
 _NAME = re.compile(r"step-(\d{8,})")
 _FOLDER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")

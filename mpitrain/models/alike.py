@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import refusal
+from mpitrain.storage.run_folder import CONFIG
 
 _OF_A_GPT = [
     "layers",
@@ -41,6 +42,6 @@ def require_same_model(own: Mapping[str, Any], told: Mapping[str, Any], folder: 
         if key == "kv_heads":
             mine, theirs = mine or own["heads"], theirs or told.get("heads", own["heads"])
         if mine != theirs:
-            settings = folder.parent.parent / "config.toml"
+            settings = folder.parent.parent / CONFIG
             how = mend or (f"train with {settings}" if settings.exists() else f"set model.{key} to {theirs}")
             raise refusal(f"{folder} is of a model with {key} {theirs}, and model.{key} is {mine}; {how}")

@@ -1,83 +1,96 @@
-"""Files of JSON lines that a job appends to, and that a kill may leave with a torn last line.
+"""Files of JSON lines that a job appends to: read as they grow, written a whole line at a time.
 
-They are read line by line, so memory is that of one line, whatever the size of the file; a line that is longer than any
-that a job writes is damage.
+A kill may leave the last line torn. Memory is that of one line, whatever the size of the file; a line that is longer
+than any that a job writes is damage.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from mpitrain.errors import InputError, first_problem
 from mpitrain.storage.disk import open_plain, reason
+from mpitrain.storage.run_folder import writing
 
 LONGEST = 16 << 20  # bytes of a line
-M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
-def whole_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line; None for a torn one, and for one that is no object with a step."""
-    if not line.endswith(b"\n"):
-        return None
+class GrowingFile:
+    """Whole lines of a file that another process appends to, once each, on a shared file system, too.
+
+    Args:
+        path: The file, which need not be there yet.
+        last_bytes: Begin at most so many bytes before its end; None: at its beginning.
+
+    Attributes:
+        begun_anew: How often the file was found replaced, or shorter than what had been read of it.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        self.path = path
+        self.begun_anew = 0
+        self._last_bytes = last_bytes
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._read = 0  # bytes, up to the end of a line
+        self._passing = False  # whether that is the middle of a line, the rest of which is not given
+
+    def lines(self) -> Iterator[bytes | None]:
+        """Yield the lines that came since the last call; None in place of one that has more than `LONGEST` bytes.
+
+        Where the file was begun anew, all of them come again, and `begun_anew` tells before the first. What a last line
+        without an end has is read again by the next call. Raises OSError.
+        """
+        with open_plain(self.path) as file:  # opened each time, so that a network file system asks its server
+            status = os.fstat(file.fileno())
+            before, self._file = self._file, (status.st_dev, status.st_ino)
+            if before is None:
+                if self._last_bytes is not None and status.st_size > self._last_bytes:
+                    self._read, self._passing = status.st_size - self._last_bytes, True
+            elif before != self._file or status.st_size < self._read:
+                self.begun_anew += 1
+                self._read, self._passing = 0, False
+            file.seek(self._read)
+            while line := file.readline(LONGEST + 1):
+                whole = line.endswith(b"\n")
+                if not (whole or self._passing or len(line) > LONGEST):
+                    return
+                self._read += len(line)
+                passing, self._passing = self._passing, not whole
+                if not passing:
+                    yield line if len(line) <= LONGEST else None
+
+    def new_lines(self) -> Iterator[bytes]:
+        """Yield `lines`, an empty one for one that is too long; none of a file that is not there, or unreadable now."""
+        with suppress(OSError):
+            yield from (line or b"\n" for line in self.lines())
+
+
+def parsed(line: bytes, kind: Callable[[Any], T]) -> T | None:
+    """Return what `kind` makes of a line's JSON value; None where it raises ValueError."""
     try:
-        value = json.loads(line)
+        return kind(json.loads(line))
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
-
-
-def lines_within(file: IO[bytes], most: int = LONGEST) -> Iterator[bytes | None]:
-    """Yield the lines of a stream, and None in place of one that has more than `most` bytes.
-
-    The rest of such a line is passed over after None was given, so whoever stops there has read `most` bytes of it.
-    """
-    while line := file.readline(most + 1):
-        if len(line) <= most:
-            yield line
-            continue
-        yield None
-        while line and not line.endswith(b"\n"):
-            line = file.readline(most)
 
 
 def read_lines(
-    path: Path, what: str, parsed: Callable[[bytes], dict[str, Any] | None] = whole_object
-) -> list[dict[str, Any]]:
-    """The objects of a file, in order. A torn last line is left out.
+    path: Path, what: str, kind: Callable[[Any], T], after_torn: Callable[[T], bool] = lambda line: False
+) -> Iterator[T]:
+    """Yield the lines of a file, checked. A torn last line is left out.
 
     Args:
         path: The file.
-        what: What a message calls it.
-        parsed: The object of a line; None where it is none.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It cannot be read, or a line inside it is damaged.
-    """
-    found: list[dict[str, Any]] = []
-    for number, line in _numbered(path, what):
-        if (value := parsed(line)) is None:
-            raise _damaged(path, what, number)
-        found.append(value)
-    return found
-
-
-def _never(line: Any) -> bool:
-    return False
-
-
-def lines_of(path: Path, what: str, kind: type[M], after_torn: Callable[[M], bool] = _never) -> Iterator[M]:
-    """The lines of a file of JSON lines, checked. A torn last line is left out.
-
-    Args:
-        path: The file.
-        what: What a message calls it.
-        kind: What each line must be.
+        what: A message's name for it.
+        kind: Makes of a JSON value what is given. Raises ValueError for a damaged one.
         after_torn: Whether a line can follow one that a killed job left torn: the first of the next job.
 
     Raises:
@@ -85,39 +98,101 @@ def lines_of(path: Path, what: str, kind: type[M], after_torn: Callable[[M], boo
         FileNotFoundError: It is not there.
     """
     torn: InputError | None = None
-    for number, line in _numbered(path, what):
-        try:
-            value = kind.model_validate(json.loads(line))
-        except ValidationError as error:
-            problem = first_problem(error)
-            raise InputError(f"{what} {path}, line {number}: {problem}; mend that line") from None
-        except (ValueError, RecursionError):
-            if torn is not None:
-                raise torn from None
-            torn = _damaged(path, what, number)
-            continue
-        if torn is not None and not after_torn(value):
-            raise torn
-        torn = None
-        yield value
-    if torn is not None:
-        raise torn
-
-
-def _numbered(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a file with their numbers."""
     try:
-        with open_plain(path) as file:
-            for number, line in enumerate(lines_within(file), 1):
-                if line is None:
-                    raise InputError(f"{what} {path}: line {number} has more than {LONGEST >> 20} MiB; remove it")
-                if line.endswith(b"\n"):
-                    yield number, line
+        for number, line in enumerate(GrowingFile(path).lines(), 1):
+            if line is None:
+                raise InputError(f"{what} {path}: line {number} has more than {LONGEST >> 20} MiB; remove it")
+            try:
+                value = kind(json.loads(line))
+            except ValidationError as error:
+                problem = first_problem(error)
+                raise InputError(f"{what} {path}, line {number}: {problem}; mend that line") from None
+            except (ValueError, RecursionError):
+                if torn is not None:
+                    raise torn from None
+                torn = InputError(f"{what} {path}: line {number} is damaged; remove it")
+                continue
+            if torn is not None and not after_torn(value):
+                raise torn
+            torn = None
+            yield value
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InputError(f"{what} {path} cannot be read ({reason(error)}); give a run folder you may read") from None
+    if torn is not None:
+        raise torn
 
 
-def _damaged(path: Path, what: str, number: int) -> InputError:
-    return InputError(f"{what} {path}: line {number} is damaged; remove it")
+class LineWriter:
+    """Appends JSON objects to a file, a line each, which are in the file when `append` returns.
+
+    A line that a killed job has left torn is cut off before.
+
+    Args:
+        path: The file.
+        what: A message's name for it.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path = path
+        self._what = f"{what} {path}"
+        with writing(self._what):
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - it is open as long as the writer
+            self._cut_torn()
+
+    def append(self, *lines: Mapping[str, Any]) -> None:
+        """Append lines, with null for numbers that are not finite, which JSON does not know.
+
+        Args:
+            lines: What JSON can hold.
+
+        Raises:
+            InputError: They cannot be written; nothing of them is left in the file then.
+        """
+        data = "".join(_text(line) + "\n" for line in lines).encode()
+        with writing(self._what):
+            size, written = os.fstat(self._file.fileno()).st_size, 0
+            try:
+                while written < len(data):
+                    written += self._file.write(data[written:])
+            except OSError as error:
+                with suppress(OSError):
+                    self._file.truncate(size)
+                part = ": only a part of a line was written" if written else ""
+                raise OSError(0, reason(error) + part) from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _cut_torn(self) -> None:
+        """Take away what stands after the last whole line."""
+        end = size = self._file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - (1 << 16))
+            self._file.seek(begin)
+            if newline := (self._file.read(end - begin) or b"").rfind(b"\n") + 1:
+                end = begin + newline
+                break
+            end = begin
+        if end < size:
+            self._file.truncate(end)
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(line, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(line), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value

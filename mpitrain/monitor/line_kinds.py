@@ -6,10 +6,9 @@ numbers that can be added, divided and printed. Keys that are not named here may
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Number = Annotated[float, Field(strict=True, ge=-1e40, le=1e40, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(strict=True, gt=1e-12, le=1e12, allow_inf_nan=False)]
@@ -17,6 +16,10 @@ Time = Annotated[float, Field(strict=True, ge=0, lt=2.5e11, allow_inf_nan=False)
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Ranks = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
+KnownNumbers = Annotated[
+    dict[str, Number],
+    BeforeValidator(lambda told: {k: v for k, v in told.items() if v is not None} if isinstance(told, dict) else told),
+]
 
 
 class _Line(BaseModel):
@@ -72,7 +75,7 @@ class EventLine(_Line):
 
     time: Time
     event: Text
-    step: Count = 0
+    step: Count
     # start
     version: Text | None = None
     ranks: Ranks | list[Ranks] | None = None
@@ -109,45 +112,44 @@ class EventLine(_Line):
         return self
 
 
-class RankLine(BaseModel):
-    """A line of a rank's file: a header, which has `start`, or one of steps."""
+class RankStart(BaseModel):
+    """The line by which a rank begins a job.
 
-    rank: Ranks | None = None
-    start: Time | None = None
+    Attributes:
+        rank: Number of the rank.
+        start: In unix seconds.
+        world_size: Ranks of the job.
+        role: worker or server; empty in files of older versions.
+        host: Name of the rank's machine.
+        coordinates: Along the axes data, pipeline, tensor.
+        expected_memory: Bytes by category, by formula.
+        expected_bytes: Bytes that the rank sends a step, by axis, by formula.
+        step: Steps done.
+    """
+
+    rank: Ranks
+    start: Time
     world_size: Ranks = 1
     role: Text = ""
     host: Text = ""
     coordinates: list[Ranks] = []
-    expected_memory: dict[str, Number | None] = {}
-    expected_bytes: dict[str, Number | None] = {}
+    expected_memory: KnownNumbers = {}
+    expected_bytes: KnownNumbers = {}
+    step: Count = 0
+
+
+class RankLine(BaseModel):
+    """A line of a rank's steps."""
+
     step: Count = 0
     time: Time = 0.0
     steps: Annotated[int, Field(strict=True, ge=1, lt=2**53)] = 1
-    seconds: dict[str, Number | None] = {}
+    seconds: KnownNumbers = {}
     sent: list[tuple[Text, Text, Text, Number, Number, Number, Number]] = []
-    memory: dict[str, Number | None] | None = None
+    memory: KnownNumbers | None = None
 
 
-M = TypeVar("M", bound=BaseModel)
-
-
-def parsed(kind: type[M], line: bytes) -> M | None:
-    """Return what a whole line of JSON holds; None for one that is torn, or is nothing of this kind."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return kind.model_validate(json.loads(line))
-    except (ValidationError, ValueError, RecursionError):
-        return None
-
-
-def parsed_object(kind: type[BaseModel], line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a whole line as it is written, if it is one of this kind; None otherwise."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        value = json.loads(line)
-        kind.model_validate(value)
-    except (ValidationError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+def rank_line(value: Any) -> RankStart | RankLine:
+    """Return a line of a rank's file, checked. Raises ValidationError for anything else."""
+    begins = isinstance(value, dict) and "start" in value
+    return RankStart.model_validate(value) if begins else RankLine.model_validate(value)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import reason
+from mpitrain.storage.run_folder import LOGS, rank_path
 
 NAME = "mpitrain"
 WARNINGS = "py.warnings"  # where logging.captureWarnings sends them
@@ -20,7 +21,7 @@ WARNINGS = "py.warnings"  # where logging.captureWarnings sends them
 
 def log_path(run_dir: str | Path, rank: int) -> Path:
     """The log file of a rank."""
-    return Path(run_dir) / "logs" / f"rank-{rank:05d}.log"
+    return rank_path(Path(run_dir) / LOGS, rank, "log")
 
 
 class _LogFile(logging.FileHandler):

@@ -10,46 +10,43 @@ that is not finite is null, as JSON knows no NaN.
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import lines_within, read_lines, whole_object
-from mpitrain.storage.disk import free_name, open_plain, reason, replacing
+from mpitrain.monitor.events import why_no_step
+from mpitrain.monitor.json_lines import GrowingFile, LineWriter, parsed, read_lines
+from mpitrain.monitor.line_kinds import FullStepLine
+from mpitrain.storage.disk import free_name, open_plain, replacing
+from mpitrain.storage.run_folder import METRICS, writing
 
-METRICS = "metrics.jsonl"
+HELD_OUT = "held_out_"  # before the name of a figure
+T = TypeVar("T")
 
 
-class MetricsWriter:
-    """Rank 0's writer of the run's metrics."""
+class MetricsWriter(LineWriter):
+    """Rank 0's writer of the run's metrics.
+
+    Args:
+        run_dir: The run folder.
+        resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to keep
+            the lines up to step k and go on after them.
+
+    Raises:
+        InputError: The folder is not writable, or the disk is full.
+    """
 
     def __init__(self, run_dir: str | Path, resume_step: int | None = None) -> None:
-        """Open the file.
-
-        Args:
-            run_dir: The run folder.
-            resume_step: None for a run from the start (an earlier file is set aside as metrics.jsonl.1, .2, …); k to
-                keep the
-                lines up to step k and go on after them.
-
-        Raises:
-            InputError: The folder is not writable, or the disk is full.
-        """
-        self.path = Path(run_dir) / METRICS
+        path = Path(run_dir) / METRICS
         self._last_step = -1
-        try:
-            if resume_step is None:  # an earlier run's file, unless empty, gets the first free number
-                if self.path.exists() and self.path.stat().st_size:
-                    os.rename(self.path, free_name(self.path))
-            elif self.path.exists():
-                self._last_step = _cut_after(self.path, resume_step)
-            self._file = io.FileIO(self.path, "a")  # unbuffered
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        with writing(f"metrics {path}"):
+            if path.exists() and resume_step is not None:
+                self._last_step = _cut_after(path, resume_step)
+            elif path.exists() and path.stat().st_size:  # an earlier run's file gets the first free number
+                os.rename(path, free_name(path))
+        super().__init__(path, "metrics")
 
     def write(self, *, step: int, **figures: Any) -> None:
         """Append the line of one step, which is later than all before it.
@@ -67,17 +64,7 @@ class MetricsWriter:
         if step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}: each step stands once")
         self._last_step = step
-        line = {"step": step} | {name: _finite(value) for name, value in figures.items()}
-        data = (json.dumps(line, allow_nan=False) + "\n").encode()
-        try:
-            if self._file.write(data) != len(data):
-                raise OSError("only a part of a line was written; the disk may be full")
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.append({"step": step} | figures)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -89,29 +76,49 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         InputError: There is no such file, or a line inside it is damaged.
     """
-    path = Path(path)
+    return list(_read(Path(path), _with_step))
+
+
+def step_lines(path: Path) -> Iterator[FullStepLine]:
+    """Yield the lines of a run, checked. A torn last line is left out.
+
+    Args:
+        path: A run folder, or its metrics.jsonl.
+
+    Raises:
+        InputError: No step is finished, or a line is damaged.
+    """
+    none = True
+    if not path.is_dir() or (path / METRICS).exists():
+        for line in _read(path, FullStepLine.model_validate):
+            none = False
+            yield line
+    if none:
+        raise InputError(why_no_step(path))
+
+
+def _read(path: Path, kind: Callable[[Any], T]) -> Iterator[T]:
     path = path / METRICS if path.is_dir() else path
     try:
-        return read_lines(path, "metrics")
+        yield from read_lines(path, "metrics", kind)
     except FileNotFoundError:
         raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
+
+
+def _with_step(value: Any) -> dict[str, Any]:
+    """Return an object of any version that has a step. Raises ValueError for anything else."""
+    if isinstance(value, dict) and type(value.get("step")) is int:
+        return value
+    raise ValueError
 
 
 def _cut_after(path: Path, resume_step: int) -> int:
     """Rewrites the file without what came after resume_step; returns the last step in it (-1: none)."""
     last = -1
-    with replacing(path) as aside, open_plain(path) as lines, open(aside, "wb") as file:
-        for line in lines_within(lines):
-            value = whole_object(line) if line is not None else None
+    with open_plain(path), replacing(path) as aside, open(aside, "wb") as file:  # no pipe, whose opening may never end
+        for line in GrowingFile(path).lines():
+            value = parsed(line or b"", _with_step)
             if line is not None and value is not None and last < value["step"] <= resume_step:
                 last = value["step"]
                 file.write(line)
     return last
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"metrics {path} cannot be written ({reason(error)}); make room, or choose another run.dir")

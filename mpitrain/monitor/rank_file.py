@@ -11,17 +11,15 @@ Where a start went back to an earlier step, what the file says of later ones is 
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import reason
+from mpitrain.monitor.json_lines import LineWriter
+from mpitrain.storage.run_folder import RANKS, rank_path, writing
 
-RANKS = "ranks"
 SERVER = "server"  # the role of a rank that takes no steps itself
 _FLUSH = 5.0  # seconds that a line is kept in memory at most, and ...
 _YOUNG = 0.5  # ... of the time since the start: a job that is killed early leaves its first lines, too
@@ -39,7 +37,7 @@ def axis_of(label: str) -> str:
     return label.partition("/")[0].partition(" tied ")[0]
 
 
-class RankWriter:
+class RankWriter(LineWriter):
     """Appends to the file of one rank.
 
     Args:
@@ -53,26 +51,13 @@ class RankWriter:
     """
 
     def __init__(self, folder: Path, rank: int, started: float, header: dict[str, Any]) -> None:
-        self.path = folder / RANKS / f"rank-{rank:05d}.jsonl"
+        path = rank_path(folder / RANKS, rank, "jsonl")
         self._began = self._written = self._flushed = time.monotonic()
-        self._lines: list[str] = []
-        self._steps = 0
-        try:
-            self.path.parent.mkdir(exist_ok=True)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - it is open as long as the writer
-            if self.path.stat().st_size:
-                self._end_torn_line()
-        except OSError as error:
-            raise self._unwritable(error) from None
-        self._append({"start": started, "rank": rank} | header)
+        with writing(f"rank file {path}"):
+            path.parent.mkdir(exist_ok=True)
+        super().__init__(path, "rank file")
+        self._lines: list[dict[str, Any]] = [{"start": started, "rank": rank} | header]
         self.flush()
-
-    def _end_torn_line(self) -> None:
-        """End the line that a killed job has not completed; readers leave it out."""
-        with open(self.path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                self._file.write(b"\n")
 
     def due(self) -> bool:
         """Whether a step that ends now is to be followed by a line."""
@@ -87,29 +72,19 @@ class RankWriter:
             steps: How many it stands for.
             told: What else it says.
         """
-        self._append({"step": step, "steps": steps, "time": time.time()} | told)
+        self._lines.append({"step": step, "steps": steps, "time": time.time()} | told)
         first, self._written = self._written == self._began, time.monotonic()
         if first or self._written - self._flushed >= min(_FLUSH, _YOUNG * (self._written - self._began)):
             self.flush()
 
-    def _append(self, line: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
-
     def flush(self) -> None:
         """Write what is kept in memory. Raises InputError where that fails."""
         self._flushed = time.monotonic()
-        data, self._lines = "".join(self._lines).encode(), []
-        try:
-            if self._file.write(data) != len(data):
-                raise OSError("only a part was written; the disk may be full")
-        except OSError as error:
-            raise self._unwritable(error) from None
+        lines, self._lines = self._lines, []
+        self.append(*lines)
 
     def close(self) -> None:
         """Write what is kept in memory, and close the file. Nothing is raised: the run is over."""
         with suppress(InputError):
             self.flush()
-        self._file.close()
-
-    def _unwritable(self, error: OSError) -> InputError:
-        return InputError(f"{self.path} cannot be written ({reason(error)}); make room, or choose another run.dir")
+        super().close()

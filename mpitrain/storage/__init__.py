@@ -9,4 +9,5 @@ crc        CRC-32
 disk       single acts on files
 proc       facts about this machine and its processes, of proc(5)
 text       numbers, sizes and times as people read them
+run_folder names of what is in a run folder
 """

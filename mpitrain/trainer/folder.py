@@ -1,12 +1,6 @@
 """The folder of a run: held by one job at a time, with its settings, its logs and its checkpoints.
 
-RUN/config.toml            resolved configuration
-RUN/tokenizer.json         a copy of the data's, where they are tokenized text
-RUN/metrics.jsonl          one line a step, from rank 0
-RUN/events.jsonl           starts, saves, losses of ranks, ends, from rank 0
-RUN/checkpoints/           see mpitrain.checkpoint
-RUN/logs/rank-00003.log    what each rank has to say
-RUN/lock                   held while a job works in the folder
+What is in it says mpitrain.storage.run_folder.
 """
 
 from __future__ import annotations
@@ -26,14 +20,12 @@ from mpitrain.config.settings import Config
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import EXIT_INTERRUPTED, InputError, MpitrainError
-from mpitrain.loading import CONFIG
 from mpitrain.monitor import open_rank_log
-from mpitrain.monitor.events import EVENTS
 from mpitrain.monitor.logs import keep_rank_log
 from mpitrain.storage import locks
 from mpitrain.storage.disk import free_name, reason, write_whole
+from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOGS, rank_paths, writing
 
-CHECKPOINTS = "checkpoints"
 RUNS = Path("runs")  # where folders without a name of their own are made
 AGAIN = "MPITRAIN_AGAIN"  # what a script of jobs/ was called by, if it started this
 _DYING = 5.0  # seconds
@@ -143,9 +135,9 @@ class RunFolder:
 
     def _remove(self) -> None:
         """Remove the folder of a run that never began; it stays where anything is in it that did not come from here."""
-        for path in (self.path / locks.LOCK, self.path / EVENTS, *self.path.glob("logs/rank-*.log")):
+        for path in (self.path / locks.LOCK, self.path / EVENTS, *rank_paths(self.path / LOGS, "log")):
             path.unlink(missing_ok=True)
-        for folder in (self.path / "logs", self.checkpoints, self.path):
+        for folder in (self.path / LOGS, self.checkpoints, self.path):
             with suppress(OSError):
                 folder.rmdir()
 
@@ -181,31 +173,23 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         """Write the resolved settings; a file with anything else in it than such settings is kept under a free name."""
         path, text = self.path / CONFIG, config.to_toml()
-        try:
+        with writing(str(path)):
             if os.path.lexists(path) and not _is_resolved(path):
                 os.rename(path, free_name(path))
             write_whole(path, text)
-        except OSError as error:
-            raise InputError(
-                f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
-            ) from None
 
     def keep_tokenizer(self, source: Path | None) -> None:
         """Copy the data's tokenizer, whole or not at all; another one that is there is kept under a free name."""
         if source is None:
             return
         path = self.path / TOKENIZER
-        try:
+        with writing(str(path)):
             text = source.read_bytes()
             if path.is_file() and path.read_bytes() == text:
                 return
             if os.path.lexists(path):
                 os.rename(path, free_name(path))
             write_whole(path, text)
-        except OSError as error:
-            raise InputError(
-                f"{path} cannot be written: {reason(error)}; make room, or choose another run.dir"
-            ) from None
 
     def resume_command(self, config: Config, ranks: int) -> str:
         """What to type for the run to go on, or for longer."""

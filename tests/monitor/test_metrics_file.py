@@ -51,8 +51,9 @@ def test_floats_come_back_bit_for_bit(tmp_path):
 
 
 def test_a_figure_that_is_not_finite_is_null(tmp_path):
-    run_to(tmp_path, [1], loss=math.nan, held_out_loss=-math.inf)
+    run_to(tmp_path, [1], loss=math.nan, held_out_loss=-math.inf, mine={"each": [1.0, math.nan]})
     line = read_metrics(tmp_path)[0]
+    assert line["mine"] == {"each": [1.0, None]}
     assert line["loss"] is None and line["held_out_loss"] is None
 
 
@@ -130,6 +131,10 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
         MetricsWriter(tmp_path / "missing")
     with pytest.raises(InputError, match="do not exist"):
         read_metrics(tmp_path)
+    os.mkfifo(tmp_path / METRICS)  # whose opening would wait for the other end
+    for resume_step in (None, 3):
+        with pytest.raises(InputError, match="cannot be written"):
+            MetricsWriter(tmp_path, resume_step)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):
@@ -159,4 +164,5 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):
     short, full = done.stdout.splitlines()
     assert "only a part of a line was written" in short and "make room" in short
     assert "File too large" in full and "make room" in full
+    assert (tmp_path / METRICS).read_bytes().count(b"\n") == 1 and (tmp_path / METRICS).read_bytes()[-1:] == b"\n"
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]

@@ -75,6 +75,7 @@ def test_a_rank_file_is_read_as_the_run_went_with_torn_lines_and_restarts(tmp_pa
     again = RankWriter(tmp_path, 0, 20.0, {"world_size": 1, "step": 4})  # the line of steps 4 to 6 goes
     again.write(5, 1)
     again.close()
+    assert all(json.loads(line) for line in path.read_text().splitlines())  # the torn one is gone
     found = read_rank_files(tmp_path)
     assert [line["step"] for line in found[0].lines] == [1, 3, 5] and len(found[0].starts) == 2
     assert [line["step"] for line in found[1].lines] == [1, 3]  # it was there up to the step of the restart

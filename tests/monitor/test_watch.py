@@ -24,9 +24,11 @@ from rank_files import read_rank_files
 from support import ROOT, clean_environment, one_line, train_command
 from warm import shared
 
+from mpitrain.errors import InputError
+from mpitrain.monitor import json_lines
 from mpitrain.monitor.events import EventLog
+from mpitrain.monitor.json_lines import GrowingFile
 from mpitrain.monitor.metrics import MetricsWriter
-from mpitrain.monitor.watch.growing import GrowingFile
 from mpitrain.monitor.watch.view import sparkline
 from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
 from mpitrain.storage import locks
@@ -241,6 +243,22 @@ def test_only_what_is_new_is_read_and_a_torn_line_waits_for_its_end(tmp_path):
     assert list(GrowingFile(path, last_bytes=10).new_lines()) == [b"1\n"]
     path.write_bytes(b"a long line\nlast\n")
     assert list(GrowingFile(path, last_bytes=7).new_lines()) == [b"last\n"]
+
+
+def test_a_line_that_is_too_long_is_told_once_and_what_follows_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "LONGEST", 8)
+    path = tmp_path / "f"
+    file, late = GrowingFile(path), GrowingFile(path, last_bytes=12)
+    path.write_bytes(b"1\n" + b"x" * 20)
+    assert list(file.lines()) == [b"1\n", None] and list(late.lines()) == []  # which began in the middle of it
+    with path.open("ab") as more:
+        more.write(b"x" * 20)
+    assert list(file.lines()) == list(late.lines()) == []
+    with path.open("ab") as more:
+        more.write(b"x\n\n1234567\n12345678\n2")
+    assert list(file.lines()) == list(late.lines()) == [b"\n", b"1234567\n", None]
+    with pytest.raises(InputError, match="line 2 has more than"):
+        list(json_lines.read_lines(path, "lines", lambda value: value, lambda value: True))
 
 
 def test_warnings_and_parts_of_ranks_are_shown(made):

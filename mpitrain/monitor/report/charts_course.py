@@ -14,7 +14,7 @@ from mpitrain.monitor.report.compare import Named
 from mpitrain.monitor.report.findings import expected_traffic, sent_along, traffic
 from mpitrain.monitor.report.records import Moment, RunRecord
 from mpitrain.monitor.report.series import kept
-from mpitrain.monitor.report.style import Drawing, data, missing
+from mpitrain.monitor.report.style import Drawing, data
 from mpitrain.storage.text import counted, number_text
 
 MOST_MARKS = 200  # of a kind
@@ -32,7 +32,7 @@ def course(runs: Sequence[Named]) -> Drawing:
     title = "Course of the run" if len(runs) == 1 else "Course of the runs"
     spans = [named.run.starts[-1].end - named.run.starts[0].begin for named in runs if named.run.starts]
     if not spans:
-        return missing("course", title, "The run wrote no events (events.jsonl); runs of older versions have none.")
+        return Drawing("course", title, "The run wrote no events (events.jsonl); runs of older versions have none.")
     size, unit = (1e-3, "") if len(runs) == 1 else style.time_unit(max(spans))
     bars: list[dict[str, Any]] = []
     marks: list[dict[str, Any]] = []
@@ -56,13 +56,12 @@ def course(runs: Sequence[Named]) -> Drawing:
         form = "%H:%M:%S" if max(spans) < 3600 else "%d %b %H:%M"
         scale, axis = alt.Scale(type="utc", nice=False, padding=8), alt.Axis(format=form, labelFlush=True)
         x = alt.X("begin:T", title=f"time of day (UTC), from {day}", scale=scale, axis=axis)
-    chart = _course_layers(bars, marks, x).properties(title=title, width="container", autosize=style.FIT)
+    chart = style.framed(_course_layers(bars, marks, x), title, 36 * len({bar["row"] for bar in bars}) + 8)
     note = "A bar is a job that worked in the run folder; its colour says how it ended. A job that was killed ends "
     note += "where it last gave a sign."
     if any(len(named.run.starts) > MOST_STARTS for named in runs):
         note += f" Only the last {MOST_STARTS} starts are shown."
-    rows = len({bar["row"] for bar in bars})
-    return Drawing("course", title, note, chart.properties(height=36 * rows + 8))
+    return Drawing("course", title, note, chart)
 
 
 def _course_layers(bars: list[dict[str, Any]], marks: list[dict[str, Any]], x: alt.X) -> Any:
@@ -70,8 +69,7 @@ def _course_layers(bars: list[dict[str, Any]], marks: list[dict[str, Any]], x: a
     rows = list(dict.fromkeys(bar["row"] for bar in bars))
     y = alt.Y("row:N", title=None, sort=rows, axis=alt.Axis(labelLimit=260))
     tooltip = ["row:N", "outcome:N", "message:N", "ranks:Q", "steps:N", "took:N"]
-    colours = style.palette(style.OUTCOME_COLOURS, [bar["outcome"] for bar in bars])
-    colour = alt.Color("outcome:N", title="a start's end", scale=colours)
+    colour = style.palette("outcome", "a start's end", style.OUTCOME_COLOURS, bars)
     layer = alt.Chart(data(bars)).mark_bar(height={"band": 0.62}, cornerRadius=3, opacity=0.85)
     layers = [layer.encode(x, y, alt.X2("end"), color=colour, tooltip=tooltip).add_params(style.zoom())]
     names = [name for name in MARK_SHAPES if any(mark["event"] == name for mark in marks)]
@@ -88,7 +86,7 @@ def _course_layers(bars: list[dict[str, Any]], marks: list[dict[str, Any]], x: a
             strokeWidth=0.7,
             yOffset=MARK_SHAPES[name][1],
         )
-        told = ["event:N", alt.Tooltip("step:Q", format=",.0f"), "told:N"]
+        told = ["event:N", style.STEP, "told:N"]
         layers.append(
             points.encode(x, y, alt.Shape("event:N", title="event", scale=shapes, legend=legend), tooltip=told)
         )
@@ -141,20 +139,14 @@ def bytes_by_operation(runs: Sequence[Named]) -> Drawing:
         if value > 0
     ]  # fmt: skip
     if not rows:
-        return missing("bytes", title, NOTHING if any(traffic(n.run) for n in runs) else NO_ACCOUNT)
+        return Drawing("bytes", title, NOTHING if any(traffic(n.run) for n in runs) else NO_ACCOUNT)
     most = max(row["value"] for row in rows)
     size, unit = style.byte_unit(most)
     rows = [row for row in rows if row["value"] > LITTLE * most]
     for row in rows:
         row["value"] = round(row["value"] / size, 6)
-    bars = list(dict.fromkeys(row["bar"] for row in rows))
-    chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(
-        x=alt.X("sum(value):Q", title=f"sent ({unit} a step)"),
-        y=alt.Y("bar:N", title=None, sort=bars, axis=alt.Axis(labelLimit=280)),
-        color=alt.Color("tier:N", title="to ranks", scale=style.palette(TIER_COLOURS, [r["tier"] for r in rows])),
-        tooltip=["bar:N", "tier:N", "algorithm:N", alt.Tooltip("value:Q", title=unit, format=",.4f"), "calls:Q"],
-    ).properties(title=title, width="container", autosize=style.FIT, height=26 * len(bars) + 8)
+    tooltip = ["bar:N", "tier:N", "algorithm:N", alt.Tooltip("value:Q", title=unit, format=",.4f"), "calls:Q"]
+    chart = _sent_bars(rows, title, unit, 26, tooltip=tooltip)
     note = "Means over the ranks of the last start. What a rank reads in its neighbours' memory counts as sent, too. "
     note += "What is less than a hundredth of the largest is in the table alone."
     return Drawing("bytes", title, note, chart)
@@ -171,20 +163,17 @@ def bytes_beside_formula(runs: Sequence[Named]) -> Drawing:
             rows += [{"bar": f"{before}{axis}", "what": "sent", "tier": t, "value": v} for t, v in tiers.items() if v]
             rows.append({"bar": f"{before}{axis}", "what": "formula", "tier": "by formula", "value": formula})
     if not rows:
-        return missing("bytes_formula", title, NO_FORMULA if any(n.run.ranks for n in runs) else NO_ACCOUNT)
+        return Drawing("bytes_formula", title, NO_FORMULA if any(n.run.ranks for n in runs) else NO_ACCOUNT)
     size, unit = style.byte_unit(max(float(row["value"]) for row in rows))
     for row in rows:
         row["value"] = round(float(row["value"]) / size, 6)
-    bars = list(dict.fromkeys(row["bar"] for row in rows))
-    chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(
-        x=alt.X("sum(value):Q", title=f"sent ({unit} a step)"),
-        y=alt.Y("bar:N", title=None, sort=bars, axis=alt.Axis(labelLimit=280)),
-        yOffset=alt.YOffset("what:N", sort=["sent", "formula"]),
-        color=alt.Color(
-            "tier:N", title="to ranks", scale=style.palette(TIER_COLOURS, [str(r["tier"]) for r in rows])
-        ),
-        tooltip=["bar:N", "what:N", "tier:N", alt.Tooltip("value:Q", title=unit, format=",.4f")],
-    ).properties(title=title, width="container", autosize=style.FIT, height=36 * len(bars) + 8)  # fmt: skip
+    tooltip = ["bar:N", "what:N", "tier:N", alt.Tooltip("value:Q", title=unit, format=",.4f")]
+    offset = alt.YOffset("what:N", sort=["sent", "formula"])
+    chart = _sent_bars(rows, title, unit, 36, yOffset=offset, tooltip=tooltip)
     note = "What the textbook formula says that a rank must send, beside what it sent, by axis of the mesh."
     return Drawing("bytes_formula", title, note, chart)
+
+
+def _sent_bars(rows: list[dict[str, Any]], title: str, unit: str, each: int, **channels: Any) -> Any:
+    colour = style.palette("tier", "to ranks", TIER_COLOURS, rows)
+    return style.bars(rows, title, f"sent ({unit} a step)", each, colour, **channels)

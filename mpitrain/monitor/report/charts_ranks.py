@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -14,7 +14,7 @@ from mpitrain.monitor.report.compare import Named
 from mpitrain.monitor.report.findings import STATES, MemoryUse, memory_use, own_seconds, parts_a_step
 from mpitrain.monitor.report.records import CATEGORIES, PARTS, Column, MeasuredRank, RunRecord
 from mpitrain.monitor.report.series import chosen, held_at, means_between, thinned
-from mpitrain.monitor.report.style import Drawing, data, missing, records
+from mpitrain.monitor.report.style import Drawing, data, records
 
 NO_RANKS = "Ranks wrote no measurements (RUN/ranks): jobs killed in their first step, or of older versions, have none."
 POINTS = 120  # of each rank over time
@@ -27,7 +27,7 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
     title += ", by rank" if len(runs) == 1 else ", median rank of each run"
     measured = [named for named in runs if named.run.ranks]
     if not measured:
-        return missing("parts", title, NO_RANKS)
+        return Drawing("parts", title, NO_RANKS)
     bars: list[tuple[str, MeasuredRank]] = []
     note = "Means over the steps of the last start. Communication is what a rank waited for; the part that lies under "
     note += "backward is not in it."
@@ -44,22 +44,17 @@ def part_bars(runs: Sequence[Named]) -> Drawing:
     most = max(sum(parts_a_step(rank).values()) for _, rank in bars)
     size, unit = style.time_unit(most)
     rows = [
-        {"bar": name, "host": rank.header.host, "part": part, "order": PARTS.index(part), "seconds": seconds / size}
+        {"bar": name, "host": rank.header.host, "part": part, "order": PARTS.index(part), "value": seconds / size}
         for name, rank in bars
         for part, seconds in parts_a_step(rank).items()
         if seconds > 0
     ]
     if not rows:
-        return missing("parts", title, "Ranks measured no time of any part.")
-    chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(
-        x=alt.X("sum(seconds):Q", title=f"time of a step ({unit})"),
-        y=alt.Y("bar:N", title=None, sort=[name for name, _ in bars]),
-        color=alt.Color("part:N", title="part of a step", scale=_colours(style.PART_COLOURS, rows, "part")),
-        order=alt.Order("order:Q"),
-        tooltip=["bar:N", "host:N", "part:N", alt.Tooltip("sum(seconds):Q", title=unit, format=",.2f")],
-    )
-    chart = chart.properties(title=title, width="container", autosize=style.FIT, height=26 * len(bars) + 8)
+        return Drawing("parts", title, "Ranks measured no time of any part.")
+    tooltip = ["bar:N", "host:N", "part:N", alt.Tooltip("sum(value):Q", title=unit, format=",.2f")]
+    colour = style.palette("part", "part of a step", style.PART_COLOURS, rows)
+    x = f"time of a step ({unit})"
+    chart = style.bars(rows, title, x, 26, colour, order=alt.Order("order:Q"), tooltip=tooltip)
     return Drawing("parts", title, note, chart)
 
 
@@ -69,16 +64,12 @@ def median_rank(run: RunRecord) -> MeasuredRank:
     return ranks[(len(ranks) - 1) // 2]
 
 
-def _colours(colours: dict[str, str], rows: Sequence[dict[str, Any]], field: str) -> alt.Scale:
-    return style.palette(colours, [row[field] for row in rows])
-
-
 def parts_over_time(named: Named) -> Drawing:
     """Seconds a step by part over the steps, of the median rank and of the slowest."""
     title = "Time of a step by part, over the steps"
     run = named.run
     if not run.ranks:
-        return missing("parts_over_time", title, NO_RANKS)
+        return Drawing("parts_over_time", title, NO_RANKS)
     slowest, usual = max(run.workers or run.ranks, key=own_seconds), median_rank(run)
     shown = {f"slowest: rank {slowest.rank}": slowest}
     if slowest is not usual:
@@ -88,7 +79,7 @@ def parts_over_time(named: Named) -> Drawing:
     rows: list[dict[str, Any]] = []
     ends = thinned(usual.step, POINTS)
     if len(ends) < 2:
-        return missing("parts_over_time", title, "Ranks measured once; the bars above have it.")
+        return Drawing("parts_over_time", title, "Ranks measured once; the bars above have it.")
     for name, rank in shown.items():
         for part in PARTS:
             values = means_between(rank, part, ends) / size
@@ -96,14 +87,14 @@ def parts_over_time(named: Named) -> Drawing:
                 where = positions(run.columns, ends)
                 rows += records(**where, value=values, part=part, order=PARTS.index(part), rank=name)
     if not rows:
-        return missing("parts_over_time", title, "Ranks measured no time of any part.")
+        return Drawing("parts_over_time", title, "Ranks measured no time of any part.")
     chart = alt.Chart(data(rows)).mark_area(interpolate="step")
     chart = chart.encode(
         style.steps_axis(),
         y=alt.Y("value:Q", title=f"time ({unit})", stack=True),
-        color=alt.Color("part:N", title="part of a step", scale=_colours(style.PART_COLOURS, rows, "part")),
+        color=style.palette("part", "part of a step", style.PART_COLOURS, rows),
         order=alt.Order("order:Q"),
-        tooltip=["part:N", alt.Tooltip("step:Q", format=",.0f"), alt.Tooltip("value:Q", title=unit, format=",.2f")],
+        tooltip=["part:N", style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")],
     ).properties(width=style.WIDTH, height=150)
     chart = chart.facet(row=alt.Row("rank:N", title=None, sort=list(shown), header=_above()), spacing=12)
     note = "The rank that computes longest beside the median one: what it does more of, the others wait for."
@@ -119,10 +110,10 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
     title = "Parameters, gradients and optimizer states beside the formula"
     uses = [(named.name, memory_use(named.run)) for named in runs]
     if not any(use for _, use in uses):
-        return missing("memory_formula", title, NO_RANKS if not any(n.run.ranks for n in runs) else _NO_MEMORY)
+        return Drawing("memory_formula", title, _no_memory(runs))
     if len(runs) == 1:
         shown = chosen([use.total for use in uses[0][1]])
-        bars = [(uses[0][1][i].name, uses[0][1][i]) for i in shown]
+        bars = [(uses[0][1][i].rank.name, uses[0][1][i]) for i in shown]
         few = len(shown) < len(uses[0][1])
         note = " The ranks that hold least, the median and most." if few else ""
     else:
@@ -137,29 +128,22 @@ def memory_bars(runs: Sequence[Named]) -> Drawing:
         for i, category in enumerate(STATES)
         if np.isfinite(value := values.get(category, np.nan))
     ]
-    chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(
-        x=alt.X("sum(value):Q", title=f"memory ({unit})"),
-        y=alt.Y("bar:N", title=None, sort=[name for name, _ in bars]),
-        yOffset=alt.YOffset("what:N", sort=["held", "formula"], scale=alt.Scale(paddingInner=0.1)),
-        color=alt.Color("category:N", title="category", scale=_colours(style.MEMORY_COLOURS, rows, "category")),
-        opacity=alt.Opacity(
-            "what:N",
-            title="bar",
-            sort=["held", "formula"],
-            scale=alt.Scale(domain=["held", "formula"], range=[1, 0.45]),
-            legend=alt.Legend(symbolFillColor="@grey"),
-        ),
-        order=alt.Order("order:Q"),
+    what = ["held", "formula"]
+    pale, legend = alt.Scale(domain=what, range=[1, 0.45]), alt.Legend(symbolFillColor="@grey")
+    chart = style.bars(
+        rows, title, f"memory ({unit})", 36, _by_category(rows), order=alt.Order("order:Q"),
+        yOffset=alt.YOffset("what:N", sort=what, scale=alt.Scale(paddingInner=0.1)),
+        opacity=alt.Opacity("what:N", title="bar", sort=what, scale=pale, legend=legend),
         tooltip=["bar:N", "what:N", "category:N", alt.Tooltip("sum(value):Q", title=unit, format=",.3f")],
-    ).properties(title=title, width="container", autosize=style.FIT, height=36 * len(bars) + 8)
+    )  # fmt: skip
     note = "The strong bar is what a rank held at its peak, the pale one below it what the formula says." + note
     if any(use.held["parameters"] < 0.99 * use.expected.get("parameters", 0.0) for _, use in bars):
         note += " Of parameters that the ranks of a node share (parallel.share_node), each counts its part."
     return Drawing("memory_formula", title, note, chart)
 
 
-_NO_MEMORY = "Ranks measured no memory."
+def _no_memory(runs: Sequence[Named]) -> str:
+    return "Ranks measured no memory." if any(named.run.ranks for named in runs) else NO_RANKS
 
 
 def _known(use: MemoryUse) -> float:
@@ -171,24 +155,23 @@ def memory_categories(runs: Sequence[Named]) -> Drawing:
     title = "Memory by category, the largest rank" + (" of each run" if len(runs) > 1 else "")
     uses = [(n.name, max(of, key=lambda u: u.total)) for n in runs if (of := memory_use(n.run))]
     if not uses:
-        return missing("memory", title, NO_RANKS if not any(n.run.ranks for n in runs) else _NO_MEMORY)
+        return Drawing("memory", title, _no_memory(runs))
     shown, left_out = _categories([use for _, use in uses])
     size, unit = style.byte_unit(max(sum(use.held[c] for c in shown) for _, use in uses))
     rows: list[dict[str, Any]] = [
-        {"bar": f"{name}: {use.name}", "category": c, "order": i, "value": use.held[c] / size}
+        {"bar": f"{name}: {use.rank.name}", "category": c, "order": i, "value": use.held[c] / size}
         for name, use in uses
         for i, c in enumerate(shown)
     ]
-    chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
-    chart = chart.encode(
-        x=alt.X("sum(value):Q", title=f"memory ({unit})"),
-        y=alt.Y("bar:N", title=None, sort=[row["bar"] for row in rows]),
-        color=alt.Color("category:N", title="category", scale=_colours(style.MEMORY_COLOURS, rows, "category")),
-        order=alt.Order("order:Q"),
-        tooltip=["bar:N", "category:N", alt.Tooltip("sum(value):Q", title=unit, format=",.2f")],
-    ).properties(title=title, width="container", autosize=style.FIT, height=34 * len(uses) + 8)
+    tooltip = ["bar:N", "category:N", alt.Tooltip("sum(value):Q", title=unit, format=",.2f")]
+    x, order = f"memory ({unit})", alt.Order("order:Q")
+    chart = style.bars(rows, title, x, 34, _by_category(rows), order=order, tooltip=tooltip)
     note = "At the moment when the sum of all categories was the largest." + left_out
     return Drawing("memory", title, note, chart)
+
+
+def _by_category(rows: Sequence[Mapping[str, Any]]) -> alt.Color:
+    return style.palette("category", "category", style.MEMORY_COLOURS, rows)
 
 
 def _categories(uses: Sequence[MemoryUse]) -> tuple[tuple[str, ...], str]:
@@ -207,13 +190,10 @@ def _categories(uses: Sequence[MemoryUse]) -> tuple[tuple[str, ...], str]:
 def memory_over_time(named: Named) -> Drawing:
     """Bytes by category over the steps, a panel for each rank."""
     title, run = "Memory by category, over the steps", named.run
-    if not run.ranks:
-        return missing("memory", title, NO_RANKS)
     uses = memory_use(run)
     if not uses:
-        return missing("memory", title, _NO_MEMORY)
-    by_rank = {rank.rank: rank for rank in run.ranks}
-    shown = [by_rank[uses[i].rank] for i in chosen([use.total for use in uses], MOST_FACETS)]
+        return Drawing("memory", title, _no_memory([named]))
+    shown = [uses[i].rank for i in chosen([use.total for use in uses], MOST_FACETS)]
     categories, left_out = _categories(uses)
     whole = max(max(u.total, u.resident, u.device) for u in uses)
     size, unit = style.byte_unit(max(sum(u.held[c] for c in categories) for u in uses) if left_out else whole)
@@ -259,23 +239,18 @@ def _panel(rank: MeasuredRank) -> str:
 
 def _memory_panels(rows: list[dict[str, Any]], unit: str) -> Any:
     """Areas by category under lines of the process and the device."""
-    tooltip = [alt.Tooltip("step:Q", format=",.0f"), alt.Tooltip("value:Q", title=unit, format=",.2f")]
+    tooltip = [style.STEP, alt.Tooltip("value:Q", title=unit, format=",.2f")]
     base = alt.Chart(data(rows))
     x, y = style.steps_axis(), f"memory ({unit})"
-    present = [row for row in rows if row["category"]]
     layers = [
         base.transform_filter("datum.category !== null").mark_area(interpolate="step-after").encode(
             x, y=alt.Y("value:Q", title=y, stack=True), order=alt.Order("order:Q"),
-            color=alt.Color("category:N", title="category", scale=_colours(style.MEMORY_COLOURS, present, "category")),
-            tooltip=["category:N", *tooltip],
+            color=_by_category(rows), tooltip=["category:N", *tooltip],
         )
     ]  # fmt: skip
     names = list(dict.fromkeys(row["line"] for row in rows if row["line"]))
     if names:
-        dash = alt.StrokeDash(
-            "line:N", title="in all", scale=alt.Scale(domain=names, range=[[6, 3], [2, 2]][: len(names)]),
-            legend=alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="@ink"),
-        )  # fmt: skip
+        dash = style.dashes("line", "in all", dict(zip(names, ([6, 3], [2, 2]), strict=False)), "@ink")
         lines = base.transform_filter("datum.line !== null").mark_line(color="@ink", strokeWidth=1.3)
         layers.append(lines.encode(x, alt.Y("value:Q", title=y, stack=None), dash, tooltip=["line:N", *tooltip]))
     return alt.layer(*layers)

@@ -15,15 +15,13 @@ from mpitrain.monitor.report import style
 from mpitrain.monitor.report.compare import Named, loss_label
 from mpitrain.monitor.report.records import Column, RunRecord, StepColumns
 from mpitrain.monitor.report.series import (
-    at_steps,
     histogram,
     kept,
     metric_columns,
     percentiles,
-    trained_seconds,
     trend,
 )
-from mpitrain.monitor.report.style import Drawing, data, missing, records
+from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, spoken
 
 NOISY = 300  # points, from where on a line of medians is drawn over the series itself
@@ -58,8 +56,8 @@ def positions(columns: StepColumns, steps: Column) -> dict[str, Column]:
     """Where steps lie on each x axis: their numbers, seconds of training, samples seen."""
     return {
         "step": steps,
-        "seconds": at_steps(columns, steps, trained_seconds(columns)),
-        "samples": at_steps(columns, steps, np.cumsum(columns.samples)),
+        "seconds": np.interp(steps, columns.step, np.cumsum(columns.seconds)),
+        "samples": np.interp(steps, columns.step, np.cumsum(columns.samples)),
     }
 
 
@@ -73,7 +71,7 @@ def _lines(
     x = style.steps_axis()
     tooltip = [
         alt.Tooltip("run:N", title="series"),
-        alt.Tooltip("step:Q", format=",.0f"),
+        style.STEP,
         alt.Tooltip("value:Q", title=unit, format=number),
     ]
     whole: list[dict[str, Any]] = []
@@ -95,8 +93,7 @@ def _lines(
     if points:
         layers.append(alt.Chart(data(points)).mark_point(size=90, opacity=0).encode(x, y, colour, tooltip=tooltip))
     layers[-1] = layers[-1].add_params(style.zoom())
-    chart = alt.layer(*layers).properties(title=title, width="container", autosize=style.FIT, height=style.HEIGHT)
-    return chart.properties(usermeta={"axes": True})
+    return style.framed(alt.layer(*layers), title).properties(usermeta={"axes": True})
 
 
 def _y(title: str, values: Sequence[Column], *, zero: bool = False, log_from: float = np.inf) -> alt.Y:
@@ -131,7 +128,7 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
     if len(runs) == 1:
         curves = trained + held_out
         if not curves:
-            return [missing("loss", "Loss", why)]
+            return [Drawing("loss", "Loss", why)]
         y, marks = _y(label, [c.values for c in curves]), event_rules(runs[0].run)
         note = "The training loss of each step; where it is noisy, the strong line is the median of a stretch of steps."
         note += " Thin upright lines are events of the run." if marks else ""
@@ -141,7 +138,7 @@ def losses(runs: Sequence[Named]) -> list[Drawing]:
     drawings = []
     for name, title, curves in (("loss", "Training loss", trained), ("held_out_loss", "Held-out loss", held_out)):
         if not curves:
-            drawings.append(missing(name, title, why))
+            drawings.append(Drawing(name, title, why))
             continue
         chart = _lines(title, curves, _y(label, [c.values for c in curves]), number=".4f", unit=label)
         drawings.append(Drawing(name, title, f"The {title.lower()} of each run.", chart))
@@ -183,21 +180,19 @@ def event_rules(run: RunRecord) -> list[alt.Chart]:
         return []
     steps = np.clip(np.array([step for _, step in found]), run.columns.step[0], run.columns.step[-1])
     rows = records(**positions(run.columns, steps), event=[kind for kind, _ in found])
-    names = [name for name in MARK_DASHES if any(kind == name for kind, _ in found)]
-    dashes = alt.StrokeDash(
-        "event:N",
-        scale=alt.Scale(domain=names, range=[MARK_DASHES[n] for n in names]),
-        legend=alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="@muted", title="event"),
+    kinds = {kind for kind, _ in found}
+    dashes = style.dashes(
+        "event", "event", {name: MARK_DASHES[name] for name in MARK_DASHES if name in kinds}, "@muted"
     )
     chart = alt.Chart(data(rows)).mark_rule(color="@muted", clip=True)
-    return [chart.encode(style.steps_axis(), dashes, tooltip=["event:N", alt.Tooltip("step:Q", format=",.0f")])]
+    return [chart.encode(style.steps_axis(), dashes, tooltip=["event:N", style.STEP])]
 
 
 def learning_rate(runs: Sequence[Named]) -> Drawing:
     """The learning rate."""
     curves = [dataclasses.replace(curve, exact=True) for curve in _of(runs, "lr", "learning rate")]
     if not curves:
-        return missing("learning_rate", "Learning rate", "The metrics say no learning rate.")
+        return Drawing("learning_rate", "Learning rate", "The metrics say no learning rate.")
     y = alt.Y("value:Q", title="learning rate (per step)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~g"))
     chart = _lines("Learning rate", curves, y, number=".3e", unit="learning rate")
     return Drawing("learning_rate", "Learning rate", "What the optimizer multiplied its steps with.", chart, wide=False)
@@ -208,7 +203,7 @@ def gradient_norm(runs: Sequence[Named]) -> Drawing:
     curves = _of(runs, "grad_norm", "gradient norm")
     title = "Gradient norm"
     if not curves:
-        return missing("gradient_norm", title, "No norm was taken: train.clip was 0.")
+        return Drawing("gradient_norm", title, "No norm was taken: train.clip was 0.")
     y = _y("L2 norm before clipping (no unit)", [c.values for c in curves], log_from=20)
     chart = _lines(title, curves, y, number=".3f", unit="L2 norm")
     return Drawing("gradient_norm", title, "The L2 norm of all gradients, before they were clipped.", chart, wide=False)
@@ -223,7 +218,7 @@ def throughput(runs: Sequence[Named]) -> Drawing:
         for named in runs
     ]  # fmt: skip
     y = alt.Y("value:Q", title=f"throughput ({unit}/s)", scale=alt.Scale(zero=True), axis=alt.Axis(format="~s"))
-    rates = [f"{n.run.columns.samples.sum() / n.run.columns.seconds.sum():,.1f}" for n in runs]
+    rates = [f"{n.run.columns.rate(n.run.columns.samples):,.1f}" for n in runs]
     note = f"All ranks together, step by step. On the whole {', '.join(rates)} samples/s" + (
         " (in the order of the runs)." if len(runs) > 1 else "."
     )
@@ -233,7 +228,7 @@ def throughput(runs: Sequence[Named]) -> Drawing:
 
 def step_time(runs: Sequence[Named]) -> Drawing:
     """Seconds of each step."""
-    size, unit = style.time_unit(max(float(np.median(n.run.columns.seconds)) for n in runs))
+    size, unit = _unit(runs)
     curves = [
         _Curve(n.name if len(runs) > 1 else "step time", n.run.columns, n.run.columns.seconds / size) for n in runs
     ]
@@ -243,9 +238,14 @@ def step_time(runs: Sequence[Named]) -> Drawing:
     return Drawing("step_time", "Step time", note, chart, wide=False)
 
 
+def _unit(runs: Sequence[Named]) -> tuple[float, str]:
+    """Return the seconds of a unit that suits the runs' steps, and its name."""
+    return style.time_unit(max(float(np.median(named.run.columns.seconds)) for named in runs))
+
+
 def step_histogram(runs: Sequence[Named]) -> Drawing:
     """How often steps took how long."""
-    size, unit = style.time_unit(max(float(np.median(n.run.columns.seconds)) for n in runs))
+    size, unit = _unit(runs)
     title, rows, above, names = "Distribution of step times", [], 0, [named.name for named in runs]
     everything = [named.run.columns.seconds / size for named in runs]
     for named, seconds in zip(runs, everything, strict=True):
@@ -270,18 +270,13 @@ def step_histogram(runs: Sequence[Named]) -> Drawing:
         layers.append(_percentile_rules(runs[0].run.columns.seconds / size, unit))
     note = "Where most steps lie. A second hill is a second kind of step, such as those after a save."
     note += f" Further to the right: {counted(above, 'step')}, the slowest." if above else ""
-    chart = alt.layer(*layers).properties(title=title, width="container", autosize=style.FIT, height=style.HEIGHT)
-    return Drawing("step_histogram", title, note, chart, wide=False)
+    return Drawing("step_histogram", title, note, style.framed(alt.layer(*layers), title), wide=False)
 
 
 def _percentile_rules(seconds: Column, unit: str) -> alt.Chart:
     """The median, and what one step of ten and one of a hundred exceed, as upright lines."""
     found = percentiles(seconds)
     rows = [{"low": found[p], "percentile": f"p{p}"} for p in (50, 90, 99)]
-    dashes = alt.StrokeDash(
-        "percentile:N",
-        scale=alt.Scale(domain=["p50", "p90", "p99"], range=[[1, 0], [6, 3], [2, 3]]),
-        legend=alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="@muted"),
-    )
+    dashes = style.dashes("percentile", "percentile", {"p50": [1, 0], "p90": [6, 3], "p99": [2, 3]}, "@muted")
     rule = alt.Chart(data(rows)).mark_rule(color="@ink", strokeWidth=1.4)
     return rule.encode(x="low:Q", strokeDash=dashes, tooltip=["percentile:N", alt.Tooltip("low:Q", title=unit)])

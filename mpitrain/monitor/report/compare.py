@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import numpy as np
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import printable
-from mpitrain.monitor.report.findings import STATES, MemoryUse, memory_use, traffic
-from mpitrain.monitor.report.records import Column, RunRecord
-from mpitrain.monitor.report.series import metric_columns
+from mpitrain.monitor.report.findings import memory_use, traffic
+from mpitrain.monitor.report.records import CATEGORIES, RunRecord
+from mpitrain.monitor.report.series import last_finite, metric_columns
 from mpitrain.storage.text import short, spoken
 
 LONGEST_NAME = 28  # characters
-_MISSING = "-"
+_MISSING, _NONE = "-", np.empty(0)
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,12 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def differing_settings(runs: Sequence[Named]) -> dict[str, list[str]]:
-    """The settings that are not the same in all runs, but for run.dir: a text for each run, by section.key."""
+def differing_settings(runs: Sequence[Named]) -> list[list[str]]:
+    """Return the settings that are not the same in all runs, but for run.dir: section.key, then a text for each run."""
     tables = [flat(named.run.config) for named in runs]
     names = [n for n in dict.fromkeys(name for table in tables for name in table) if n != "run.dir"]
-    rows = {name: [spelled(table.get(name, _MISSING)) for table in tables] for name in names}
-    return {name: texts for name, texts in rows.items() if len(set(texts)) > 1}
+    rows = [[name, *(spelled(table.get(name, _MISSING)) for table in tables)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def spelled(value: Any) -> str:
@@ -102,78 +101,46 @@ def spelled(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
-@dataclass(frozen=True)
-class KeyFigure:
-    """A figure of several runs.
+def key_figures(runs: Sequence[Named]) -> list[list[str]]:
+    """Return a table of what runs are compared by: losses, metrics, speed, memory of the fullest rank, bytes sent.
 
-    Attributes:
-        name: With its unit.
-        values: Of each run; NaN where a run does not tell.
-        text: Writes one of them.
+    Returns:
+        Rows of a name, then each run's figure with its ratio to the first one's; none of what no run tells.
     """
-
-    name: str
-    values: tuple[float, ...]
-    text: Callable[[float], str]
-
-    def told(self, position: int) -> str:
-        """The value of one run, with the ratio to the first one's."""
-        value, first = self.values[position], self.values[0]
-        if not math.isfinite(value):
-            return _MISSING
-        if position == 0 or not math.isfinite(first) or first == 0:
-            return self.text(value)
-        return f"{self.text(value)} ({value / first:.2f}x)"
-
-
-def key_figures(runs: Sequence[Named]) -> list[KeyFigure]:
-    """Return what runs are compared by: losses, metrics, speed, memory of the fullest rank, bytes sent, where known."""
-    uses = [_largest(named.run) for named in runs]
+    columns = [named.run.columns for named in runs]
     measured = [metric_columns(named.run) for named in runs]
-    figures: list[tuple[str, Callable[[int], float], Callable[[float], str]]] = [
-        ("steps", lambda i: float(runs[i].run.columns.step[-1]), "{:,.0f}".format),
-        (f"final {loss_label(runs)}", lambda i: _last(runs[i].run.columns.loss), "{:.4f}".format),
-        (f"held-out {loss_label(runs)}", lambda i: _last(runs[i].run.columns.held_out_loss), "{:.4f}".format),
+    uses = [max(memory_use(named.run), key=lambda use: use.total, default=None) for named in runs]
+    sent = [sum(t.inside + t.between for t in traffic(n.run)) / 1e6 if n.run.ranks else math.nan for n in runs]
+    figures: list[tuple[str, list[float], Callable[[float], str]]] = [
+        ("steps", [float(c.step[-1]) for c in columns], "{:,.0f}".format),
+        (f"final {loss_label(runs)}", [last_finite(c.loss) for c in columns], "{:.4f}".format),
+        (f"held-out {loss_label(runs)}", [last_finite(c.held_out_loss) for c in columns], "{:.4f}".format),
         *(
-            (f"held-out {spoken(name)}", partial(_measured, measured, name), "{:.4g}".format)
-            for name in dict.fromkeys(name for columns in measured for name in columns)
+            (f"held-out {spoken(name)}", [last_finite(m.get(name, _NONE)) for m in measured], "{:.4g}".format)
+            for name in dict.fromkeys(name for metrics in measured for name in metrics)
         ),
-        ("median step (ms)", lambda i: float(np.median(runs[i].run.columns.seconds)) * 1e3, "{:,.1f}".format),
-        ("samples/s in steps", lambda i: _rate(runs[i].run, runs[i].run.columns.samples), short),
-        ("tokens/s in steps", lambda i: _rate(runs[i].run, runs[i].run.columns.tokens) or math.nan, short),
-        ("ranks", lambda i: float(runs[i].run.columns.world_size[-1]), "{:,.0f}".format),
+        ("median step (ms)", [float(np.median(c.seconds)) * 1e3 for c in columns], "{:,.1f}".format),
+        ("samples/s in steps", [c.rate(c.samples) for c in columns], short),
+        ("tokens/s in steps", [c.rate(c.tokens) or math.nan for c in columns], short),
+        ("ranks", [float(c.world_size[-1]) for c in columns], "{:,.0f}".format),
+        *(
+            (f"{name} (MB)", [use.held[name] / 1e6 if use else math.nan for use in uses], "{:,.2f}".format)
+            for name in CATEGORIES
+        ),
+        ("bytes sent a step and rank (MB)", sent, "{:,.3f}".format),
     ]
-    for name in (*STATES, "activations", "buffers", "other"):
-        figures.append((f"{name} (MB)", partial(_held, uses, name), "{:,.2f}".format))
-    figures.append(("bytes sent a step and rank (MB)", lambda i: _sent(runs[i].run), "{:,.3f}".format))
-    found = [KeyFigure(name, tuple(value(i) for i in range(len(runs))), text) for name, value, text in figures]
-    return [figure for figure in found if any(math.isfinite(v) for v in figure.values)]
+    return [
+        [name, *(_beside(value, values[0] if number else math.nan, text) for number, value in enumerate(values))]
+        for name, values, text in figures
+        if any(map(math.isfinite, values))
+    ]
 
 
-def _largest(run: RunRecord) -> MemoryUse | None:
-    return max(memory_use(run), key=lambda use: use.total, default=None)
-
-
-def _held(uses: Sequence[MemoryUse | None], name: str, position: int) -> float:
-    use = uses[position]
-    return math.nan if use is None else use.held[name] / 1e6
-
-
-def _sent(run: RunRecord) -> float:
-    return sum(t.inside + t.between for t in traffic(run)) / 1e6 if run.ranks else math.nan
-
-
-def _measured(measured: Sequence[Mapping[str, Column]], name: str, position: int) -> float:
-    return _last(measured[position][name]) if name in measured[position] else math.nan
-
-
-def _last(column: Column) -> float:
-    finite = column[np.isfinite(column)]
-    return float(finite[-1]) if len(finite) else math.nan
-
-
-def _rate(run: RunRecord, column: Column) -> float:
-    return float(column.sum() / run.columns.seconds.sum())
+def _beside(value: float, first: float, text: Callable[[float], str]) -> str:
+    """Return a figure as text, with its ratio to another one."""
+    if not math.isfinite(value):
+        return _MISSING
+    return text(value) + (f" ({value / first:.2f}x)" if math.isfinite(first) and first else "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -189,11 +156,5 @@ def comparison(runs: Sequence[Named]) -> str:
     """The text of several runs: what their configurations differ in, then their key figures, a column a run."""
     names = [named.name for named in runs]
     different = differing_settings(runs)
-    parts = [f"{len(runs)} runs"]
-    if different:
-        parts.append(table(["settings", *names], [[name, *texts] for name, texts in different.items()]))
-    else:
-        parts.append("  their configurations are the same")
-    figures = key_figures(runs)
-    parts.append(table(["figures", *names], [[f.name, *(f.told(i) for i in range(len(runs)))] for f in figures]))
-    return "\n\n".join(parts)
+    settings = table(["settings", *names], different) if different else "  their configurations are the same"
+    return "\n\n".join([f"{len(runs)} runs", settings, table(["figures", *names], key_figures(runs))])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from statistics import median
+from statistics import median, median_low
 
 import numpy as np
 
@@ -57,18 +56,14 @@ class MemoryUse:
     """What a rank held at most, and what it should hold.
 
     Attributes:
-        rank: Its number.
-        name: What it is called.
-        host: Its machine.
+        rank: The rank.
         held: Bytes by category, where their sum was the largest.
         expected: Bytes by category, by formula.
         resident: Most bytes of the process in host memory.
         device: Most bytes on its device; 0 without one.
     """
 
-    rank: int
-    name: str
-    host: str
+    rank: MeasuredRank
     held: dict[str, float]
     expected: dict[str, float]
     resident: float
@@ -118,7 +113,7 @@ def stragglers(run: RunRecord) -> list[Straggler]:
             continue
         parts = [parts_a_step(rank) for rank in ranks]
         own = [sum(p[name] for name in OWN) for p in parts]
-        usual = _low_median(own)
+        usual = median_low(own)  # of two ranks, one can be the straggler
         typical = {name: median(p[name] for p in parts) for name in PARTS}
         for rank, mine, seconds in zip(ranks, parts, own, strict=True):
             if seconds > SLOWER * usual > 0:
@@ -132,11 +127,6 @@ def stragglers(run: RunRecord) -> list[Straggler]:
     return sorted(found, key=lambda s: -s.own / s.usual)
 
 
-def _low_median(values: Sequence[float]) -> float:
-    """The lower of the two in the middle: of two ranks, one can be the straggler."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 def memory_use(run: RunRecord) -> list[MemoryUse]:
     """What each rank of the last job held at most, of those that told."""
     found = []
@@ -148,7 +138,7 @@ def memory_use(run: RunRecord) -> list[MemoryUse]:
         held = {name: float(table[row, at]) for row, name in enumerate(CATEGORIES)}
         host, device = (float(np.nanmax(np.append(rank.memory[name], 0.0))) for name in ("host", "device"))
         expected = {name: float(rank.header.expected_memory.get(name, math.nan)) for name in STATES}
-        found.append(MemoryUse(rank.rank, rank.name, rank.header.host, held, expected, host, device))
+        found.append(MemoryUse(rank, held, expected, host, device))
     return found
 
 
@@ -214,10 +204,10 @@ def _ended(start: StartRecord) -> str:
 def _times(run: RunRecord) -> list[str]:
     if not run.ranks:
         return []
-    told = [s.sentence() for s in stragglers(run)[:5]]
-    more = len(stragglers(run)) - len(told)
-    if more > 0:
-        told.append(f"{more} more ranks are slower than the median by a tenth or more.")
+    late = stragglers(run)
+    told = [straggler.sentence() for straggler in late[:5]]
+    if len(late) > 5:
+        told.append(f"{len(late) - 5} more ranks are slower than the median by a tenth or more.")
     if not told and len(run.workers) > 1:
         told.append("No rank is a straggler: none computes a tenth longer than the median rank.")
     servers = [rank.rank for rank in run.ranks if rank.serves]
@@ -237,7 +227,7 @@ def _memory(run: RunRecord) -> list[str]:
     if not uses:
         return []
     largest = max(uses, key=lambda use: use.total)
-    told = f"Rank {largest.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
+    told = f"Rank {largest.rank.rank} holds most memory: {largest.total / 1e6:,.1f} MB at its peak"
     by_formula = sum(v for v in largest.expected.values() if math.isfinite(v))
     if by_formula <= 0:
         return [told + "."]

@@ -1,9 +1,10 @@
-"""The report as one HTML file that opens without a network: charts, tables, sentences."""
+"""The report as one HTML file that opens without a network: charts, tables, sentences. And its charts as PNG files."""
 
 from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,23 +27,23 @@ from mpitrain.monitor.report.compare import (
     key_figures,
     spelled,
 )
-from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings, traffic
+from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings, sent_along, traffic
 from mpitrain.monitor.report.records import RunRecord
-from mpitrain.monitor.report.series import PERCENTILES, percentiles
+from mpitrain.monitor.report.series import PERCENTILES, last_finite, percentiles
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.storage.disk import reason, write_whole
 from mpitrain.storage.text import counted, duration, seconds_text, short
 
+SCALE = 1.5  # pixels of a PNG file for one of a chart
 MARK = b'content="mpitrain.report"'  # by which a page is known as a report
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of the page. before: HTML above its charts. after: HTML below them."""
+    """A part of the page. after: HTML below its charts."""
 
     title: str
     drawings: tuple[Drawing, ...]
-    before: str = ""
     after: str = ""
 
 
@@ -142,6 +143,39 @@ def write_page(runs: Sequence[Named], path: Path) -> int:
     return len(text)
 
 
+def write_pictures(runs: Sequence[Named], folder: Path) -> list[Path]:
+    """Write every chart of a report as a PNG file.
+
+    Args:
+        runs: One run, or several to lay over each other.
+        folder: Where the files go, which is made if it is not there. Files of the same names are written again.
+
+    Returns:
+        The files' paths.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
+    paths = []
+    for section in sections(runs):
+        for drawing in section.drawings:
+            if drawing.chart is None:
+                continue
+            spec: dict[str, Any] = style.painted(style.spec_of(drawing.chart), style.LIGHT)
+            if spec.get("width") == "container":
+                spec["width"] = style.WIDTH
+            config = style.painted(style.theme(style.LIGHT), style.LIGHT)
+            data = vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
+            path = folder / f"{drawing.name}.png"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(path, data)
+            except OSError as error:
+                raise InputError(f"picture {path} cannot be written ({reason(error)}); choose another --png") from None
+            paths.append(path)
+    return paths
+
+
 def _script_text(value: Any) -> str:
     """JSON that may stand inside of a script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -149,10 +183,7 @@ def _script_text(value: Any) -> str:
 
 def _section(section: PageSection) -> str:
     figures = "".join(_figure(drawing) for drawing in section.drawings)
-    return (
-        f"<section><h2>{html.escape(section.title)}</h2>{section.before}"
-        f'<div class="charts">{figures}</div>{section.after}</section>'
-    )
+    return f'<section><h2>{html.escape(section.title)}</h2><div class="charts">{figures}</div>{section.after}</section>'
 
 
 def _figure(drawing: Drawing) -> str:
@@ -175,10 +206,8 @@ def _top(runs: Sequence[Named]) -> str:
         return f'<p class="sub">{html.escape(str(run.folder))}</p><dl class="tiles">{tiles}</dl>' + _found(run)
     names = [named.name for named in runs]
     different = differing_settings(runs)
-    rows = [[name, *texts] for name, texts in different.items()]
-    text = _table(["setting", *names], rows) if rows else "<p>Their configurations are the same.</p>"
-    figures = key_figures(runs)
-    keys = _table(["", *names], [[f.name, *(f.told(i) for i in range(len(runs)))] for f in figures])
+    text = _table(["setting", *names], different) if different else "<p>Their configurations are the same.</p>"
+    keys = _table(["", *names], key_figures(runs))
     folders = "".join(f"<li><b>{html.escape(n.name)}</b> {html.escape(str(n.run.folder))}</li>" for n in runs)
     found = "".join(f"<h3>{html.escape(n.name)}</h3>{_found(n.run)}" for n in runs)
     return (
@@ -195,20 +224,18 @@ def _found(run: RunRecord) -> str:
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     columns = run.columns
-    losses, held = (c[np.isfinite(c)] for c in (columns.loss, columns.held_out_loss))
-    seconds = float(columns.seconds.sum())
-    tokens = float(columns.tokens.sum()) / seconds
+    loss, held, tokens = last_finite(columns.loss), last_finite(columns.held_out_loss), columns.rate(columns.tokens)
     tiles = [
         ("steps", f"{int(columns.step[-1]):,}"),
-        ("loss", f"{losses[-1]:.4f}" if len(losses) else "not finite"),
-        ("held-out loss", f"{held[-1]:.4f}" if len(held) else ""),
+        ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
+        ("held-out loss", f"{held:.4f}" if math.isfinite(held) else ""),
         ("median step", seconds_text(float(np.median(columns.seconds)))),
         (
             "tokens/s in steps" if tokens else "samples/s in steps",
-            short(tokens or float(columns.samples.sum()) / seconds),
+            short(tokens or columns.rate(columns.samples)),
         ),
         ("ranks", f"{int(columns.world_size[-1]):,}"),
-        ("time in steps", duration(seconds)),
+        ("time in steps", duration(float(columns.seconds.sum()))),
         (f"outcome ({counted(len(run.starts), 'start')})", run.starts[-1].outcome if run.starts else ""),
     ]
     return [(name, value) for name, value in tiles if value]
@@ -242,7 +269,7 @@ def _traffic_table(named: Named, single: bool) -> str:
     for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
         of = [row for row in rows if axis_of(row.axis) == axis]
         formula = f"{style.bytes_text(expected[axis])} by formula" if axis in expected else ""
-        sums = [style.bytes_text(sum(getattr(row, n) for row in of)) for n in ("inside", "between")]
+        sums = map(style.bytes_text, sent_along(named.run, axis))
         cells.append([f"all along {axis}", axis, "", f"{sum(row.calls for row in of):,.3g}", *sums, formula])
     title = "" if single else f"<h3>{html.escape(named.name)}</h3>"
     return f"{title}<p>Calls and bytes sent, a step and rank, as means over the ranks:</p>" + _table(header, cells)

@@ -13,17 +13,26 @@ import numpy as np
 
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
-from mpitrain.monitor.events import EVENTS as EVENTS_FILE
-from mpitrain.monitor.events import why_no_step
-from mpitrain.monitor.json_lines import lines_of
-from mpitrain.monitor.line_kinds import EventLine, FullStepLine
-from mpitrain.monitor.metrics import METRICS
-from mpitrain.monitor.rank_file import RANKS
-from mpitrain.monitor.report.rank_reading import read_rank
-from mpitrain.monitor.report.records import EVENTS, Column, MeasuredRank, Moment, RunRecord, StartRecord, StepColumns
+from mpitrain.monitor.events import read_events
+from mpitrain.monitor.json_lines import read_lines
+from mpitrain.monitor.line_kinds import RankLine, RankStart, rank_line
+from mpitrain.monitor.metrics import step_lines
+from mpitrain.monitor.report.records import (
+    CATEGORIES,
+    EVENTS,
+    PARTS,
+    MeasuredRank,
+    Moment,
+    RunRecord,
+    SentRecord,
+    StartRecord,
+    StepColumns,
+)
 from mpitrain.storage.disk import reason
+from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
-CONFIG = "config.toml"
+MOST_ROWS = 300  # of a rank; further ones are summed up
+MEMORY = (*CATEGORIES, "host", "device")
 _RUNNING = 60.0  # seconds without a sign, after which a job without an end counts as killed
 
 
@@ -36,58 +45,80 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         InputError: No step of it is finished, or a file of it is damaged.
     """
-    there = not folder.is_dir() or (folder / METRICS).exists()
-    columns = _read_columns(folder / METRICS) if there else None
-    if columns is None or not len(columns.step):
-        raise InputError(why_no_step(folder))
-    moments = _read_moments(folder / EVENTS_FILE)
+    columns = _read_columns(folder)
+    moments = _read_moments(folder)
     ranks = _read_ranks(folder / RANKS)
     starts = _starts(moments, columns, ranks, time.time())
     facts = starts[-1].facts if starts else {}
     return RunRecord(folder, columns, moments, starts, ranks, _read_config(folder, facts), facts)
 
 
-def _read_columns(path: Path) -> StepColumns:
+def _read_columns(folder: Path) -> StepColumns:
     names = ("step", "loss", "held_out_loss", "lr", "grad_norm", "step_s", "samples", "tokens", "world_size", "time")
     values = array("d")  # a million steps are read, too
-    try:
-        for line in lines_of(path, "metrics", FullStepLine):
-            found = [getattr(line, name) for name in (*names, "skipped")]
-            values.extend(math.nan if value is None else float(value) for value in found)
-    except FileNotFoundError:
-        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
+    for line in step_lines(folder):
+        found = [getattr(line, name) for name in (*names, "skipped")]
+        values.extend(math.nan if value is None else float(value) for value in found)
     table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names) + 1)
     rising = np.argsort(table[:, 0], kind="stable")
     return StepColumns(*table[rising].T)
 
 
-def _read_moments(path: Path) -> tuple[Moment, ...]:
-    try:
-        lines = list(lines_of(path, "events", EventLine))
-    except FileNotFoundError:
-        return ()
-    return tuple(Moment(m.time, m.event, m.step, _told(m)) for m in lines if m.event in EVENTS)
-
-
-def _told(line: EventLine) -> dict[str, Any]:
-    """What else a line of an event says."""
-    return line.model_dump(exclude_unset=True, exclude={"time", "event", "step"})
+def _read_moments(folder: Path) -> tuple[Moment, ...]:
+    return tuple(
+        Moment(line.pop("time"), line.pop("event"), line.pop("step"), line)
+        for line in read_events(folder)
+        if line["event"] in EVENTS
+    )
 
 
 def _read_ranks(folder: Path) -> tuple[MeasuredRank, ...]:
     try:
-        paths = sorted(folder.glob("rank-*.jsonl"))
+        paths = rank_paths(folder, "jsonl")
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({reason(error)}); give a run folder you may read") from None
-    read = [
-        read_rank(path, lambda p, kind: lines_of(p, "rank file", kind, lambda line: line.start is not None))
-        for path in paths
-    ]
-    ranks = [rank for rank in read if rank is not None]
+    ranks = [rank for path in paths if (rank := _read_rank(path)) is not None]
     if not ranks:
         return ()
     newest = max(ranks, key=lambda r: r.header.start).header
     return tuple(sorted((r for r in ranks if r.rank < newest.world_size), key=lambda r: r.rank))
+
+
+def _read_rank(path: Path) -> MeasuredRank | None:
+    """Return what a rank measured in its last job that took a step; None for a rank that measured no step."""
+    jobs: list[tuple[RankStart, list[RankLine]]] = []
+    for line in read_lines(path, "rank file", rank_line, lambda line: isinstance(line, RankStart)):
+        if isinstance(line, RankStart):
+            jobs.append((line, []))
+        elif jobs:
+            rows = jobs[-1][1]
+            while rows and rows[-1].step >= line.step:  # written again
+                rows.pop()
+            rows.append(line)
+    measured = [job for job in jobs if job[1]]
+    if not measured:
+        return None
+    signs = tuple((first.start, rows[-1].time, rows[-1].step) for first, rows in measured)
+    return _reduced(*measured[-1], signs)
+
+
+def _reduced(header: RankStart, rows: list[RankLine], signs: tuple[tuple[float, float, int], ...]) -> MeasuredRank:
+    """The rows as columns, at most `MOST_ROWS`: sums of seconds, the most of memory."""
+    cuts = np.linspace(0, len(rows), min(len(rows), MOST_ROWS) + 1).astype(int)[:-1]
+    steps = np.add.reduceat(np.array([row.steps for row in rows], dtype=np.float64), cuts)
+    last = np.array([row.step for row in rows], dtype=np.float64)[np.append(cuts[1:], len(rows)) - 1]
+    seconds = {part: np.add.reduceat(np.array([row.seconds.get(part, 0.0) for row in rows]), cuts) for part in PARTS}
+    memory = {
+        name: np.fmax.reduceat(np.array([(row.memory or {}).get(name, math.nan) for row in rows]), cuts)
+        for name in MEMORY
+    }
+    sent: dict[tuple[str, str, str], np.ndarray[Any, Any]] = {}
+    for row in rows:
+        for operation, axis, algorithm, *figures in row.sent:
+            key = (operation, axis, algorithm)
+            sent[key] = sent.get(key, np.zeros(4)) + figures
+    records = tuple(SentRecord(*key, *(float(v) for v in figures)) for key, figures in sorted(sent.items()))
+    return MeasuredRank(header.rank, header, last, steps, seconds, memory, records, signs)
 
 
 def _read_config(folder: Path, facts: Any) -> dict[str, Any]:
@@ -109,8 +140,8 @@ def _starts(
         limit = moments[after].time if after < len(moments) else math.inf
         ends = [m for m in told if m.kind == "end"]
         steps = (columns.time >= begin.time) & (columns.time <= limit)  # NaN is neither
-        signs = [begin.time, *(m.time for m in told), *_last(columns.time[steps])]
-        done = [begin.step, *(m.step for m in told), *(int(s) for s in _last(columns.step[steps]))]
+        signs = [begin.time, *(m.time for m in told), *columns.time[steps][-1:].tolist()]
+        done = [begin.step, *(m.step for m in told), *columns.step[steps][-1:].astype(int).tolist()]
         for _, seen, step in (sign for rank in ranks for sign in rank.signs):
             if begin.time <= seen <= limit:
                 signs.append(seen)
@@ -122,22 +153,8 @@ def _starts(
         elif limit == math.inf and now - max(signs) < _RUNNING:
             outcome, message = "running", "still at work as this was read"
         end = ends[-1].time if ends else max(signs)
-        size = begin.told.get("ranks")
+        ranks_then = begin.told.get("ranks") or 0
         starts.append(
-            StartRecord(
-                number,
-                begin.time,
-                end,
-                size if isinstance(size, int) else 0,
-                begin.step,
-                max(done),
-                outcome,
-                message,
-                dict(begin.told),
-            )
+            StartRecord(number, begin.time, end, ranks_then, begin.step, max(done), outcome, message, begin.told)
         )
     return tuple(starts)
-
-
-def _last(column: Column) -> list[float]:
-    return [float(column[-1])] if len(column) else []

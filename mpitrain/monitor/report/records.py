@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpitrain.monitor.line_kinds import RankStart
 from mpitrain.monitor.parts import PARTS as PARTS
 from mpitrain.monitor.rank_file import SERVER, rank_name
 
@@ -48,6 +49,10 @@ class StepColumns:
     world_size: Column
     time: Column
     skipped: Column
+
+    def rate(self, amounts: Column) -> float:
+        """Return amounts a second of the time that the steps took."""
+        return float(amounts.sum() / self.seconds.sum())
 
 
 @dataclass(frozen=True)
@@ -95,31 +100,6 @@ class StartRecord:
 
 
 @dataclass(frozen=True)
-class RankHeader:
-    """What a rank says as a job begins.
-
-    Attributes:
-        start: In unix seconds.
-        world_size: Ranks of the job.
-        host: Name of the rank's machine.
-        coordinates: Along the axes data, pipeline, tensor.
-        expected_memory: Bytes by category, by formula.
-        expected_bytes: Bytes that the rank sends a step, by axis, by formula.
-        step: Steps done.
-        role: worker or server; empty in files of older versions.
-    """
-
-    start: float
-    world_size: int
-    host: str
-    coordinates: tuple[int, ...]
-    expected_memory: Mapping[str, float]
-    expected_bytes: Mapping[str, float]
-    step: int
-    role: str
-
-
-@dataclass(frozen=True)
 class SentRecord:
     """What a rank sent by one algorithm, since its job began: calls, bytes to its own node and to others, seconds."""
 
@@ -148,7 +128,7 @@ class MeasuredRank:
     """
 
     rank: int
-    header: RankHeader
+    header: RankStart
     step: Column
     steps: Column
     seconds: Mapping[str, Column]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.monitor.report.records import Column, MeasuredRank, RunRecord, StepColumns
+from mpitrain.monitor.report.records import Column, MeasuredRank, RunRecord
 
 MOST_POINTS = 1500  # of a line
 TREND = 120  # points of the line that shows where a noisy one goes
@@ -113,14 +114,10 @@ def chosen(values: Sequence[float], most: int = 16) -> list[int]:
     return sorted({int(order[0]), int(order[(len(order) - 1) // 2]), int(order[-1])})
 
 
-def trained_seconds(columns: StepColumns) -> Column:
-    """Seconds of all steps up to each, without the time between jobs."""
-    return np.cumsum(columns.seconds)
-
-
-def at_steps(columns: StepColumns, steps: Column, values: Column) -> Column:
-    """A column's values at other steps than its own, straight lines between."""
-    return np.interp(steps, columns.step, values)
+def last_finite(values: Column) -> float:
+    """Return the last value that is a number; NaN where none is."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else math.nan
 
 
 def thinned(values: Column, most: int) -> Column:

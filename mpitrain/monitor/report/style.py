@@ -37,6 +37,7 @@ MEMORY_COLOURS = {
 }  # fmt: skip
 FOREIGN = ("datasets", "domain", "title")  # of a chart: where names of runs and metrics stand, and never a colour
 OUTCOME_COLOURS = {"done": "@green", "stopped": "@sky", "running": "@blue", "failed": "@red", "killed": "@purple"}
+STEP = alt.Tooltip("step:Q", format=",.0f")
 FIT = alt.AutoSizeParams(type="fit-x", contains="padding")  # the width of the page, the height of the chart
 WIDTH, HEIGHT = 760, 240  # pixels of a PNG file's chart, without its axes
 
@@ -58,11 +59,6 @@ class Drawing:
     note: str
     chart: alt.TopLevelMixin | None = None
     wide: bool = True
-
-
-def missing(name: str, title: str, why: str) -> Drawing:
-    """What stands where a chart would be."""
-    return Drawing(name, title, why)
 
 
 def theme(colours: Mapping[str, str]) -> dict[str, Any]:
@@ -151,10 +147,36 @@ def _objects(node: Any) -> Iterator[dict[str, Any]]:
                 yield from _objects(part)
 
 
-def palette(colours: Mapping[str, str], present: Sequence[str]) -> alt.Scale:
-    """The colours of those names that are there, in their order."""
+def palette(field: str, title: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> alt.Color:
+    """Return a colour for each value of a field, of those that the rows have, in the colours' order."""
+    present = {row[field] for row in rows}
     names = [name for name in colours if name in present]
-    return alt.Scale(domain=names, range=[colours[name] for name in names])
+    return alt.Color(f"{field}:N", title=title, scale=alt.Scale(domain=names, range=[colours[name] for name in names]))
+
+
+def framed(chart: alt.Chart | alt.LayerChart, title: str, height: int = HEIGHT) -> Any:
+    """Return a chart as wide as the page, of so many pixels' height, under its title."""
+    return chart.properties(title=title, width="container", autosize=FIT, height=height)
+
+
+def bars(
+    rows: Sequence[Mapping[str, Any]], title: str, x: str, each: int, colour: alt.Color, **channels: Any
+) -> alt.Chart:
+    """Return stacked bars: the sum of the rows' `value` by `bar`, in the order of the rows.
+
+    Args:
+        rows: Of the chart.
+        title: Headline of the chart.
+        x: Title of the axis along the bars.
+        each: Height of a bar with the space around it, in pixels.
+        colour: Of the parts of a bar.
+        channels: Further ones.
+    """
+    names = list(dict.fromkeys(row["bar"] for row in rows))
+    y = alt.Y("bar:N", title=None, sort=names, axis=alt.Axis(labelLimit=280))
+    chart = alt.Chart(data(rows)).mark_bar(stroke="@paper", strokeWidth=0.5)
+    chart = chart.encode(x=alt.X("sum(value):Q", title=x), y=y, color=colour, **channels)
+    return framed(chart, title, each * len(names) + 8)
 
 
 def colour_of_run(number: int) -> str:
@@ -178,6 +200,13 @@ def run_dash(names: Sequence[str], title: str = "run") -> alt.StrokeDash:
         title=title,
         legend=_line_legend() if len(names) > 1 else None,
     )
+
+
+def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: str) -> alt.StrokeDash:
+    """Return a dash pattern for each value of a field, with a legend in the colour `ink`."""
+    legend = alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor=ink)
+    scale = alt.Scale(domain=list(patterns), range=list(patterns.values()))
+    return alt.StrokeDash(f"{field}:N", title=title, scale=scale, legend=legend)
 
 
 def _line_legend() -> alt.Legend:

@@ -8,11 +8,9 @@ from pathlib import Path
 from statistics import median, median_high
 from typing import Any
 
-from mpitrain.errors import InputError
-from mpitrain.monitor.events import why_no_step
-from mpitrain.monitor.json_lines import lines_of
 from mpitrain.monitor.line_kinds import FullStepLine
-from mpitrain.monitor.metrics import METRICS
+from mpitrain.monitor.metrics import HELD_OUT, step_lines
+from mpitrain.storage.run_folder import CHECKPOINTS
 from mpitrain.storage.text import aligned, counted, duration, number_text, rates_text, spoken
 
 _loss = partial(number_text, form=".4f")
@@ -27,12 +25,10 @@ def summary(folder: Path) -> str:
     Raises:
         InputError: No step of it is finished, or a line of its metrics is damaged.
     """
-    lines = _lines(folder)
-    if not lines:
-        raise InputError(why_no_step(folder))
+    lines = [_known(line) for line in step_lines(folder)]
     first, last = lines[0], lines[-1]
     held_out = [(m["step"], m["held_out_loss"]) for m in lines if m.get("held_out_loss") is not None]
-    checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if ".tmp-" not in p.name)
+    checkpoints = sorted(p.name for p in (folder / CHECKPOINTS).glob("step-*") if ".tmp-" not in p.name)
     rows = [
         ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
         ("loss", f"{_loss(first['loss'])} -> {_loss(last['loss'])}"),
@@ -57,19 +53,10 @@ def summary(folder: Path) -> str:
     return f"run {folder}\n{aligned([row for row in rows if row[1]])}"
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, each without what is not read here."""
-    if folder.is_dir() and not (folder / METRICS).exists():
-        return []
-    path = folder / METRICS if folder.is_dir() else folder
-    found = []
-    try:
-        for line in lines_of(path, "metrics", FullStepLine):
-            known = line.model_dump(exclude_none=True, exclude=set(line.model_extra or ())) | {"loss": line.loss}
-            found.append(known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith("held_out_")})
-    except FileNotFoundError:
-        raise InputError(f"metrics {path} do not exist; give the folder of a run that took a step") from None
-    return found
+def _known(line: FullStepLine) -> dict[str, Any]:
+    """Return a line of a run's metrics without what is not read here."""
+    known = line.model_dump(exclude_none=True, exclude=set(line.model_extra or ())) | {"loss": line.loss}
+    return known | {k: v for k, v in (line.model_extra or {}).items() if k.startswith(HELD_OUT)}
 
 
 def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -77,8 +64,8 @@ def _metrics(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     measured: dict[str, list[float]] = {}
     for line in lines:
         for name, value in line.items():
-            if name.startswith("held_out_") and name != "held_out_loss" and isinstance(value, float):
-                measured.setdefault(name.removeprefix("held_out_"), []).append(value)
+            if name.startswith(HELD_OUT) and name != "held_out_loss" and isinstance(value, float):
+                measured.setdefault(name.removeprefix(HELD_OUT), []).append(value)
     return [(f"held-out {spoken(n)}", f"{v[0]:.4g} -> {v[-1]:.4g}") for n, v in measured.items()]
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from mpitrain.errors import InputError, refusing
 from mpitrain.monitor.rank_file import SERVER, rank_name
-from mpitrain.monitor.timeline.spans import TIMELINE, read_ranks
+from mpitrain.monitor.timeline.spans import read_ranks
 from mpitrain.monitor.timeline.summary import summarize
 from mpitrain.monitor.timeline.trace_events import trace_of
 from mpitrain.storage.disk import reason, replacing, write_whole
+from mpitrain.storage.run_folder import TIMELINE, rank_paths
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def merge(folder: Path) -> Merged:
 
 def recordings(run: Path) -> list[Path]:
     """The folders with recorded steps of a run, or the one that is given itself."""
-    if list(run.glob("rank-[0-9]*.json")):
+    if rank_paths(run, "json"):
         return [run]
     return sorted(path for path in (run / TIMELINE).glob("steps-*-*") if path.is_dir())
 

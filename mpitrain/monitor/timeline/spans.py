@@ -24,8 +24,8 @@ from typing import Any
 
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import read_plain, reason, write_whole
+from mpitrain.storage.run_folder import TIMELINE, rank_path, rank_paths, writing
 
-TIMELINE = "timeline"
 _NOTHING: dict[str, Any] = {}
 _LARGEST = 4 << 30  # bytes of a rank's file
 _MOST = 2_000_000  # spans that are kept
@@ -91,12 +91,10 @@ def recording_folder(run: Path, steps: tuple[int, int]) -> Path:
 
 def write_rank(folder: Path, recording: dict[str, Any]) -> None:
     """Write what a rank has recorded. Raises InputError where that fails."""
-    path = folder / f"rank-{recording['rank']:05d}.json"
-    try:
+    path = rank_path(folder, recording["rank"], "json")
+    with writing(str(path)):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(recording, separators=(",", ":")))
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({reason(error)}); make room, or choose another run.dir") from None
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
@@ -106,7 +104,7 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
         InputError: There is nothing, or a file is none of these.
     """
     found: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("rank-[0-9]*.json")):
+    for path in rank_paths(folder, "json"):
         try:
             recording = json.loads(read_plain(path, _LARGEST))
             if not _whole(recording):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import quantiles
 from textwrap import shorten
 
 from rich.console import Group, RenderableType
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mpitrain.errors import printable
+from mpitrain.monitor.line_kinds import StepLine
 from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
 from mpitrain.storage.text import counted, duration, lasting, number_text, seconds_text, short
 
@@ -88,7 +89,7 @@ def line(run: Watched) -> str:
     if status is not RunStatus.WAITING:
         words.append(f"step {run.step:,}" + (f"/{run.of_steps:,}" if run.of_steps else ""))
     if told:
-        words.append(f"loss {number_text(told.get('loss'))}")
+        words.append(f"loss {number_text(told.loss)}")
         if run.steps.held_out.last:
             words.append(f"held-out loss {number_text(run.steps.held_out.last[1])}")
         words.append(_throughput(run))
@@ -147,15 +148,15 @@ def _figures(run: Watched, width: int, plain: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL)
     table.add_column()  # whose lines are broken between words
-    told, room = run.steps.line, width - _LABEL - 2
+    told, room = run.steps.line or StepLine(step=0), width - _LABEL - 2
     rows = [
         ("loss", _curve(run.steps.loss, room, plain)),
         ("held-out loss", _curve(run.steps.held_out, room, plain)),
-        ("learning rate", number_text(told.get("lr"), ".3g", "")),
-        ("gradient norm", number_text(told.get("grad_norm")) if "grad_norm" in told else ""),
+        ("learning rate", number_text(told.lr, ".3g", "")),
+        ("gradient norm", number_text(told.grad_norm) if "grad_norm" in told.model_fields_set else ""),
         ("throughput", _throughput(run)),
         ("step time", _step_time(run)),
-        ("memory", f"{short(told['memory_bytes'])}B at most on rank 0" if told.get("memory_bytes") else ""),
+        ("memory", f"{short(told.memory_bytes)}B at most on rank 0" if told.memory_bytes else ""),
         ("skipped", f"{counted(run.steps.skipped, 'step')}, for gradients that were not finite"),
         ("checkpoint", _checkpoint(run)),
         ("restarts", _restarts(run)),
@@ -181,11 +182,11 @@ def _curve(curve: Curve, width: int, plain: bool) -> str:
 
 def _throughput(run: Watched) -> str:
     seconds, told = sum(run.steps.seconds), run.steps.line
-    if not seconds or not isinstance(told.get("samples"), (int, float)):
+    if not seconds or told is None or told.samples is None:
         return ""
     each = len(run.steps.seconds) / seconds
-    samples, tokens = f"{short(told['samples'] * each)} samples/s", told.get("tokens")
-    return f"{short(tokens * each)} tokens/s ({samples})" if tokens else samples
+    samples = f"{short(told.samples * each)} samples/s"
+    return f"{short(told.tokens * each)} tokens/s ({samples})" if told.tokens else samples
 
 
 def _step_time(run: Watched) -> str:
@@ -194,7 +195,7 @@ def _step_time(run: Watched) -> str:
         return ""
     most = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
     last = f"the last {counted(len(seconds), 'step')}"
-    return f"median {seconds_text(median(seconds))}, 99 % within {seconds_text(most)} ({last})"
+    return f"median {seconds_text(run.median_seconds or 0.0)}, 99 % within {seconds_text(most)} ({last})"
 
 
 def _checkpoint(run: Watched) -> str:

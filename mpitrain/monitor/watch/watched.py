@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, InputError
-from mpitrain.monitor.events import EVENTS, parsed_event
-from mpitrain.monitor.line_kinds import RankLine, StepLine, parsed, parsed_object
-from mpitrain.monitor.metrics import METRICS
+from mpitrain.monitor.events import checked_event
+from mpitrain.monitor.json_lines import GrowingFile, parsed
+from mpitrain.monitor.line_kinds import RankLine, RankStart, StepLine, rank_line
 from mpitrain.monitor.rank_file import SERVER
-from mpitrain.monitor.watch.growing import GrowingFile
 from mpitrain.storage import locks
+from mpitrain.storage.run_folder import CONFIG, EVENTS, LOGS, METRICS, RANKS, rank_paths
 
 RECENT = 512  # steps whose times are looked at
 _POINTS = 1024  # of a curve at most
@@ -58,11 +58,11 @@ class Curve:
     _stride: int = 1
     _count: int = 0
 
-    def add(self, step: int, value: object) -> None:
-        """Note the figure of a step; one that is not a number is left out."""
-        if not isinstance(value, (int, float)):
+    def add(self, step: int, value: float | None) -> None:
+        """Note the figure of a step, if it has one."""
+        if value is None:
             return
-        self.last = (step, float(value))
+        self.last = (step, value)
         if self._count % self._stride == 0:
             self.points.append(self.last)
             if len(self.points) >= _POINTS:
@@ -74,7 +74,7 @@ class Curve:
 class Steps:
     """What the lines of metrics.jsonl told."""
 
-    line: dict[str, Any] = field(default_factory=dict)  # the last one
+    line: StepLine | None = None  # the last one
     loss: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -84,18 +84,18 @@ class Steps:
 
     def add(self, line: bytes) -> None:
         """Take in one line."""
-        value = parsed_object(StepLine, line)
-        if value is None:
+        told = parsed(line, StepLine.model_validate)
+        if told is None:
             self.damaged += 1
             return
-        step, self.line = value["step"], value
-        self.loss.add(step, value.get("loss"))
-        self.held_out.add(step, value.get("held_out_loss"))
-        self.skipped += bool(value.get("skipped"))
-        if isinstance(seconds := value.get("step_s"), (int, float)):
-            self.seconds.append(seconds)
-        if isinstance(when := value.get("time"), (int, float)):
-            self.times.append((step, when))
+        self.line = told
+        self.loss.add(told.step, told.loss)
+        self.held_out.add(told.step, told.held_out_loss)
+        self.skipped += told.skipped
+        if told.step_s is not None:
+            self.seconds.append(told.step_s)
+        if told.time is not None:
+            self.times.append((told.step, told.time))
 
 
 class Watched:
@@ -142,7 +142,7 @@ class Watched:
         came = False
         for line in self._events.new_lines():
             came = True
-            self._take_event(parsed_event(line))
+            self._take_event(parsed(line, checked_event))
         for line in self._metrics.new_lines():
             came = True
             self._steps_now().add(line)
@@ -160,7 +160,7 @@ class Watched:
     @property
     def step(self) -> int:
         """Steps done."""
-        return int(self.steps.line.get("step") or self.start.get("step") or 0)
+        return (self.steps.line.step if self.steps.line else 0) or int(self.start.get("step", 0))
 
     @property
     def of_steps(self) -> int | None:
@@ -250,11 +250,11 @@ class Watched:
             self.lost += [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
 
     def _look_at_ranks(self) -> None:
-        for path in sorted((self.folder / "logs").glob("rank-*.log"))[:_FILES]:
+        for path in rank_paths(self.folder / LOGS, "log")[:_FILES]:
             self._take_log(self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines())
-        for path in sorted((self.folder / "ranks").glob("rank-*.jsonl"))[:_FILES]:
+        for path in rank_paths(self.folder / RANKS, "jsonl")[:_FILES]:
             for line in self._more.setdefault(path, GrowingFile(path, _TAIL)).new_lines():
-                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(RankLine, line))
+                self._take_parts(int(re.sub(r"\D", "", path.stem) or 0), parsed(line, rank_line))
 
     def _take_log(self, lines: Iterable[bytes]) -> None:
         """Keep warnings and errors; of what stands under one, such as a traceback, the last line."""
@@ -270,22 +270,19 @@ class Watched:
                 found[-1] = (*found[-1][:3], text)
         self.warnings = sorted([*self.warnings, *found])[-_WARNINGS:]
 
-    def _take_parts(self, rank: int, line: RankLine | None) -> None:
-        if line is None:
-            return
-        if line.start is not None:
+    def _take_parts(self, rank: int, line: RankStart | RankLine | None) -> None:
+        if isinstance(line, RankStart):
             self.parts[rank] = deque(maxlen=_PARTS)
             (self.servers.add if line.role == SERVER else self.servers.discard)(rank)
-        if line.seconds:
-            numbers = {name: seconds for name, seconds in line.seconds.items() if seconds is not None}
-            self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(numbers)
+        elif line is not None and line.seconds:
+            self.parts.setdefault(rank, deque(maxlen=_PARTS)).append(line.seconds)
 
 
 def _configured_steps(folder: Path) -> int | None:
     from mpitrain.config.toml_file import read_toml
 
     try:
-        steps = read_toml(str(folder / "config.toml"))["train"]["steps"]
+        steps = read_toml(str(folder / CONFIG))["train"]["steps"]
     except (InputError, KeyError, TypeError):
         return None
     return steps if isinstance(steps, int) and steps < 2**53 else None

@@ -27,8 +27,9 @@ from mpitrain.errors import CheckpointError, InputError, refusal
 from mpitrain.loading import require_trusted
 from mpitrain.models.measures import measures_of
 from mpitrain.models.metrics import Confusion
+from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import full_told, set_threads
-from mpitrain.trainer.folder import CONFIG, together
+from mpitrain.trainer.folder import together
 from mpitrain.trainer.held_out.evaluation import evaluated
 from mpitrain.trainer.settings import shared_config
 from mpitrain.trainer.state import OPTIMIZER

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint.folders import is_checkpoint
 from mpitrain.errors import refusal
+from mpitrain.monitor.metrics import HELD_OUT
 from mpitrain.storage.text import counted, spoken
 from mpitrain.trainer.callback import Callback
-from mpitrain.trainer.held_out.measuring import DIRECTION, HELD_OUT, LOSS
+from mpitrain.trainer.held_out.measuring import DIRECTION, LOSS
 from mpitrain.trainer.optimizing.plateau import PLATEAU, PlateauSchedule
 from mpitrain.trainer.recording.records import figure
 

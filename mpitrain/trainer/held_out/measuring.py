@@ -32,7 +32,6 @@ from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.held_out.library_metric import LibraryMetric, gathered_from, is_library_metric
 from mpitrain.trainer.modes.strategy import GroupPlaces
 
-HELD_OUT = "held_out_"  # before the name of a figure, in metrics.jsonl
 DIRECTION = "higher_is_better"  # the attribute by which one's own metric says so
 Function = Callable[[Any, Any], Any]
 LOSS = "loss"  # the figure that is no metric

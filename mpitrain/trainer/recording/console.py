@@ -64,8 +64,7 @@ class Console(Callback):
             self._held_out = {spoken(n): figure(n, value) for n, value in trainer.figures.items()}
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        memory = torch.tensor([peak_memory_bytes(trainer.device)])
-        trainer.world.all_reduce(memory, "max")
+        peak = peak_of_ranks(trainer)
         trainer.folder.log.info("ended at step %d", trainer.step)
         if trainer.world.rank:
             return
@@ -89,12 +88,19 @@ class Console(Callback):
             step_seconds=self._step_seconds,
             samples_done=trainer.batch_sizes.before(trainer.step) - trainer.batch_sizes.before(start),
             tokens=trainer.tokens,
-            peak_memory_bytes=int(memory),
+            peak_memory_bytes=peak,
             run_dir=str(trainer.folder.path),
             commands=tuple(commands),
             early=trainer.stop_reason if early else "",
         )
         tell(closing(outcome))
+
+
+def peak_of_ranks(trainer: Trainer) -> int:
+    """Return the bytes of the rank that held most. Collective."""
+    memory = torch.tensor([peak_memory_bytes(trainer.device)])
+    trainer.world.all_reduce(memory, "max")
+    return int(memory)
 
 
 def facts(trainer: Trainer) -> RunFacts:

@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.held_out.measuring import LOSS
-from mpitrain.trainer.recording.console import facts, parallel_text
+from mpitrain.trainer.recording.console import facts, parallel_text, peak_of_ranks
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -69,9 +70,7 @@ class EventRecords(Callback):
         self._write(trainer, "save", folder=folder.name, seconds=time.perf_counter() - self._marked)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        memory = torch.tensor([peak_memory_bytes(trainer.device)])
-        trainer.world.all_reduce(memory, "max")
-        self._peak = int(memory)
+        self._peak = peak_of_ranks(trainer)
         self._outcome = "done" if trainer.done else "stopped"
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -83,7 +82,8 @@ class EventRecords(Callback):
             if not outcome:
                 outcome, message = _of_error(sys.exc_info()[1] or self._error)
             if self._log is None and trainer.folder.made:  # the first step was never reached
-                self._log = _opened(trainer)
+                with suppress(InputError):  # what is to be told is how the run failed, and not this
+                    self._log = EventLog(trainer.folder.path)
             peak = self._peak or _own_peak(trainer)
             seconds = time.monotonic() - self._began
             self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
@@ -149,12 +149,4 @@ def _own_peak(trainer: Trainer) -> int | None:
     try:
         return peak_memory_bytes(trainer.device)
     except RuntimeError:
-        return None
-
-
-def _opened(trainer: Trainer) -> EventLog | None:
-    """The file, where it can be opened: what is to be told is how the run failed, and not this."""
-    try:
-        return EventLog(trainer.folder.path)
-    except InputError:
         return None

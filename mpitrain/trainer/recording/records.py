@@ -9,11 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
+from mpitrain.monitor.metrics import HELD_OUT
 from mpitrain.monitor.trackers import Tracking, asked_for
 from mpitrain.storage.text import spoken
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.data import gather_ids
-from mpitrain.trainer.held_out.measuring import HELD_OUT, LOSS
+from mpitrain.trainer.held_out.measuring import LOSS
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer

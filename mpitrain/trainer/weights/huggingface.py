@@ -33,9 +33,8 @@ from mpitrain.models.hugging_face.saving import save_folder
 from mpitrain.planner.units import size_of
 from mpitrain.storage.commit import new_folder
 from mpitrain.storage.disk import sync, write_durably, write_whole
+from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 from mpitrain.trainer.weights.importing import (
-    CHECKPOINTS,
-    CONFIG,
     differences,
     kept_settings,
     require_model_of,

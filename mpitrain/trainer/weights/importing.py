@@ -19,8 +19,8 @@ from mpitrain.errors import InputError
 from mpitrain.planner.described import description_of
 from mpitrain.planner.subject import Subject
 from mpitrain.storage.disk import write_whole
+from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
-CONFIG, CHECKPOINTS = "config.toml", "checkpoints"
 _SHOWN = 3  # differences in one message
 Shapes = Mapping[str, Sequence[int]]
 

@@ -1,0 +1,286 @@
+"""Other tools that the figures of a run go to as well: TensorBoard, Weights & Biases, MLflow, or one of one's own.
+
+A tracker is another place, beside metrics.jsonl, for the figures of each step.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpitrain.config.named import find, told
+from mpitrain.config.run import MonitorSection
+from mpitrain.errors import InputError, MpitrainError
+from mpitrain.monitor.report.compare import flat
+from mpitrain.storage.disk import write_whole
+from mpitrain.storage.run_folder import MLFLOW, TENSORBOARD, WANDB
+
+IDENTITY = "mpitrain-run-id"  # a file in such a folder
+_ELSEWHERE = ("online", "shared")  # WANDB_MODE
+# of MLflow
+_FLUSH_EVERY = 5.0  # seconds
+_AT_ONCE = 900  # figures; MLflow takes 1,000
+_FOREIGN = re.compile(r"[^\w\-. :/]")  # what MLflow takes in no name
+_SETTINGS_AT_ONCE, _LONGEST = 100, 6000  # settings, characters: what MLflow takes
+
+
+class Tracker:
+    """Takes the figures of a run's steps to a tool that shows them. Rank 0 has one, made without arguments.
+
+    What is raised by `start` ends the job. What `log` and `close` raise is said once, and training goes on without
+    the tracker. Nothing may be asked for at a terminal.
+    """
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        """The first step is about to begin.
+
+        Args:
+            run_dir: The run folder, in which a tracker keeps what it has to.
+            config: The resolved settings, by section and key; `config["monitor"]` has `project` and `name`.
+            resume_step: The step that the run goes on from; None where it is a run from the start.
+        """
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take the figures of one step, by their names in metrics.jsonl; some may be NaN or infinite.
+
+        Args:
+            step: Its number, later than all before it in this job.
+            figures: What is a number in its line of metrics.jsonl, without its time.
+        """
+
+    def close(self) -> None:
+        """No step follows in this job."""
+
+
+def names(run_dir: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    """The project of a run, and its own name: monitor.name, or that of its folder."""
+    monitor = config["monitor"]
+    return monitor["project"], monitor["name"] or run_dir.absolute().name
+
+
+def kept_id(path: Path, resume_step: int | None) -> str:
+    """The identity of a run that goes on; empty for one from the start, or where none is kept."""
+    if resume_step is None:
+        return ""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def missing(key: str, extra: str, error: ImportError) -> InputError:
+    """What to say where a package is not there."""
+    return InputError(
+        f'{key} needs a package that is not there ({error}); pip install "mpitrain[{extra}]", or leave it out'
+    )
+
+
+class TensorBoard(Tracker):
+    """A scalar for each figure, in event files in RUN/tensorboard. TensorBoard shows each step once after a resume."""
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing("monitor.tensorboard", "monitor", error) from error
+        self._make: Any = SummaryWriter
+        self._board: Any = None
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        purge = None if resume_step is None else resume_step + 1
+        self._board = self._make(str(run_dir / TENSORBOARD), purge_step=purge)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+class WeightsAndBiases(Tracker):
+    """Weights & Biases: one run, under one identity for as long as the run folder goes on.
+
+    Into RUN/wandb, without a network, unless WANDB_MODE says otherwise. `wandb sync RUN/wandb/offline-run-*` uploads it
+    later. A resumed job writes a part of its own for the same run.
+    """
+
+    def __init__(self) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would go to a server as it is imported
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing("monitor.wandb", "trackers", error) from error
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        if mode in _ELSEWHERE and not self._wandb.api.api_key:  # it would ask for one at the terminal
+            raise InputError(
+                f"monitor.wandb: WANDB_MODE is {mode} and nobody is logged in; set WANDB_API_KEY, or leave "
+                "WANDB_MODE out"
+            )
+        project, name = names(run_dir, config)
+        kept = run_dir / WANDB / IDENTITY
+        identity = kept_id(kept, resume_step) or secrets.token_hex(4)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, identity + "\n")
+        settings = self._wandb.Settings(mode=mode, silent=True, console="off")
+        self._run = self._wandb.init(
+            project=project, name=name, dir=str(run_dir), id=identity, resume="allow", settings=settings
+        )
+        self._run.config.update(dict(config), allow_val_change=True)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MLflow(Tracker):
+    """MLflow: one run, which a resumed job goes on with: steps that are there already are not logged again.
+
+    Into files in RUN/mlflow, without a network, unless MLFLOW_TRACKING_URI says otherwise. Files, and not SQLite, as a
+    run folder often lies on a network file system, whose locks SQLite cannot rely on.
+    """
+
+    def __init__(self) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        try:
+            from mlflow import MlflowClient, entities
+        except ImportError as error:
+            raise missing("monitor.mlflow", "trackers", error) from error
+        self._make, self._entities = MlflowClient, entities
+        self._client: Any = None
+        self._run = ""
+        self._last = 0  # step that is there
+        self._waiting: list[Any] = []
+        self._flushed = 0.0  # time.monotonic()
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        where = run_dir.absolute() / MLFLOW
+        where.mkdir(parents=True, exist_ok=True)
+        self._client = self._make(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or where.as_uri())
+        project, name = names(run_dir, config)
+        self._run = kept_id(where / IDENTITY, resume_step)
+        if self._run:
+            self._client.set_terminated(self._run, "RUNNING")
+            self._last = max((m.step for m in self._client.get_metric_history(self._run, "loss")), default=0)
+        else:
+            found = self._client.get_experiment_by_name(project)
+            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            self._run = self._client.create_run(experiment, run_name=name).info.run_id
+            write_whole(where / IDENTITY, self._run + "\n")
+            told = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in flat(config).items()]
+            for begin in range(0, len(told), _SETTINGS_AT_ONCE):
+                self._client.log_batch(self._run, params=told[begin : begin + _SETTINGS_AT_ONCE])
+        self._flushed = time.monotonic()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        if step <= self._last:
+            return
+        now = round(time.time() * 1000)
+        made = self._entities.Metric
+        self._waiting += [made(_allowed(name), float(value), now, step) for name, value in figures.items()]
+        if time.monotonic() - self._flushed > _FLUSH_EVERY or len(self._waiting) > _AT_ONCE:
+            self._flush()
+
+    def close(self) -> None:
+        if self._run:
+            self._flush()
+            self._client.set_terminated(self._run)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for begin in range(0, len(waiting), _AT_ONCE):
+            self._client.log_batch(self._run, metrics=waiting[begin : begin + _AT_ONCE])
+        self._flushed = time.monotonic()
+
+
+def _allowed(name: str) -> str:
+    """The name of a figure as MLflow takes it, which may have paths in it."""
+    return posixpath.normpath(_FOREIGN.sub("_", name))
+
+
+def asked_for(section: MonitorSection) -> list[Tracker]:
+    """The trackers that the settings ask for.
+
+    Raises:
+        InputError: A package is not there, or what `monitor.tracker` names is none.
+    """
+    wanted = ((section.tensorboard, TensorBoard), (section.wandb, WeightsAndBiases), (section.mlflow, MLflow))
+    trackers: list[Tracker] = [kind() for asked, kind in wanted if asked]
+    if section.tracker:
+        made = find("monitor.tracker", section.tracker)()
+        if not isinstance(made, Tracker):
+            raise InputError(
+                f"monitor.tracker {section.tracker} makes {type(made).__name__}, which is no "
+                "mpitrain.monitor.trackers.Tracker; derive it from that class"
+            )
+        trackers.append(made)
+    return trackers
+
+
+class Tracking:
+    """Trackers that were asked for; one that fails after the start is left out from then on.
+
+    Args:
+        trackers: In the order in which they are told.
+        warn: Says a line to the person who looks.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], warn: Callable[[str], object]) -> None:
+        self._trackers, self._warn = list(trackers), warn
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        """Have each of them begin.
+
+        Raises:
+            InputError: One of them cannot.
+        """
+        for tracker in self._trackers:
+            try:
+                tracker.start(run_dir, config, resume_step)
+            except MpitrainError:
+                raise
+            except Exception as error:
+                raise InputError(f"{_name(tracker)} cannot start: {told(error)}; mend that, or leave it out") from error
+
+    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Give them what is a number of a step's figures."""
+        if not self._trackers:
+            return
+        numbers = {name: value for name, value in figures.items() if type(value) in (int, float) and name != "time"}
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(step, numbers)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self._warn(f"{_name(tracker)} failed and is left out from step {step} on: {told(error)}")
+                with suppress(Exception):
+                    tracker.close()
+
+    def close(self) -> None:
+        """Have each of them end."""
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                self._warn(f"{_name(tracker)} failed as it ended: {told(error)}")
+
+
+def _name(tracker: Tracker) -> str:
+    return f"tracker {type(tracker).__name__}"
