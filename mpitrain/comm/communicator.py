@@ -28,16 +28,16 @@ from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.deferred import Deferred
 from mpitrain.comm.collectives.gather import gather
 from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
-from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
 from mpitrain.comm.collectives.scatter import scatter
+from mpitrain.comm.collectives.services import ProcessServices
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.mailbox import Mailbox
 from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology, ranks_in
 from mpitrain.comm.runtime.split_phase import SplitPhase
 from mpitrain.errors import InputError
 
@@ -52,7 +52,7 @@ class Communicator(PointToPoint):
 
     probe = ALL_REDUCE
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._deferred = Deferred(self)
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.comm import Communicator, init
+from mpitrain.comm.job.topology import processor_name
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.comm.process.topology import processor_name
 from mpitrain.errors import EXIT_DONE
 from mpitrain.measuring.algorithms import MEMORIES, TABLES, AlgorithmContenders
 from mpitrain.measuring.rank import folder_speeds, overhead

@@ -20,9 +20,9 @@ from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor, bytes_at, tensor_at
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call

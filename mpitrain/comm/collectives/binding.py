@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from mpitrain.comm.collectives.cache import BoundCache, kept
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.memory.arena import Arena, ArenaIndex, allocate
 from mpitrain.comm.memory.board import LINE, ROW, Board, is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
-from mpitrain.comm.process.journal import Moved
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime import kernels, signatures

@@ -7,7 +7,7 @@ from torch import Tensor
 from mpitrain.comm.collectives import reduce_scatter
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.process.journal import Moved, Note
+from mpitrain.comm.job.traffic import Moved, Note
 from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.split_phase import SplitPhase
 

@@ -19,15 +19,15 @@ import torch
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
 from mpitrain.comm.collectives.owned import OwnedCommunicators
-from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.device import is_accelerator, new_stream
-from mpitrain.comm.process.journal import Journal, Moved, Note, clock
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.on_device import OnDevice, between
@@ -49,7 +49,7 @@ class Dispatcher(Member):
 
     probe: ClassVar[CollectiveOperation]
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(topology, label)
         self.process = process
         self._owned = OwnedCommunicators(process)

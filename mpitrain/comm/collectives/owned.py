@@ -7,14 +7,14 @@ What only this process has, the watchdog's records and the communication thread,
 
 from __future__ import annotations
 
-from mpitrain.comm.collectives.process import Process
-from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.collectives.services import ProcessServices
+from mpitrain.comm.job.mpi import MPI
 
 
 class OwnedCommunicators:
     """Those of one `Communicator`. Made and freed by all of its ranks in the same order."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessServices) -> None:
         self._process = process
         self._comms: list[MPI.Intracomm] = []
 

@@ -20,10 +20,10 @@ from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
 from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction

@@ -30,11 +30,11 @@ import numpy as np
 from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.faults.witness import Witness
+from mpitrain.comm.job import connections, fault_tolerance, launcher
+from mpitrain.comm.job.abort import Faults, say
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process import connections, fault_tolerance, launcher
-from mpitrain.comm.process.abort import Faults, say
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import CommunicationError
 
 _ADDRESS, _DIGEST = 8, 8  # bytes

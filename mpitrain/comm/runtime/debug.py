@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.watchdog import line_of
 from mpitrain.errors import CommunicationError
 

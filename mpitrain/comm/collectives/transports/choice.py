@@ -13,15 +13,15 @@ from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation
-from mpitrain.comm.collectives.process import DeviceMemory
+from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.direct import Direct, takes_addresses
 from mpitrain.comm.collectives.transports.nccl import Nccl
 from mpitrain.comm.collectives.transports.peer import Peer
 from mpitrain.comm.collectives.transports.staged import Staged
 from mpitrain.comm.collectives.transports.transport import Transport
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.sharing import all_agree
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import refusal
 

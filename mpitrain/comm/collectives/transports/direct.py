@@ -17,9 +17,9 @@ from torch import Tensor
 from mpitrain.comm.collectives.arguments import overlap
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import memory_kind, mpi_reads, recorded
 from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.kernels import Reduction, scaling
 
 _OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name

@@ -19,9 +19,9 @@ from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.library import moved as ring
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.transport import flat
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
 from mpitrain.comm.memory.sharing import all_agree
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from mpitrain.comm.process import connections, last_word
+from mpitrain.comm.job import connections, last_word
 from mpitrain.early import launched_first
 from mpitrain.errors import InputError, message_of
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-from mpitrain.comm.process import fault_tolerance, single_copy
+from mpitrain.comm.job import fault_tolerance, single_copy
 
 single_copy.prepare()
 # Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
@@ -15,6 +15,6 @@ os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 if fault_tolerance.switched_on():
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 
-from mpitrain.comm.process import presence
+from mpitrain.comm.job import presence
 
 presence.load()

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mpitrain.comm.job.abort import Faults
+from mpitrain.comm.job.cores import Share
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Journal
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process.abort import Faults
-from mpitrain.comm.process.cores import Share
-from mpitrain.comm.process.journal import Journal
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
@@ -33,7 +33,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessServices:
     """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mpitrain.comm.process.start  # noqa: F401  isort: skip
+import mpitrain.comm.job.load_mpi  # noqa: F401  isort: skip
 import mpi4py
 from mpi4py import MPI as MPI
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpitrain.comm.process import fault_tolerance, last_word, launcher
-from mpitrain.comm.process.launcher import command_of, of_process, state_and_parent_of
+from mpitrain.comm.job import fault_tolerance, last_word, launcher
+from mpitrain.comm.job.launcher import command_of, of_process, state_and_parent_of
 from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 
