@@ -26,11 +26,10 @@ from mpitrain.comm.collectives.alternating import Alternating
 from mpitrain.comm.collectives.barrier import barrier
 from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.deferred import Deferred
-from mpitrain.comm.collectives.gather import gather
 from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
-from mpitrain.comm.collectives.scatter import scatter
+from mpitrain.comm.collectives.rooted import gather, scatter
 from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology, ranks_in

@@ -23,7 +23,7 @@ class Deferred:
 
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
-        blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out x")
+        blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out", "x")
         if not reduce_scatter.can_defer(comm.binder, x):
             return None
         comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)

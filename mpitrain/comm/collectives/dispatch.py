@@ -10,7 +10,7 @@ Each file beside this one describes one `CollectiveOperation`, and makes an `Inv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,11 +22,14 @@ from mpitrain.comm.collectives.owned import OwnedCommunicators
 from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
+from mpitrain.comm.collectives.transports.transport import DeviceCall
+from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.record import Record
 from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
 from mpitrain.comm.member import Member
+from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.device import is_accelerator, new_stream
 from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.executor import Compiled
@@ -104,6 +107,26 @@ class Dispatcher(Member):
     def overlaps(self) -> bool:
         """Whether operations begun with async_op make progress while this rank computes."""
         return self._background is not None
+
+    def begin(
+        self,
+        checked: Callable[..., Invocation],
+        async_op: bool,
+        tensors: Sequence[Any],
+        written: Sequence[bool],
+    ) -> Work | None:
+        """Dispatch a call that was not found in `ready`, once for each inner tensor of those that wrap others.
+
+        Args:
+            checked: Checks the rest of what the call was given, of its tensors.
+            async_op: Whether it runs in the background.
+            tensors: What it was given for tensors.
+            written: Which of them it changes.
+        """
+        if wraps(*tensors):
+            return for_each_inner(lambda *inner: self.begin(checked, async_op, inner, written), *tensors)
+        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `checked`
+        return self.dispatch(checked(*passed), async_op)
 
     def dispatch(self, call: Invocation, async_op: bool = False) -> Work | None:
         """Perform an operation, now or in the background; a handle of what runs in the background.
@@ -191,10 +214,10 @@ class Dispatcher(Member):
         device = self._device_of(operation.name, tensors)
         if device is None:
             binder.run(operation.bound(binder, *tensors, *given))
-        elif self.size == 1:
-            alone(operation, tensors, given)
         else:
-            self._transports_of(binder, device).perform(operation, tensors, written, given)
+            call = DeviceCall(operation, tensors, written, given)
+            perform = alone if self.size == 1 else self._transports_of(binder, device).perform
+            perform(call)
 
     def _dispatch_on_device(self, call: Invocation, device: torch.device, async_op: bool) -> Work | None:
         """Likewise, of tensors on the rank's device."""
