@@ -135,7 +135,7 @@ class Communicator(PointToPoint):
         """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
 
         Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.collectives.owned`). Where ranks died there is nothing to be
+        nobody refers to it any more (see `mpitrain.comm.collectives.services`). Where ranks died there is nothing to be
         done together, and only what is this process's own is released.
         """
         if not self._freed:

@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from mpitrain.comm.collectives.arguments import check_rank
-from mpitrain.comm.collectives.owned import OwnedCommunicators
-from mpitrain.comm.collectives.services import ProcessServices
+from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.record import Record
 from mpitrain.comm.job.topology import Topology

@@ -7,10 +7,12 @@ rank 2   a2 b2 c2        a b c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives import all_gather, library
@@ -18,7 +20,6 @@ from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
 from mpitrain.comm.compression.base import Bucket, Compression
-from mpitrain.comm.compression.channel import Channel
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
@@ -74,6 +75,26 @@ def all_reduce(
         compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
         return comm.begin(compressed, async_op, (x,), (True,))
     return OPERATION.begin(comm, async_op, (x,), (True,), op, algorithm, reproducible)
+
+
+Perform = Callable[..., None]  # of the tensors, which of them it writes, and what else the operation is given
+
+
+class Channel:
+    """Stands for a `Communicator` inside one of its operations, so that all of that stays one operation."""
+
+    def __init__(self, size: int, all_reduce: Perform, all_gather: Perform) -> None:
+        """size: number of ranks. all_reduce, all_gather: perform these operations."""
+        self.size = size
+        self._all_reduce, self._all_gather = all_reduce, all_gather
+
+    def all_reduce(
+        self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False
+    ) -> None:
+        self._all_reduce((x,), (True,), op, algorithm, reproducible)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._all_gather((out, x), (True, False), "auto", None)
 
 
 def _compressed(
