@@ -18,9 +18,8 @@ from mpitrain.backend.arguments import Tensors, check_length, check_splits, flat
 from mpitrain.backend.debug import Comparison
 from mpitrain.backend.dispatching import dispatch, watched
 from mpitrain.backend.reductions import Reducing
-from mpitrain.backend.streams import order_of
 from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
-from mpitrain.backend.work import FinishedWork, Operation, Queue, Several
+from mpitrain.backend.work import FinishedWork, Operation, Queue, Several, order_of
 from mpitrain.backend.wrapped import by_inner_tensors
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.failures import GroupError, translation
-from mpitrain.backend.streams import Order, Streams, devices_of
 from mpitrain.comm import Communicator
-from mpitrain.comm.memory.device import current_stream, recorded
+from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
+from mpitrain.comm.runtime.on_device import Order, Streams
 from mpitrain.comm.runtime.work import Messages, Worker
 from mpitrain.errors import MpitrainError
 
@@ -383,3 +383,29 @@ def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> Non
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
     devices: list[int | str | torch.device] = [*devices_of(outputs)]
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+
+
+def order_of(values: Sequence[Any], streams: Streams) -> Order | None:
+    """The place of an operation that is issued now; None for host memory.
+
+    Args:
+        values: The operation's arguments, its tensors among them, in lists of any depth.
+        streams: The group's side streams; lacking ones are made.
+    """
+    tensors = list(_on_devices(values))
+    return Order(tensors, streams) if tensors else None
+
+
+def devices_of(tensors: Iterable[Any]) -> list[torch.device]:
+    """The accelerators that tensors lie on."""
+    return sorted({t.device for t in _on_devices(tensors)}, key=str)
+
+
+def _on_devices(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values that are not in host memory."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_cpu and is_accelerator(value.device):
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _on_devices(value)

@@ -29,11 +29,11 @@ from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.memory.device import is_accelerator, new_stream
+from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.wrapped import inner_tensors, is_wrapper
 from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.on_device import OnDevice, between
+from mpitrain.comm.runtime.on_device import OnDevice, Streams, between
 from mpitrain.comm.runtime.repeating import Repeated, repeated
 from mpitrain.comm.runtime.work import Queued, Work, Worker, seen
 from mpitrain.errors import InputError
@@ -68,7 +68,7 @@ class Dispatcher(Member):
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
-        self._stream: torch.Stream | None = None  # of which operations on a device in the background are asked
+        self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
         self.journal.switched(self._forget_ready)
 
@@ -227,12 +227,10 @@ class Dispatcher(Member):
             with between(device):
                 self._perform(call, self.binder, self._record, device)
             return None
-        if self._stream is None:
-            self._stream = new_stream(device)
         binder = self._background or self.binder
         act = partial(self._perform, call, binder, self._background_record, device)
         tensors = [tensor for tensor in call.tensors if tensor is not None]
-        return OnDevice(self._described(call), tensors, act, self._stream, self._worker)
+        return OnDevice(self._described(call), tensors, act, self._streams, self._worker)
 
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
         """The device that the tensors are on, which is the rank's; None for the host.
