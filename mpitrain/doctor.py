@@ -1,7 +1,7 @@
 """`mpirun -n N python -m mpitrain.doctor`: what a support person would ask, with a verdict on each line.
 `python -m mpitrain.doctor --check`: does every collective give what it should, here?
 `python -m mpitrain.doctor --tune`: find the fastest algorithms for this machine, and keep them for later jobs.
-`python -m mpitrain.doctor --clean [--dry-run]`: remove what MPI left here of dead jobs (`comm.process.cleanup`).
+`python -m mpitrain.doctor --clean [--dry-run]`: remove what MPI left here of dead jobs (`comm.job.cleanup`).
 
 Exit code 0 when nothing is wrong enough to stop a job, 1 otherwise.
 """
@@ -30,7 +30,7 @@ if __name__ == "__main__":  # before the other imports, which start MPI: --clean
         sys.exit(self_start.command(act))
     early.answer(sys.argv[1:], lambda: str(__doc__).strip())
     if sys.argv[1:]:
-        from mpitrain.comm.process.cleanup import clean
+        from mpitrain.comm.job.cleanup import clean
         from mpitrain.errors import exit_code_of
 
         sys.exit(exit_code_of(lambda: clean(sys.argv[1:])))
@@ -40,9 +40,9 @@ import torch
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.collectives.transports.choice import Way
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
+from mpitrain.comm.job import fault_tolerance
+from mpitrain.comm.job.cores import cores_of, sharing, siblings
 from mpitrain.comm.memory import device as hardware
-from mpitrain.comm.process import fault_tolerance
-from mpitrain.comm.process.cores import cores_of, sharing, siblings
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.comm.selection.tuning import describe
 from mpitrain.early import VERSION

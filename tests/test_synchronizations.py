@@ -46,7 +46,7 @@ PEER = "mpitrain/comm/collectives/transports/peer.py"
 BINDING = "mpitrain/comm/collectives/binding.py"
 BESIDE = "mpitrain/comm/runtime/on_device.py"
 MESSAGES = "mpitrain/comm/point_to_point.py"
-STREAMS, WORK = "mpitrain/backend/streams.py", "mpitrain/backend/work.py"
+WORK = "mpitrain/backend/work.py"
 HOST_UPDATE = "mpitrain/shard/host_update.py"
 STATE, SNAPSHOT = "mpitrain/checkpoint/device_memory.py", "mpitrain/checkpoint/snapshot.py"
 BATCHES, PLACED = "mpitrain/data/on_device.py", "mpitrain/trainer/device.py"
@@ -73,14 +73,14 @@ MUTATIONS = {
         "pass",
         SUBMITTED,
     ),
-    "the background, for the caller's stream": (BESIDE, "self._stream.wait_event(event)", "pass", BACKGROUND),
+    "the background, for the caller's stream": (BESIDE, "self._streams[device].wait_event(event)", "pass", BACKGROUND),
     "whoever waits, for the background": (
         BESIDE,
-        "                stream.wait_event(self._end)",
+        "                stream.wait_event(event)",
         "                pass",
         BACKGROUND,
     ),
-    "memory, for the background": (BESIDE, "tensor.record_stream(self._stream)", "pass", MEMORY),
+    "memory, for the background": (BESIDE, "tensor.record_stream(self._streams[tensor.device])", "pass", MEMORY),
     "a message, for what it is of": (MESSAGES, "recorded(device).synchronize()", "pass", MESSAGE),
     "a message to the device, for its readers": (MESSAGES, "asked.synchronize()", "pass", MESSAGE),
     "a message by the host, for its readers": (
@@ -89,15 +89,20 @@ MUTATIONS = {
         "pass",
         MESSAGE,
     ),
-    "the backend, for the caller": (STREAMS, "self._streams[device].wait_event(event)", "pass", BACKEND),
-    "whoever waits, for the backend": (STREAMS, "current_stream(device).wait_event(event)", "pass", BACKEND),
+    "the backend, for the caller": (BESIDE, "self._streams[device].wait_event(event)", "pass", BACKEND),
+    "whoever waits, for the backend": (
+        BESIDE,
+        "                stream.wait_event(event)",
+        "                pass",
+        BACKEND,
+    ),
     "the backend, on its side stream": (
-        STREAMS,
+        BESIDE,
         "stack.enter_context(on_stream(self._streams[device]))",
         "pass",
         BACKEND,
     ),
-    "memory, for the backend": (STREAMS, "tensor.record_stream(self._streams[tensor.device])", "pass", BACKEND_MEMORY),
+    "memory, for the backend": (BESIDE, "tensor.record_stream(self._streams[tensor.device])", "pass", BACKEND_MEMORY),
     "futures, for the backend's side stream": (WORK, _BESIDE_OR_NOT, "with nullcontext():", BACKEND),
     "futures, for devices": (WORK, "[*devices_of(outputs)]", "[]", BACKEND),
     "whoever waits, for a message": (WORK, "current_stream(device).wait_event(event)", "pass", BACKEND_MESSAGE),

@@ -74,7 +74,7 @@ class Report:
 
 def facts(world: Communicator) -> dict[str, Any]:
     """The machine and the software of this run, for the header. Collective."""
-    from mpitrain.comm.process.topology import processor_name
+    from mpitrain.comm.job.topology import processor_name
 
     return {
         "machine": processor_name() or platform.machine(),

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 
-from mpitrain.backend import functional
 from mpitrain.backend.store import NoStore
 from mpitrain.backend.versions import Base
 
@@ -58,7 +57,7 @@ def know_devices(name: str) -> None:
     kinds = dist.Backend.backend_capability[name]
     found = torch.accelerator.current_accelerator()  # not by mpitrain.comm, which would start MPI
     for kind in ("cpu",) if found is None else ("cpu", found.type):
-        functional.install(kind)
+        install_functional(kind)
         if kind not in kinds:
             kinds.append(kind)
             dist.Backend.default_device_backend_map.setdefault(kind, name)
@@ -161,3 +160,35 @@ def _split_group(original: Callable[..., Any], **given: Any) -> Any:
     ranks = [c10d.get_global_rank(parent, r) for r in mine]
     timeout, described = given.get("timeout"), given.get("group_desc")
     return c10d.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=described)
+
+
+@functools.cache
+def install_functional(kind: str) -> torch.library.Library | None:
+    """Give torch the functional collectives that it carries out in C++ by ways on which a group in Python is not asked.
+
+    They are there as long as what is returned, which is for ever.
+
+    Args:
+        kind: Of the devices that their tensors lie on.
+
+    Returns:
+        None where torch has none of them.
+    """
+    if not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
+        return None
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    key: str = torch._C._dispatch_key_for_device(kind)
+    library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, key)
+    return library
+
+
+def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: Any, *, out: Any) -> torch.Tensor:
+    """What torch.compile makes of several all-gathers that it puts into one bucket."""
+    functions: Any = c10d  # whose types of arguments differ between releases
+    group = functions._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
+    if not isinstance(group, dist.ProcessGroup):
+        group = functions.ProcessGroup.unbox(group)
+    options = c10d.AllgatherOptions()
+    options.asyncOp = True
+    torch._C._distributed_c10d._register_work(out, group._allgather_base(out, input, options))
+    return out

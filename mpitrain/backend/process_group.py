@@ -24,9 +24,8 @@ from mpitrain.backend.dispatching import watched
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
 from mpitrain.backend.memory import TensorMemory
-from mpitrain.backend.queues import Queue
 from mpitrain.backend.tensors import Written, to_read
-from mpitrain.backend.work import FinishedWork, MessageWork, seconds_of
+from mpitrain.backend.work import FinishedWork, MessageWork, Queue, seconds_of
 from mpitrain.backend.wrapped import by_inner_tensors
 from mpitrain.comm import ANY_SOURCE, Communicator
 from mpitrain.comm.runtime.work import Messages

@@ -1,10 +1,20 @@
-"""Handles of operations under way, as torch.distributed wants them. `mpitrain.backend.queues` carries them out."""
+"""Handles of operations under way, as torch.distributed wants them, and the queues in which they are carried out.
+
+Operations that torch calls asynchronous wait in their group's `Queue`, and whoever comes first carries them out, in the
+order they were issued: the group's thread, where a core is free for one; else the caller that waits for one of them, or
+a thread beside a caller that is blocked in something else (see `mpitrain.comm.runtime.progress`). So a program that
+runs with another backend cannot hang with this one.
+
+A future is somebody else's to wait for, so asking for one starts the thread. Inside a backward pass the operation is
+carried out there and then instead: every rank issues its gradients in the same order, and on full machines a thread
+would only take turns with the computation.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,16 +23,59 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.backend.failures import GroupError, translation
-from mpitrain.backend.queues import Queue
-from mpitrain.backend.streams import Order, devices_of
-from mpitrain.comm.memory.device import current_stream, recorded
-from mpitrain.comm.runtime.work import Messages
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
+from mpitrain.comm.runtime.on_device import Order, Streams
+from mpitrain.comm.runtime.work import Messages, Worker
 from mpitrain.errors import MpitrainError
 
 T = TypeVar("T")
 
 _POLLS = 200  # before sleeping between them
 _NAP = 5e-5  # seconds
+
+
+class Queue(Worker["Operation"]):
+    """The operations of one process group, carried out in the order they were issued.
+
+    Attributes:
+        limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
+        given_up: Operations that somebody has waited for in vain.
+        streams: The side streams of devices that they are carried out on.
+    """
+
+    def __init__(self, comm: Communicator, limit: float | None = None) -> None:
+        """Begin with nothing in it.
+
+        Args:
+            comm: The group's communicator.
+            limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
+        """
+        super().__init__(comm.overlaps, comm.journal, comm.process.progress)
+        self.limit = limit
+        self.given_up: list[Operation] = []
+        self.streams: Streams = {}
+
+    def perform(self, call: Callable[[], None]) -> None:
+        """Carry out an operation now, after all that were issued before it."""
+        self.drain()
+        with self._running:
+            try:
+                call()
+            except MpitrainError as error:
+                raise translation(error) from error
+
+    @property
+    def stuck(self) -> str:
+        """The operations that were given up and are still under way; a thread is inside MPI for them."""
+        return ", ".join(operation.name for operation in self.given_up if not operation.complete)
+
+    def close(self) -> None:
+        """Complete everything, unless something was given up, and the rest stays as it is."""
+        if self.stuck:
+            self.progress.finished(self)
+        else:
+            super().close()
 
 
 class GroupWork(dist.Work):
@@ -330,3 +383,29 @@ def _poll(done: Callable[[], bool], seconds: float, name: str, hint: str) -> Non
 def _future_for(outputs: Sequence[Any]) -> torch.futures.Future:
     devices: list[int | str | torch.device] = [*devices_of(outputs)]
     return torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+
+
+def order_of(values: Sequence[Any], streams: Streams) -> Order | None:
+    """The place of an operation that is issued now; None for host memory.
+
+    Args:
+        values: The operation's arguments, its tensors among them, in lists of any depth.
+        streams: The group's side streams; lacking ones are made.
+    """
+    tensors = list(_on_devices(values))
+    return Order(tensors, streams) if tensors else None
+
+
+def devices_of(tensors: Iterable[Any]) -> list[torch.device]:
+    """The accelerators that tensors lie on."""
+    return sorted({t.device for t in _on_devices(tensors)}, key=str)
+
+
+def _on_devices(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values that are not in host memory."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_cpu and is_accelerator(value.device):
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _on_devices(value)

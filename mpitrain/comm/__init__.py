@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
         return import_module("mpitrain.comm.compression")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("mpitrain.comm.process.mpi")  # before the rest, which takes time: the other ranks wait
+    import_module("mpitrain.comm.job.mpi")  # before the rest, which takes time: the other ranks wait
     return getattr(import_module(f"mpitrain.comm.{_HOMES[name]}"), name)
 
 

@@ -26,18 +26,17 @@ from mpitrain.comm.collectives.alternating import Alternating
 from mpitrain.comm.collectives.barrier import barrier
 from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.deferred import Deferred
-from mpitrain.comm.collectives.gather import gather
 from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
-from mpitrain.comm.collectives.process import Process
 from mpitrain.comm.collectives.reduce import reduce
 from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
-from mpitrain.comm.collectives.scatter import scatter
+from mpitrain.comm.collectives.rooted import gather, scatter
+from mpitrain.comm.collectives.services import ProcessServices
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.mailbox import Mailbox
 from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology, ranks_in
 from mpitrain.comm.runtime.split_phase import SplitPhase
 from mpitrain.errors import InputError
 
@@ -52,7 +51,7 @@ class Communicator(PointToPoint):
 
     probe = ALL_REDUCE
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._deferred = Deferred(self)
 
@@ -136,7 +135,7 @@ class Communicator(PointToPoint):
         """Release the communicator, all of it. Collective; nothing of it may be used afterwards. Twice is fine.
 
         Its arenas stay valid until they are freed themselves. What is not freed goes when the job ends, also where
-        nobody refers to it any more (see `mpitrain.comm.collectives.owned`). Where ranks died there is nothing to be
+        nobody refers to it any more (see `mpitrain.comm.collectives.services`). Where ranks died there is nothing to be
         done together, and only what is this process's own is released.
         """
         if not self._freed:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.process.mpi import MPI, MPI4PY
-from mpitrain.comm.process.topology import library_name
+from mpitrain.comm.job.mpi import MPI, MPI4PY
+from mpitrain.comm.job.topology import library_name
 from mpitrain.storage import proc
 
 _LEVELS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}

@@ -27,15 +27,14 @@ import numpy as np
 import torch
 
 from mpitrain.comm.collectives.arguments import check_rank
-from mpitrain.comm.collectives.owned import OwnedCommunicators
-from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.traffic import Moved, Note, clock
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
-from mpitrain.comm.process.journal import Moved, Note, clock
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.work import Messages, Work, poll, seen
 from mpitrain.errors import CommunicationError, InputError
 
@@ -153,7 +152,9 @@ class Mailbox(Member):
         process: What all communicators of the process share.
     """
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str, axis: str = "") -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str, axis: str = ""
+    ) -> None:
         """axis: label of the communicator, for the journal."""
         super().__init__(topology, label)
         self.process, self._axis = process, axis or label

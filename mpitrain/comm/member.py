@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpitrain.comm.process.topology import Topology, library_name
+from mpitrain.comm.job.topology import Topology, library_name
 
 
 class Member:

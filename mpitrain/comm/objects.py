@@ -12,7 +12,7 @@ from mpitrain.comm.collectives.all_gather import all_gather
 from mpitrain.comm.collectives.all_reduce import all_reduce
 from mpitrain.comm.collectives.broadcast import broadcast
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.gather import gather
+from mpitrain.comm.collectives.rooted import gather
 from mpitrain.errors import InputError, MpitrainError
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import MPI_TYPES
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.runtime.ordering import Call
 
 

@@ -17,14 +17,14 @@ import torch
 
 from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.collectives.transports.direct import takes_addresses
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.traffic import Moved, Note, clock
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import current_stream, pinned, recorded
-from mpitrain.comm.process.journal import Moved, Note, clock
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import InputError
@@ -36,7 +36,7 @@ _TAGS = 1 << 13  # more than there are messages under way between two ranks
 class PointToPoint(Dispatcher):
     """A communicator's messages, on an MPI communicator of their own: its tags must not meet those of programs."""
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(comm, topology, process, label)
         self._message_record = process.watchdog.record(f"{label} (messages)")
         self._messages = self._owned.duplicate(comm)

@@ -10,15 +10,15 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpitrain.comm.collectives.process import DeviceMemory, Process
+from mpitrain.comm.collectives.services import DeviceMemory, ProcessServices
 from mpitrain.comm.communicator import Communicator
+from mpitrain.comm.job import fault_tolerance
+from mpitrain.comm.job.abort import Faults, abort
+from mpitrain.comm.job.arrival import end, limit, watched
+from mpitrain.comm.job.cores import find_share, spare_cores
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import discover, ranks_in, this_machine
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process import fault_tolerance
-from mpitrain.comm.process.abort import Faults, abort
-from mpitrain.comm.process.cores import find_share, spare_cores
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.starting import end, limit, watched
-from mpitrain.comm.process.topology import discover, ranks_in, this_machine
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
@@ -103,7 +103,7 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
-    process = Process(arenas, table, watchdog, progress, faults, cores, spare, DeviceMemory(), debug, proofs)
+    process = ProcessServices(arenas, table, watchdog, progress, faults, cores, spare, DeviceMemory(), debug, proofs)
     return Communicator(comm, topology, process, "world")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.comm.process.starting import is_due, launched_rank
+from mpitrain.comm.job.arrival import is_due, launched_rank
 from mpitrain.early import VERSION
 from mpitrain.errors import exit_code_of, printable
 

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from mpitrain.comm import Communicator, init
+from mpitrain.comm.job.topology import processor_name
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.comm.process.topology import processor_name
 from mpitrain.errors import EXIT_DONE
 from mpitrain.measuring.algorithms import MEMORIES, TABLES, AlgorithmContenders
 from mpitrain.measuring.self_start import at_each, launched, leave, parsed, parser, started_here, temporary_folder

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from mpitrain.comm import Communicator, init
-from mpitrain.comm.process.topology import this_machine
+from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.selection import tuning
 from mpitrain.comm.selection.setting import Setting
 from mpitrain.errors import EXIT_DONE, InputError

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.comm import Communicator
+from mpitrain.comm.job.topology import processor_name, this_machine
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.comm.process.topology import processor_name, this_machine
 from mpitrain.comm.selection.tuning import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mpitrain.comm.faults import ulfm
-from mpitrain.comm.process.abort import exit_code, say
+from mpitrain.comm.job.abort import exit_code, say
 from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.errors import EXIT_REQUEUE, CommunicationError, InputError, MpitrainError

@@ -52,7 +52,7 @@ LATE = {
         os.kill(os.getpid(), signal.SIGSTOP)
         """,
     "hangs in its imports": "time.sleep(60)",
-    "stopped before init": "import mpitrain.comm.process.mpi; os.kill(os.getpid(), signal.SIGSTOP)",
+    "stopped before init": "import mpitrain.comm.job.mpi; os.kill(os.getpid(), signal.SIGSTOP)",
 }
 
 
@@ -88,7 +88,7 @@ def test_with_fault_tolerance_a_rank_killed_at_the_start_is_named_with_its_host_
     script.write_text(
         "import os, signal\n"
         f"if {point!r} == 'init':\n"
-        "    import mpitrain.comm.process.mpi\n"
+        "    import mpitrain.comm.job.mpi\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "import mpitrain as mt\n"

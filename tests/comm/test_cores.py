@@ -8,8 +8,8 @@ import sys
 import pytest
 from warm import job
 
-from mpitrain.comm.process.cores import Share, share_of, siblings
-from mpitrain.comm.process.topology import processor_name
+from mpitrain.comm.job.cores import Share, share_of, siblings
+from mpitrain.comm.job.topology import processor_name
 
 BINDINGS = {  # cores of each rank, what each has: cores, ranks
     "alone on a machine": ([range(64)], [(64, 1)]),

@@ -15,6 +15,7 @@ from ways import take_device_addresses
 
 from mpitrain.comm import Communicator, carry_device_memory
 from mpitrain.comm.collectives.transports.nccl import Nccl
+from mpitrain.comm.collectives.transports.transport import DeviceCall
 from mpitrain.errors import InputError
 
 on_pretend = pytest.mark.parametrize("way", ["staged"], indirect=True)  # the device is there
@@ -151,9 +152,9 @@ def test_the_calls_of_nccl(fresh, device, monkeypatch):
     performed = list[str]()
     original = Nccl.perform
 
-    def perform(self: Nccl, operation: object, *arguments: object) -> None:
-        performed.append(operation.name)
-        original(self, operation, *arguments)
+    def perform(self: Nccl, call: DeviceCall) -> None:
+        performed.append(call.operation.name)
+        original(self, call)
 
     monkeypatch.setattr(Nccl, "perform", perform)
     rank, size, numel = fresh.rank, fresh.size, 1000

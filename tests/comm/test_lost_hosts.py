@@ -12,8 +12,8 @@ import pytest
 from support import ROOT, job
 from support import launcher as start
 
-from mpitrain.comm.process import launcher
-from mpitrain.comm.process.connections import Connections
+from mpitrain.comm.job import launcher
+from mpitrain.comm.job.connections import Connections
 
 
 def _user_timeout(connection):
@@ -61,7 +61,7 @@ def connected():
 earlier, kept = connected()
 import torch
 import mpitrain as mt
-from mpitrain.comm.process import connections
+from mpitrain.comm.job import connections
 
 world = mt.init()
 later, kept_too = connected()

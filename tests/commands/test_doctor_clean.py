@@ -17,7 +17,7 @@ import pytest
 from support import clean_environment, job, launcher, one_line
 from warm import Warm
 
-from mpitrain.comm.process.cleanup import candidates, held_by_processes, unused
+from mpitrain.comm.job.cleanup import candidates, held_by_processes, unused
 
 SHM = Path("/dev/shm")
 CLEAN = ("doctor", "--clean")

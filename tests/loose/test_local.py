@@ -8,8 +8,8 @@ from loose.replicas import Replicas
 from torch.nn.utils import parameters_to_vector
 
 import mpitrain as mt
+from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.member import Member
-from mpitrain.comm.process.topology import Topology
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.loose.outer import make_outer
 from mpitrain.monitor import read_metrics

@@ -15,14 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from mpitrain.comm.collectives import library
-from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
+from mpitrain.comm.collectives.arguments import overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import as_tensor, bytes_at, tensor_at
-from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
@@ -68,15 +67,14 @@ def all_gather(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(out)
             return None
-    if wraps(out, x):
-        return for_each_inner(lambda out, x: all_gather(comm, out, x, algorithm, async_op, counts=counts), out, x)
-    into, of = as_tensor(out), as_tensor(x, written=False)
-    blocks = block_sizes(comm, "all_gather", of, into, counts, "x out")
-    in_place = of.data_ptr() == into.data_ptr() + sum(blocks[: comm.rank]) * of.element_size()
-    given, alike = (algorithm, if_unequal(blocks)), (blocks, algorithm)
-    by_name = "mpi" if algorithm == "auto" and given[1] else algorithm  # as `_bind` has it: nobody reaches anybody
-    placed = ALGORITHMS.placed(by_name, into if in_place else of)
-    return comm.dispatch(OPERATION.on((into, of), (True, False), *given, alike=alike, placed=placed), async_op)
+    return OPERATION.begin(comm, async_op, (out, x), (True, False), algorithm, counts)
+
+
+def _placed(rank: int, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None) -> Tensor | None:
+    before = sum(counts[:rank]) if counts else rank * x.numel()
+    in_place = x.data_ptr() == out.data_ptr() + before * x.element_size()
+    by_name = "mpi" if algorithm == "auto" and counts else algorithm  # as `_bind` has it: nobody reaches anybody
+    return ALGORITHMS.placed(by_name, out if in_place else x)
 
 
 def _bind(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequence[int] | None) -> Compiled:
@@ -129,6 +127,7 @@ OPERATION = CollectiveOperation(
     lambda out, x, algorithm, counts: not counts or min(counts) > 0,
     parameters=("algorithm", "counts"),
     by_rank=(True, False),
+    placed=_placed,
 )
 
 

@@ -7,23 +7,22 @@ rank 2   a2 b2 c2        a b c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives import all_gather, library
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
-from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.compression.base import Bucket, Compression
-from mpitrain.comm.compression.channel import Channel
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
@@ -72,25 +71,35 @@ def all_reduce(
         if not async_op and compression is None and x.is_contiguous():
             ready(x)
             return None
-    if wraps(x):
-        more: dict[str, Any] = {"compression": compression, "reproducible": reproducible}
-        return for_each_inner(lambda x: all_reduce(comm, x, op, algorithm, async_op, **more), x)
-    tensor = as_tensor(x)
     if compression is not None:
-        return _compressed(comm, tensor, op, algorithm, async_op, compression, reproducible)
-    placed = ALGORITHMS.placed(algorithm, tensor)
-    return comm.dispatch(OPERATION.on((tensor,), (True,), op, algorithm, reproducible, placed=placed), async_op)
+        compressed = partial(_compressed, comm, compression, op, algorithm, reproducible)
+        return comm.begin(compressed, async_op, (x,), (True,))
+    return OPERATION.begin(comm, async_op, (x,), (True,), op, algorithm, reproducible)
+
+
+Perform = Callable[..., None]  # of the tensors, which of them it writes, and what else the operation is given
+
+
+class Channel:
+    """Stands for a `Communicator` inside one of its operations, so that all of that stays one operation."""
+
+    def __init__(self, size: int, all_reduce: Perform, all_gather: Perform) -> None:
+        """size: number of ranks. all_reduce, all_gather: perform these operations."""
+        self.size = size
+        self._all_reduce, self._all_gather = all_reduce, all_gather
+
+    def all_reduce(
+        self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", *, reproducible: bool = False
+    ) -> None:
+        self._all_reduce((x,), (True,), op, algorithm, reproducible)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._all_gather((out, x), (True, False), "auto", None)
 
 
 def _compressed(
-    comm: Dispatcher,
-    x: Tensor,
-    op: str,
-    algorithm: str,
-    async_op: bool,
-    compression: Compression | Bucket,
-    reproducible: bool,
-) -> Work | None:
+    comm: Dispatcher, compression: Compression | Bucket, op: str, algorithm: str, reproducible: bool, x: Tensor
+) -> Invocation:
     """One operation of several collectives, all in the thread that carries it out."""
     compression.check(x.dtype, op)
     if reproducible:
@@ -103,8 +112,7 @@ def _compressed(
 
     alike = op, algorithm, str(compression)
     by = (compression.compression if isinstance(compression, Bucket) else compression).name
-    call = Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
-    return comm.dispatch(call, async_op)
+    return Invocation("all_reduce", bind, (x,), (True,), alike=alike, on_device=True, algorithm=by)
 
 
 def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool, said: str | None = None) -> Compiled:
@@ -153,4 +161,5 @@ OPERATION = CollectiveOperation(
     parameters=("op", "algorithm", "reproducible"),
     by_rank=(False,),
     in_place=True,
+    placed=lambda rank, x, op, algorithm, reproducible: ALGORITHMS.placed(algorithm, x),
 )

@@ -20,9 +20,7 @@ from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
-from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.ordering import Call
@@ -55,31 +53,33 @@ def all_to_all(
         InputError: The tensors cannot be communicated or do not fit together.
         CommunicationError: MPI fails, or ranks of a node call different operations.
     """
-    even = in_counts is None and out_counts is None
     try:
         whole = out.data_ptr(), out.numel(), out.dtype
         ready = comm.ready["all_to_all", x.data_ptr(), x.numel(), x.dtype, whole]
     except NOT_READY:
         pass
     else:
+        even = in_counts is None and out_counts is None
         if even and not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
-    if wraps(out, x):
-        more: dict[str, Any] = {"out_counts": out_counts, "in_counts": in_counts}
-        return for_each_inner(lambda out, x: all_to_all(comm, out, x, async_op, **more), out, x)
-    into, of = as_tensor(out), as_tensor(x, written=False)
-    received = block_sizes(comm, "all_to_all", None, into, out_counts, "x out")
-    sent = block_sizes(comm, "all_to_all", None, of, in_counts, "out x")
-    if into.dtype != of.dtype:
-        raise InputError(f"all_to_all: x is {of.dtype}, out is {into.dtype}; make them the same")
-    if even and into.numel() != of.numel():
-        raise InputError(f"all_to_all: x has {of.numel()} elements, out {into.numel()}; make them equal or give counts")
-    if even:
-        return comm.dispatch(OPERATION.on((of, into), (False, True), alike=True), async_op)
+    return comm.begin(partial(_checked, comm, in_counts, out_counts), async_op, (x, out), (False, True))
+
+
+def _checked(
+    comm: Dispatcher, in_counts: Sequence[int] | None, out_counts: Sequence[int] | None, x: Tensor, out: Tensor
+) -> Invocation:
+    received = block_sizes(comm, "all_to_all", None, out, out_counts, "x", "out")
+    sent = block_sizes(comm, "all_to_all", None, x, in_counts, "out", "x")
+    if out.dtype != x.dtype:
+        raise InputError(f"all_to_all: x is {x.dtype}, out is {out.dtype}; make them the same")
+    if in_counts is None and out_counts is None:
+        if out.numel() != x.numel():
+            problem = f"x has {x.numel()} elements, out {out.numel()}; make them equal or give counts"
+            raise InputError(f"all_to_all: {problem}")
+        return OPERATION.on((x, out), (False, True), alike=True)
     bind = partial(_uneven, received=received, sent=sent)
-    call = Invocation("all_to_all", bind, (of, into), (False, True), alike=False, uneven=True)
-    return comm.dispatch(call, async_op)
+    return Invocation("all_to_all", bind, (x, out), (False, True), alike=False, uneven=True)
 
 
 def _bind(binder: Binder, x: Tensor, out: Tensor) -> Compiled:

@@ -15,8 +15,8 @@ from mpitrain.comm.algorithms.shared import alternating_all_gather
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import Invocation
+from mpitrain.comm.job.traffic import Moved, clock
 from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.process.journal import Moved, clock
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.selection.registry import Algorithm
 

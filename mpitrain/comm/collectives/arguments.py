@@ -17,10 +17,15 @@ def check_rank(comm: Member, rank: int) -> None:
 
 
 def block_sizes(
-    comm: Member, name: str, part: torch.Tensor | None, whole: torch.Tensor, counts: Sequence[int] | None, words: str
+    comm: Member,
+    name: str,
+    part: torch.Tensor | None,
+    whole: torch.Tensor,
+    counts: Sequence[int] | None,
+    part_name: str,
+    whole_name: str,
 ) -> list[int]:
-    """Elements of each rank's block of `whole`, checked against this rank's part. words: "part whole" names."""
-    part_name, whole_name = words.split()
+    """Return the elements of each rank's block of `whole`, checked against this rank's part."""
     if part is not None and part.dtype != whole.dtype:
         raise InputError(f"{name}: {part_name} is {part.dtype}, {whole_name} is {whole.dtype}; make them the same")
     if counts is None:

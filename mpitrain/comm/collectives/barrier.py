@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import Invocation
-from mpitrain.comm.process.journal import Moved
+from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
 

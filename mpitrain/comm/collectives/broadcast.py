@@ -13,13 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from mpitrain.comm.collectives import library
-from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import as_tensor, bytes_at
+from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work
@@ -50,12 +48,7 @@ def broadcast(comm: Dispatcher, x: Any, root: int, algorithm: str = "auto", asyn
         if not async_op and x.is_contiguous():
             ready(x)
             return None
-    if wraps(x):
-        return for_each_inner(lambda x: broadcast(comm, x, root, algorithm, async_op), x)
-    tensor = as_tensor(x, written=comm.rank != root)
-    check_rank(comm, root)
-    placed = ALGORITHMS.placed(algorithm, tensor)
-    return comm.dispatch(OPERATION.on((tensor,), (comm.rank != root,), root, algorithm, placed=placed), async_op)
+    return OPERATION.begin(comm, async_op, (x,), (comm.rank != root,), root, algorithm)
 
 
 def _bind(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:
@@ -79,4 +72,13 @@ def _said(binder: Binder, x: Tensor, root: int, algorithm: str, place: str = "")
     return described(f"broadcast from rank {root}", x.numel(), x.dtype, place)
 
 
-OPERATION = CollectiveOperation("broadcast", 1, _bind, _said, never, parameters=("root", "algorithm"), by_rank=(False,))
+OPERATION = CollectiveOperation(
+    "broadcast",
+    1,
+    _bind,
+    _said,
+    never,
+    parameters=("root", "algorithm"),
+    by_rank=(False,),
+    placed=lambda rank, x, root, algorithm: ALGORITHMS.placed(algorithm, x),
+)

@@ -7,7 +7,7 @@ from torch import Tensor
 from mpitrain.comm.collectives import reduce_scatter
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.process.journal import Moved, Note
+from mpitrain.comm.job.traffic import Moved, Note
 from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.split_phase import SplitPhase
 
@@ -23,7 +23,7 @@ class Deferred:
 
     def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
         """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
-        blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out x")
+        blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out", "x")
         if not reduce_scatter.can_defer(comm.binder, x):
             return None
         comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)

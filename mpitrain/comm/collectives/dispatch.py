@@ -10,7 +10,8 @@ Each file beside this one describes one `CollectiveOperation`, and makes an `Inv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,19 +19,21 @@ import torch
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation, Invocation, Tensors
-from mpitrain.comm.collectives.owned import OwnedCommunicators
-from mpitrain.comm.collectives.process import Process
+from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
 from mpitrain.comm.collectives.transports.choice import Transports, Way, alone
 from mpitrain.comm.collectives.transports.staged import through_host
+from mpitrain.comm.collectives.transports.transport import DeviceCall
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
 from mpitrain.comm.member import Member
-from mpitrain.comm.memory.device import is_accelerator, new_stream
-from mpitrain.comm.process.journal import Journal, Moved, Note, clock
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
-from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.memory.buffers import as_tensor
+from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.comm.memory.wrapped import inner_tensors, is_wrapper
 from mpitrain.comm.runtime.debug import Checks, place_of
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.on_device import OnDevice, between
+from mpitrain.comm.runtime.on_device import OnDevice, Streams, between
 from mpitrain.comm.runtime.repeating import Repeated, repeated
 from mpitrain.comm.runtime.work import Queued, Work, Worker, seen
 from mpitrain.errors import InputError
@@ -49,7 +52,7 @@ class Dispatcher(Member):
 
     probe: ClassVar[CollectiveOperation]
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: Process, label: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, process: ProcessServices, label: str) -> None:
         super().__init__(topology, label)
         self.process = process
         self._owned = OwnedCommunicators(process)
@@ -65,7 +68,7 @@ class Dispatcher(Member):
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
-        self._stream: torch.Stream | None = None  # of which operations on a device in the background are asked
+        self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
         self.journal.switched(self._forget_ready)
 
@@ -104,6 +107,26 @@ class Dispatcher(Member):
     def overlaps(self) -> bool:
         """Whether operations begun with async_op make progress while this rank computes."""
         return self._background is not None
+
+    def begin(
+        self,
+        checked: Callable[..., Invocation],
+        async_op: bool,
+        tensors: Sequence[Any],
+        written: Sequence[bool],
+    ) -> Work | None:
+        """Dispatch a call that was not found in `ready`, once for each inner tensor of those that wrap others.
+
+        Args:
+            checked: Checks the rest of what the call was given, of its tensors.
+            async_op: Whether it runs in the background.
+            tensors: What it was given for tensors.
+            written: Which of them it changes.
+        """
+        if wraps(*tensors):
+            return for_each_inner(lambda *inner: self.begin(checked, async_op, inner, written), *tensors)
+        passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `checked`
+        return self.dispatch(checked(*passed), async_op)
 
     def dispatch(self, call: Invocation, async_op: bool = False) -> Work | None:
         """Perform an operation, now or in the background; a handle of what runs in the background.
@@ -191,10 +214,10 @@ class Dispatcher(Member):
         device = self._device_of(operation.name, tensors)
         if device is None:
             binder.run(operation.bound(binder, *tensors, *given))
-        elif self.size == 1:
-            alone(operation, tensors, given)
         else:
-            self._transports_of(binder, device).perform(operation, tensors, written, given)
+            call = DeviceCall(operation, tensors, written, given)
+            perform = alone if self.size == 1 else self._transports_of(binder, device).perform
+            perform(call)
 
     def _dispatch_on_device(self, call: Invocation, device: torch.device, async_op: bool) -> Work | None:
         """Likewise, of tensors on the rank's device."""
@@ -204,12 +227,10 @@ class Dispatcher(Member):
             with between(device):
                 self._perform(call, self.binder, self._record, device)
             return None
-        if self._stream is None:
-            self._stream = new_stream(device)
         binder = self._background or self.binder
         act = partial(self._perform, call, binder, self._background_record, device)
         tensors = [tensor for tensor in call.tensors if tensor is not None]
-        return OnDevice(self._described(call), tensors, act, self._stream, self._worker)
+        return OnDevice(self._described(call), tensors, act, self._streams, self._worker)
 
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
         """The device that the tensors are on, which is the rank's; None for the host.
@@ -268,3 +289,54 @@ def _may_repeat(x: Any) -> bool:
     if x is None:
         return True
     return x.device.type == "cpu" and not x.is_complex() and (x.numel() != 1 or x.storage_offset() % 2 == 0)
+
+
+class SeveralWorks(Work):
+    """Operations that were begun as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until all are complete; see `Work.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def done(self) -> bool:
+        """Return whether all are complete."""
+        return all(work.done() for work in self._works)
+
+    def release(self) -> None:
+        """Block until what they read may be written again."""
+        for work in self._works:
+            work.release()
+
+
+def wraps(*tensors: Any) -> bool:
+    """Return whether any argument of an operation is made of other tensors."""
+    return any(map(is_wrapper, tensors))
+
+
+def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work | None:
+    """Perform an operation once for each inner tensor.
+
+    Args:
+        operation: Called with one inner tensor of each tensor.
+        tensors: The operation's tensors; None for those that this rank need not give.
+
+    Returns:
+        A handle of all of them, if they run in the background.
+
+    Raises:
+        InputError: The tensors are not made of equally many.
+    """
+    parts = [None if x is None else inner_tensors(x) if is_wrapper(x) else [x] for x in tensors]
+    numbers = {len(inner) for inner in parts if inner is not None}
+    if len(numbers) > 1:
+        made = ", ".join(f"a {type(x).__name__} of {len(inner)}" for x, inner in zip(tensors, parts) if inner)  # noqa: B905
+        raise InputError(f"the tensors of one operation must be made of equally many tensors, not {made}")
+    calls = [[None if inner is None else inner[i] for inner in parts] for i in range(numbers.pop())]
+    works = [operation(*inner) for inner in calls]
+    begun = [work for work in works if work is not None]
+    return SeveralWorks(begun) if begun else None

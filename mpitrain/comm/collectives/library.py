@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.memory.buffers import MPI_TYPES, memory_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
-from mpitrain.comm.process.journal import Moved
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.programs.rings import blocks_sent
 
 

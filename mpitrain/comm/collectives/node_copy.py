@@ -12,9 +12,9 @@ import torch
 from mpitrain.comm.algorithms.shared import node_copy
 from mpitrain.comm.collectives.binding import syncs
 from mpitrain.comm.collectives.dispatch import Dispatcher
+from mpitrain.comm.job.traffic import Moved, clock
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
-from mpitrain.comm.process.journal import Moved, clock
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Layout
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpitrain.comm.collectives.arguments import block_sizes, check_rank, if_unequal
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.work import Work
+
+if TYPE_CHECKING:
+    from mpitrain.comm.collectives.dispatch import Dispatcher
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
 NOT_READY = (KeyError, AttributeError, RuntimeError, TypeError)
@@ -78,6 +83,7 @@ class CollectiveOperation:
         parameters: The names of what it is given besides tensors.
         by_rank: For each tensor, whether it is one block a rank; else it is one block. Empty where it may not be cut.
         in_place: Whether a tensor that it changes is read as well.
+        placed: The tensor that neighbours find in an arena by its offset, of the rank and what is given.
     """
 
     name: str
@@ -88,6 +94,35 @@ class CollectiveOperation:
     parameters: tuple[str, ...] = ()
     by_rank: tuple[bool, ...] = ()
     in_place: bool = False
+    placed: Callable[..., torch.Tensor | None] | None = None
+
+    def begin(
+        self, comm: Dispatcher, async_op: bool, tensors: Sequence[Any], written: Sequence[bool], *given: Any
+    ) -> Work | None:
+        """Check one call that was not found in `ready`, and dispatch it.
+
+        Args:
+            comm: Its communicator.
+            async_op: Whether it runs in the background.
+            tensors: What it was given for tensors, in their order; the last is left out where this rank has none.
+            written: Which of them it changes.
+            given: What else it was given.
+        """
+        return comm.begin(partial(self._checked, comm, written, given), async_op, tensors, written)
+
+    def _checked(self, comm: Dispatcher, written: Sequence[bool], given: Sequence[Any], *passed: Any) -> Invocation:
+        tensors, alike = (*passed, *[None] * (self.tensors - len(passed))), given
+        if "root" in self.parameters:
+            check_rank(comm, self.value(given, "root"))
+        if len(passed) == 2:
+            whole = self.by_rank.index(True)
+            names = ["out" if changed else "x" for changed in (written[1 - whole], written[whole])]
+            counts = self.value(given, "counts")
+            blocks = block_sizes(comm, self.name, tensors[1 - whole], tensors[whole], counts, *names)
+            alike = self.replaced(given, counts=blocks)
+            given = self.replaced(given, counts=if_unequal(blocks))
+        placed = None if self.placed is None else self.placed(comm.rank, *tensors, *given)
+        return self.on(tensors, written, *given, alike=alike, placed=placed)
 
     def key(self, *given: Any) -> tuple[Hashable, ...]:
         """Under which what performs it is kept; the operation's function looks for the same in `ready`."""

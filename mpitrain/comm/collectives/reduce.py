@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.collectives import library
-from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Reduction
@@ -60,12 +57,7 @@ def reduce(
         if not async_op and x.is_contiguous():
             ready(x)
             return None
-    if wraps(x):
-        return for_each_inner(lambda x: reduce(comm, x, root, op, algorithm, async_op), x)
-    tensor = as_tensor(x, written=comm.rank == root)
-    check_rank(comm, root)
-    placed = ALGORITHMS.placed(algorithm, tensor)
-    return comm.dispatch(OPERATION.on((tensor,), (comm.rank == root,), op, root, algorithm, placed=placed), async_op)
+    return OPERATION.begin(comm, async_op, (x,), (comm.rank == root,), op, root, algorithm)
 
 
 def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Compiled:
@@ -100,7 +92,15 @@ def _said(binder: Binder, x: Tensor, op: str, root: int, algorithm: str, place: 
 
 
 OPERATION = CollectiveOperation(
-    "reduce", 1, _bind, _said, never, parameters=("op", "root", "algorithm"), by_rank=(False,), in_place=True
+    "reduce",
+    1,
+    _bind,
+    _said,
+    never,
+    parameters=("op", "root", "algorithm"),
+    by_rank=(False,),
+    in_place=True,
+    placed=lambda rank, x, op, root, algorithm: ALGORITHMS.placed(algorithm, x),
 )
 
 

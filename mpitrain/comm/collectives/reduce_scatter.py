@@ -17,13 +17,11 @@ from torch import Tensor
 
 from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter
 from mpitrain.comm.collectives import library
-from mpitrain.comm.collectives.arguments import block_sizes, if_unequal, overlap, unequal
+from mpitrain.comm.collectives.arguments import overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
 from mpitrain.comm.collectives.dispatch import Dispatcher
 from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
-from mpitrain.comm.collectives.wrapped import for_each_inner, wraps
 from mpitrain.comm.memory.board import described
-from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program
@@ -84,14 +82,7 @@ def reduce_scatter(
         if not async_op and x.is_contiguous() and out.is_contiguous():
             ready(x)
             return None
-    if wraps(out, x):
-        more: dict[str, Any] = {"counts": counts, "reproducible": reproducible}
-        return for_each_inner(lambda out, x: reduce_scatter(comm, out, x, op, algorithm, async_op, **more), out, x)
-    into, of = as_tensor(out), as_tensor(x, written=False)
-    blocks = block_sizes(comm, "reduce_scatter", into, of, counts, "out x")
-    given, placed = (op, if_unequal(blocks), algorithm, reproducible), ALGORITHMS.placed(algorithm, of)
-    alike = op, blocks, algorithm, reproducible
-    return comm.dispatch(OPERATION.on((of, into), (False, True), *given, alike=alike, placed=placed), async_op)
+    return OPERATION.begin(comm, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 
 def can_defer(binder: Binder, x: Tensor) -> bool:
@@ -170,6 +161,7 @@ OPERATION = CollectiveOperation(
     lambda x, out, op, counts, *_: not counts or min(counts) > 0,
     parameters=("op", "counts", "algorithm", "reproducible"),
     by_rank=(True, False),
+    placed=lambda rank, x, out, op, counts, algorithm, reproducible: ALGORITHMS.placed(algorithm, x),
 )
 
 

@@ -16,11 +16,12 @@ mpirun again, which therefore is ended by the ranks (`launcher`).
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,12 +30,11 @@ import numpy as np
 
 from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.faults.witness import Witness
+from mpitrain.comm.job import connections, fault_tolerance, launcher
+from mpitrain.comm.job.abort import Faults, say
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process import connections, fault_tolerance, launcher
-from mpitrain.comm.process.abort import Faults, say
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.errors import CommunicationError
@@ -403,3 +403,56 @@ def _leave(comm: MPI.Intracomm, failures: UlfmFailures, code: int) -> None:
     if not failures.may_exit(code):
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
+
+
+class Witness:
+    """A thread that sleeps until one of some processes of this node ends, and knows when that was to the millisecond.
+
+    MPI itself says only that they have ended.
+
+    Attributes:
+        silent: Processes that were ended because they had been at fault for some time.
+    """
+
+    def __init__(self, pidfds: Mapping[int, int]) -> None:
+        """Begin to watch.
+
+        Args:
+            pidfds: A descriptor of each process, by whatever number the process has here.
+        """
+        self._watched = {os.dup(fd): process for process, fd in pidfds.items()}
+        self._ended: dict[int, float] = {}  # time.monotonic()
+        self.silent: set[int] = set()
+        if self._watched:
+            threading.Thread(target=self._watch, name="mpitrain-witness", daemon=True).start()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for fd in self._watched:
+            poll.register(fd, select.POLLIN)
+        while self._watched:
+            for fd, _ in poll.poll():
+                self._ended[self._watched[fd]] = time.monotonic()
+                poll.unregister(fd)
+                del self._watched[fd]
+                os.close(fd)
+
+    def seconds_since(self, world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
+        """How long ago the first of the lost processes failed, and whether that is the most it can be. Collective.
+
+        Args:
+            world: The world of the ranks that are left.
+            lost: The processes, as far as this rank knows.
+            otherwise: Seconds since it last knew all of them to be well, which counts where nobody saw one of them
+                fail: its whole host was lost, or it had stopped before it was ended.
+        """
+        now = time.monotonic()
+        mine = [[process, now - self._ended.get(process, now + 1)] for process in lost]  # negative: not seen
+        told = world.all_gather_object([otherwise, mine, sorted(self.silent)])
+        silent = {process for *_, of in told for process in of}
+        ago: dict[int, float] = {}
+        for process, seconds in (pair for _, of, _ in told for pair in of):
+            ago[process] = max(seconds, ago.get(process, -1.0))
+        if any(seconds < 0 or process in silent for process, seconds in ago.items()):
+            return max(since for since, *_ in told), True
+        return max(ago.values(), default=otherwise), False

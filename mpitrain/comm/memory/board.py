@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.buffers import tensor_at
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import CommunicationError
 
 _ADDRESS, _DIGEST = 8, 8  # bytes
@@ -103,10 +103,15 @@ def compare(comm: MPI.Intracomm, said: str) -> None:
     Raises:
         CommunicationError: Ranks do different things; raised on all of them.
     """
-    rows = np.empty((comm.size, ROW), dtype=np.uint8)
-    comm.Allgather(np.frombuffer(row_of(0, said), dtype=np.uint8), rows)
-    if wrong := difference([row.tobytes() for row in rows], range(comm.size)):
+    if wrong := difference(exchanged(comm, row_of(0, said), ROW), range(comm.size)):
         raise CommunicationError(wrong, agreed=is_whole_job(comm.size))
+
+
+def exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
+    """Return the first `nbytes` bytes of every rank's, filled up with zeros. Collective."""
+    everyone = np.empty((comm.size, nbytes), dtype=np.uint8)
+    comm.Allgather(np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8), everyone)
+    return [theirs.tobytes() for theirs in everyone]
 
 
 def is_whole_job(size: int) -> bool:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import Board, Notice, addresses, row_of
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import CommunicationError
 
 _PAIR = 16  # bytes of an address and a length

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import export_memory, import_memory, synchronize
 from mpitrain.comm.memory.mapped import MappedMemory
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import MpitrainError
 
 _IMPOSSIBLE = (MpitrainError, RuntimeError, OSError, ValueError, TypeError, AttributeError)

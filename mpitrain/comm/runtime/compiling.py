@@ -15,10 +15,10 @@ from functools import partial
 
 import torch
 
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Moved
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Transfers
-from mpitrain.comm.process.journal import Moved
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import (
     CALLER,
     INBOX,

@@ -11,11 +11,11 @@ import hashlib
 import sys
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.memory.board import exchanged
 from mpitrain.comm.runtime.watchdog import line_of
 from mpitrain.errors import CommunicationError
 
@@ -59,13 +59,13 @@ class Checks:
         what = name if typed is None else f"{name} of {sized.numel() if sized is not None else '?'} {_name(typed)}"
         if alike is not None:
             what = f"{what} {alike}"
-        digests = self._exchange(_digest(what) + _digest(place), 2 * _DIGEST)
+        digests = exchanged(self._comm, _digest(what) + _digest(place), 2 * _DIGEST)
         calls = {digest[:_DIGEST] for digest in digests}
         places = {(node, digest[_DIGEST:]) for node, digest in zip(self._nodes, digests, strict=True)}
         if len(calls) == 1 and len(places) == len(set(self._nodes)):
             return
         shown = f"#{sequence} {what[: _BYTES // 2]}{place}".encode()
-        texts, lines = self._exchange(shown, _BYTES), self._exchange(line_of(sys._getframe(2)).encode(), _BYTES)
+        texts, lines = (exchanged(self._comm, text, _BYTES) for text in (shown, line_of(sys._getframe(2)).encode()))
         table = "".join(f"\n  rank {r}  {_text(texts[r])}  at {_text(lines[r])}" for r in range(self._comm.size))
         wrong = (
             "ranks call different operations; every rank must make the same call with the same sizes"
@@ -73,13 +73,6 @@ class Checks:
             else "ranks pass different parts of an arena; on a node they must lie at the same offset"
         )
         raise CommunicationError(f"{wrong}:{table}", agreed=True)
-
-    def _exchange(self, mine: bytes, nbytes: int) -> list[bytes]:
-        """The first nbytes of every rank's bytes, filled up with zeros."""
-        row = np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8)
-        everyone = np.empty((self._comm.size, nbytes), dtype=np.uint8)
-        self._comm.Allgather(row, everyone)
-        return [theirs.tobytes() for theirs in everyone]
 
 
 def place_of(x: torch.Tensor | None, arena: Arena | None) -> str:

@@ -7,8 +7,8 @@ A rank goes on to touch the others' memory only where theirs is the same.
 
 from __future__ import annotations
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import ROW, difference
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.errors import CommunicationError
 
 

@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import NOTHING_MOVED, Moved
 from mpitrain.comm.memory.board import Board, Notice, row_of
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
-from mpitrain.comm.process.journal import NOTHING_MOVED, Moved
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import INBOX
 from mpitrain.comm.runtime.events import Event, Telling
 from mpitrain.comm.runtime.kernels import Array, Reduction, copying, for_numpy, scaling

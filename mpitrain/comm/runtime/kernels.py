@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.program import tree_order
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.errors import InputError

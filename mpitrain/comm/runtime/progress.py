@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
 
 _NAPS = (0.001, 0.008)  # seconds between looks: the first, doubled up to the last while nothing new begins
 _STUCK = 0.02  # seconds in one operation after which operations that were put off are carried out beside it

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence, Sized
 
 import torch
 
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
 from mpitrain.comm.runtime.ordering import Call
 from mpitrain.comm.runtime.signatures import STEP, Signature
 from mpitrain.errors import CommunicationError

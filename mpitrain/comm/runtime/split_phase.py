@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.comm.process.journal import Note, clock
-from mpitrain.comm.process.record import Record
+from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.traffic import Note, clock
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.work import Work, poll, seen
 from mpitrain.errors import InputError

@@ -34,10 +34,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mpitrain.comm.process.abort import say
-from mpitrain.comm.process.leaving import Departures, arrived
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
+from mpitrain.comm.job.abort import say
+from mpitrain.comm.job.leaving import Departures, arrived
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
 from mpitrain.errors import EXIT_FAILED
 
 _QUESTION, _ANSWER = 1, 2  # message tags

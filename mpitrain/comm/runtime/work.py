@@ -15,9 +15,9 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from mpitrain.comm.process.journal import Journal, Note, clock
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.record import Record
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.record import Record
+from mpitrain.comm.job.traffic import Journal, Note, clock
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.errors import CommunicationError
 

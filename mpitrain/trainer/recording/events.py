@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpitrain.comm.process.topology import processor_name
+from mpitrain.comm.job.topology import processor_name
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError
 from mpitrain.models.build import loss_unit
 from mpitrain.monitor import EventLog, peak_memory_bytes

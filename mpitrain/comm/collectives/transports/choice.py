@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation
-from mpitrain.comm.collectives.process import DeviceMemory
+from mpitrain.comm.collectives.services import DeviceMemory
 from mpitrain.comm.collectives.transports.direct import Direct, takes_addresses
 from mpitrain.comm.collectives.transports.nccl import Nccl
 from mpitrain.comm.collectives.transports.peer import Peer
 from mpitrain.comm.collectives.transports.staged import Staged
-from mpitrain.comm.collectives.transports.transport import Transport
+from mpitrain.comm.collectives.transports.transport import DeviceCall, Transport
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.sharing import all_agree
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.errors import refusal
 
 _MEASURED = (1 << 16, 1 << 20, 1 << 24)  # bytes
@@ -87,21 +83,14 @@ class Transports:
         near = min(_MEASURED, key=lambda size: abs(np.log(size / max(1, nbytes))))
         return self._possible[min(self._seconds, key=lambda name: self._seconds[name][near])]
 
-    def perform(
-        self,
-        operation: CollectiveOperation,
-        tensors: Sequence[Tensor | None],
-        written: Sequence[bool],
-        given: Sequence[Any],
-    ) -> None:
+    def perform(self, call: DeviceCall) -> None:
         """Perform an operation on the rank's device; see `Transport.perform`."""
-        largest = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
-        transport = self.of_size(largest)
-        if not transport.carries(operation, tensors, given):
+        transport = self.of_size(call.nbytes)
+        if not transport.carries(call):
             transport = self._staged
         counted = self._binder.moved
         before = 0 if counted is None else len(counted)
-        transport.perform(operation, tensors, written, given)
+        transport.perform(call)
         if counted is not None:
             counted[before:] = [moved.by(transport.name) for moved in counted[before:]]
 
@@ -132,13 +121,14 @@ class Transports:
         counted, self._binder.moved = self._binder.moved, None  # by the operation that comes first, not by this
         for nbytes in _MEASURED:
             x = torch.zeros(nbytes // 4, device=self._device)
+            measured = DeviceCall(self._probe, (x,), (True,), ("sum", "auto", False))
             for name, transport in self._possible.items():
                 times = []
                 for _ in range(_REPEATS):
                     synchronize(self._device)
                     self._binder.comm.Barrier()
                     begin = time.perf_counter()
-                    transport.perform(self._probe, (x,), (True,), ("sum", "auto", False))
+                    transport.perform(measured)
                     synchronize(self._device)
                     times.append(time.perf_counter() - begin)
                 best = np.array([min(times[1:])])
@@ -148,12 +138,10 @@ class Transports:
         return found
 
 
-def alone(operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> None:
+def alone(call: DeviceCall) -> None:
     """The operation of a communicator of one rank: the only block is where it came from, and goes where it is to be."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    op = operation.value(given, "op")
-    if op is not None:
-        Reduction.of(op, present[0].dtype, 1)
+    present = call.present
+    call.reduction(1)  # which checks it
     if len(present) == 2:
-        into, of = reversed(present) if operation.name in ("reduce_scatter", "gather", "all_to_all") else present
+        into, of = reversed(present) if call.operation.name in ("reduce_scatter", "gather", "all_to_all") else present
         into.detach().view(-1).copy_(of.detach().view(-1))

@@ -9,18 +9,14 @@ compute, are computed on the device.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
 
 from mpitrain.comm.collectives.arguments import overlap
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.transports.transport import DeviceCall
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import memory_kind, mpi_reads, recorded
 from mpitrain.comm.memory.elements import HALVES, LARGEST_COUNT
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.runtime.kernels import Reduction, scaling
+from mpitrain.comm.runtime.kernels import scaling
 
 _OVERRIDES = ("MPITRAIN_DEVICE_AWARE", "MPITRAIN_CUDA_AWARE")  # the second is the older name
 
@@ -50,29 +46,22 @@ class Direct:
     def __init__(self, binder: Binder) -> None:
         self._binder = binder
 
-    def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
+    def carries(self, call: DeviceCall) -> bool:
         """Whatever the library can do in one call, in the order of its own."""
-        nbytes = max(0 if t is None else t.numel() * t.element_size() for t in tensors)
-        op, dtype = operation.value(given, "op"), next(t.dtype for t in tensors if t is not None)
+        size = self._binder.topology.size
+        reduction = call.reduction(size)
         return (
-            not (op is not None and Reduction.of(op, dtype, self._binder.topology.size).library_saturates)
-            and bool(operation.by_rank)
-            and nbytes * self._binder.topology.size <= LARGEST_COUNT
-            and operation.value(given, "algorithm", "mpi") in ("auto", "mpi")
-            and not operation.value(given, "reproducible", False)
+            not (reduction is not None and reduction.library_saturates)
+            and bool(call.operation.by_rank)
+            and call.nbytes * size <= LARGEST_COUNT
+            and call.value("algorithm", "mpi") in ("auto", "mpi")
+            and not call.value("reproducible", False)
         )
 
-    def perform(
-        self,
-        operation: CollectiveOperation,
-        tensors: Sequence[Tensor | None],
-        written: Sequence[bool],
-        given: Sequence[Any],
-    ) -> None:
+    def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`."""
-        first = next(tensor for tensor in tensors if tensor is not None)
-        op = operation.value(given, "op")
-        reduction = None if op is None else Reduction.of(op, first.dtype, self._binder.topology.size)
+        operation, tensors, written, given = call
+        first, op, reduction = call.present[0], call.value("op"), call.reduction(self._binder.topology.size)
         given = operation.replaced(given, algorithm="mpi", op="sum" if op == "avg" else op)
         wide = op is not None and first.dtype in HALVES
         passed = [None if t is None else t.detach().float() if wide else t.detach() for t in tensors]
@@ -82,8 +71,8 @@ class Direct:
         self._binder.run(operation.bind(self._binder, *passed, *given))
         for tensor, result, changed in zip(tensors, passed, written, strict=True):
             if changed and tensor is not None and result is not None:
-                for call in scaling(result, reduction.scale if reduction is not None else None):
-                    call()
+                for scale in scaling(result, reduction.scale if reduction is not None else None):
+                    scale()
                 if wide:
                     tensor.detach().copy_(result)
 

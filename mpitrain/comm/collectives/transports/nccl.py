@@ -7,21 +7,19 @@ rank of a communicator only; where ranks share one, the other ways serve.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.library import moved as ring
-from mpitrain.comm.collectives.operation import CollectiveOperation
-from mpitrain.comm.collectives.transports.transport import flat
+from mpitrain.comm.collectives.transports.transport import DeviceCall, flat
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
 from mpitrain.comm.memory.sharing import all_agree
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
 
@@ -78,28 +76,21 @@ class Nccl:
             return None, obstacle or "NCCL failed on another rank"
         return Nccl(library, made, binder), ""
 
-    def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
+    def carries(self, call: DeviceCall) -> bool:
         """Operations on blocks of one size that NCCL has, of the types it has, in the order of its own."""
         return (
-            operation.name in _CARRIED
-            and all(t is not None and t.dtype in _DTYPES and t.numel() > 0 for t in tensors)
-            and operation.value(given, "counts") is None
-            and operation.value(given, "algorithm", "auto") == "auto"
-            and not operation.value(given, "reproducible", False)
-            and (operation.value(given, "op") != "avg" or _is_floating(tensors))
+            call.operation.name in _CARRIED
+            and all(t is not None and t.dtype in _DTYPES and t.numel() > 0 for t in call.tensors)
+            and call.value("counts") is None
+            and call.value("algorithm", "auto") == "auto"
+            and not call.value("reproducible", False)
+            and (call.value("op") != "avg" or all(t.dtype.is_floating_point for t in call.present))
         )
 
-    def perform(
-        self,
-        operation: CollectiveOperation,
-        tensors: Sequence[Tensor | None],
-        written: Sequence[bool],
-        given: Sequence[Any],
-    ) -> None:
+    def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`. It is asked of the current stream, and the host goes on."""
-        own = [flat(tensor) for tensor in tensors if tensor is not None]
-        root = operation.value(given, "root", 0)
-        op = operation.value(given, "op")
+        own, operation = [flat(tensor) for tensor in call.present], call.operation
+        root, op = call.value("root", 0), call.value("op")
         reduction = None if op is None else getattr(self._library, _OPERATIONS[op])
         comm, first = self._comm, own[0]
         calls: dict[str, Callable[..., None]] = {
@@ -111,11 +102,11 @@ class Nccl:
             calls["all_gather"] = partial(comm.allgather, own[1], own[0])
         elif operation.name == "reduce_scatter":
             calls["reduce_scatter"] = partial(comm.reduce_scatter, own[0], own[1], reduction)
-        call = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
+        act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
         topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in own)
         blocks = [smallest] * topology.size if any(operation.by_rank) else even_blocks(smallest, topology.size)
         moved = ring(topology, operation.name, blocks, root)._replace(algorithm="nccl")
-        self._binder.run(Compiled([call], moved=moved))
+        self._binder.run(Compiled([act], moved=moved))
 
     def free(self) -> None:
         """Release NCCL's communicator. Collective."""
@@ -132,10 +123,6 @@ def _library() -> tuple[Any, str]:
     except Exception as error:  # the library itself is found at the first call
         return None, f"NCCL cannot be loaded: {error}"
     return library, ""
-
-
-def _is_floating(tensors: Sequence[Tensor | None]) -> bool:
-    return all(tensor is not None and tensor.dtype.is_floating_point for tensor in tensors)
 
 
 def _alone_on_its_device(comm: MPI.Intracomm, device: torch.device) -> bool:

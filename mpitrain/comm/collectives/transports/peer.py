@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpitrain.comm.algorithms import shared
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.pieces import cut
 from mpitrain.comm.collectives.transports.staged import spans
-from mpitrain.comm.collectives.transports.transport import flat
+from mpitrain.comm.collectives.transports.transport import DeviceCall, flat
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.kernels import Reduction
 from mpitrain.comm.selection.registry import Algorithm, always
 from mpitrain.comm.selection.setting import Setting
 
@@ -60,53 +57,46 @@ class Peer:
         """Whether these ranks can map each other's memory; the same on all of them."""
         return bool(self._room.segments)
 
-    def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
+    def carries(self, call: DeviceCall) -> bool:
         """Operations that have programs for shared memory."""
-        return operation.name in _ALGORITHMS and operation.value(given, "algorithm", "auto") in ("auto", "shared")
+        return call.operation.name in _ALGORITHMS and call.value("algorithm", "auto") in ("auto", "shared")
 
-    def perform(
-        self,
-        operation: CollectiveOperation,
-        tensors: Sequence[Tensor | None],
-        written: Sequence[bool],
-        given: Sequence[Any],
-    ) -> None:
+    def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`."""
-        own = [flat(tensor) for tensor in tensors if tensor is not None]
+        own, written = [flat(tensor) for tensor in call.present], call.written
         if self._binder.arena_of(own[0]) is not None:
-            self._run(operation, own, given)
+            self._run(call._replace(tensors=own))
             return
         if self._emptied is not None:  # perhaps on another stream
             current_stream(own[0].device).wait_event(self._emptied)
-        for piece in cut(operation, self._binder.topology.size, tensors, given, _ROOM):
+        for piece in cut(call, self._binder.topology.size, _ROOM):
             places = list[Tensor]()
             for tensor, part, changed in zip(own, piece.parts, written, strict=True):
                 assert part is not None
                 place = self._room.tensor[part.start : part.start + part.numel * tensor.element_size()]
                 places.append(place.view(tensor.dtype))
-                if operation.in_place or not changed:
+                if call.operation.in_place or not changed:
                     for here, there in spans(part, places[-1], tensor):
                         here.copy_(there)
-            self._run(operation, places, piece.given)
+            self._run(call._replace(tensors=places, given=piece.given))
             for tensor, place, part, changed in zip(own, places, piece.parts, written, strict=True):
                 if changed and part is not None:
                     for here, there in spans(part, place, tensor):
                         there.copy_(here)
         self._emptied = recorded(own[0].device)
 
-    def _run(self, operation: CollectiveOperation, tensors: Sequence[Tensor], given: Sequence[Any]) -> None:
+    def _run(self, call: DeviceCall) -> None:
         """Perform it on a vector in an arena: the first tensor."""
-        vector, binder = tensors[0], self._binder
-        op, root = operation.value(given, "op"), operation.value(given, "root", 0)
-        reduction = None if op is None else Reduction.of(op, vector.dtype, binder.topology.size)
+        operation, tensors, binder = call.operation, call.present, self._binder
+        vector, reduction = tensors[0], call.reduction(binder.topology.size)
         if vector.numel() == 0:
             return
-        reproducible = operation.value(given, "reproducible", False)
-        setting = binder.setting(vector, root=root, reproducible=reproducible)
+        reproducible = call.value("reproducible", False)
+        setting = binder.setting(vector, root=call.value("root", 0), reproducible=reproducible)
         program = binder.program(_ALGORITHMS[operation.name], setting)
         arena = binder.arena_of(vector)
         assert arena is not None and arena.mapped is not None
-        bounds = self._bounds(vector, operation.value(given, "counts")) if len(tensors) == 2 else ()
+        bounds = self._bounds(vector, call.value("counts")) if len(tensors) == 2 else ()
         layout = binder.in_place(program, vector, bounds=bounds)
         mapped = arena.mapped
         if operation.name == "reduce_scatter":
@@ -118,7 +108,7 @@ class Peer:
             if own.data_ptr() != tensors[1].data_ptr():
                 own.copy_(tensors[1])
         layout = replace(layout, device=vector.device, memory=mapped.at)
-        said = described(operation.name, vector.numel(), vector.dtype, *map(str, given), binder.place(vector))
+        said = described(operation.name, vector.numel(), vector.dtype, *map(str, call.given), binder.place(vector))
         compiled: Compiled = binder.compile(program, layout, reduction, arena, said=said)
         binder.run(binder.signed(said, compiled))
 

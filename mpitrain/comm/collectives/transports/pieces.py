@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpitrain.comm.collectives.operation import CollectiveOperation
+from mpitrain.comm.collectives.transports.transport import DeviceCall
 
 _ALIGNMENT = 64  # bytes: where each tensor begins in the memory of a piece, and what pieces are multiples of
 _USUAL = 4  # pieces that a large operation has at least, so that several can be under way at once
@@ -46,23 +46,17 @@ class OperationPiece:
     given: tuple[Any, ...]
 
 
-def cut(
-    operation: CollectiveOperation, size: int, tensors: Sequence[Tensor | None], given: Sequence[Any], room: int
-) -> list[OperationPiece]:
+def cut(call: DeviceCall, size: int, room: int) -> list[OperationPiece]:
     """Cut an operation into pieces, as many on all ranks.
 
     Args:
-        operation: One that may be cut (`CollectiveOperation.by_rank`).
+        call: A call of one that may be cut (`CollectiveOperation.by_rank`).
         size: Number of ranks.
-        tensors: What it is on.
-        given: What else it is given.
         room: Bytes for a piece.
     """
-    present = next(tensor for tensor in tensors if tensor is not None)
-    item = present.element_size()
-    counts = operation.value(given, "counts")
+    operation, item, counts = call.operation, call.present[0].element_size(), call.value("counts")
     lengths = [
-        _lengths(tensor, by_rank, size, counts) for tensor, by_rank in zip(tensors, operation.by_rank, strict=True)
+        _lengths(tensor, by_rank, size, counts) for tensor, by_rank in zip(call.tensors, operation.by_rank, strict=True)
     ]
     longest = max(counts) if counts else max(length for blocks in lengths for length in blocks or [0])
     blocks = sum(size if by_rank else 1 for by_rank in operation.by_rank)
@@ -76,7 +70,7 @@ def cut(
             start += 0 if part is None else -(-part.numel * item // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
         clipped = tuple(_clipped(n, lo, hi) for n in counts) if counts else None
-        pieces.append(OperationPiece(tuple(parts), operation.replaced(given, counts=clipped)))
+        pieces.append(OperationPiece(tuple(parts), operation.replaced(call.given, counts=clipped)))
     return pieces
 
 

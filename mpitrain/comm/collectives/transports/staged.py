@@ -20,7 +20,7 @@ from torch import Tensor
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.operation import CollectiveOperation
 from mpitrain.comm.collectives.transports.pieces import OperationPiece, TensorPart, cut
-from mpitrain.comm.collectives.transports.transport import flat
+from mpitrain.comm.collectives.transports.transport import DeviceCall, flat
 from mpitrain.comm.memory.device import current_stream, new_stream, pin, pinned, recorded
 
 _SLOTS = 3  # one is filled, one is worked on, one is emptied
@@ -49,18 +49,13 @@ class Staged:
         self._in, self._out = new_stream(device), new_stream(device)
         self._emptied: list[torch.Event | None] = [None] * _SLOTS
 
-    def carries(self, operation: CollectiveOperation, tensors: Sequence[Tensor | None], given: Sequence[Any]) -> bool:
+    def carries(self, call: DeviceCall) -> bool:
         """It carries every operation."""
         return True
 
-    def perform(
-        self,
-        operation: CollectiveOperation,
-        tensors: Sequence[Tensor | None],
-        written: Sequence[bool],
-        given: Sequence[Any],
-    ) -> None:
+    def perform(self, call: DeviceCall) -> None:
         """Perform the operation; see `Transport.perform`."""
+        operation, tensors, written, given = call
         if not operation.by_rank:
             through_host(partial(_run, operation, self._binder, given), tensors, written)
             return
@@ -69,7 +64,7 @@ class Staged:
         self._in.wait_event(asked)  # and so does what is copied out, since the host waits for what is copied in
         given_by = [None if tensor is None else flat(tensor) for tensor in tensors]
         read = [operation.in_place or not changed for changed in written]
-        pieces = cut(operation, self._binder.topology.size, tensors, given, _SLOT)
+        pieces = cut(call, self._binder.topology.size, _SLOT)
         filled = self._fill(0, pieces[0], given_by, read)
         for number in range(len(pieces)):
             ready = filled

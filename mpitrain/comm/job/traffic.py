@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from mpitrain.comm.process.record import Record
+from mpitrain.comm.job.record import Record
 
 clock = time.perf_counter  # on Linux the same clock as time.monotonic
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mpitrain.comm.process import starting
+from mpitrain.comm.job import arrival
 from mpitrain.storage import proc
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def start_mpi() -> frozenset[int]:
         others = {_socket_at(str(descriptor)) for descriptor in of_python}
     else:
         others = set(_listening())
-    if starting.is_due():
-        starting.start_mpi()
+    if arrival.is_due():
+        arrival.start_mpi()
     from mpi4py import MPI  # noqa: F401
 
     return frozenset(port for name, port in _listening().items() if name not in others)

@@ -21,7 +21,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from mpitrain.comm.process import launcher
+from mpitrain.comm.job import launcher
 from mpitrain.errors import printable
 
 _AGAIN = "the cause, from above: "

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
 
 _OVERRIDE = "MPITRAIN_SPARE_CORES"
 

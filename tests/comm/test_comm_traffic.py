@@ -10,8 +10,8 @@ import torch
 
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.compression import from_name
-from mpitrain.comm.process.mpi import MPI
-from mpitrain.comm.process.topology import Topology
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.programs.rings import blocks_sent, even_blocks
 
 MANY = pytest.mark.ranks(2, 3)

@@ -17,9 +17,9 @@ from types import TracebackType
 
 import numpy as np
 
-from mpitrain.comm.process import last_word
-from mpitrain.comm.process.leaving import note_exit_status
-from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.job import last_word
+from mpitrain.comm.job.leaving import note_exit_status
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError, message_of, printable
 
 _FAILED = 7  # message tag

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.job.mpi import MPI
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What all communicators of a process share."""
+"""What all communicators of a process share, and the MPI communicators that one of them is made of."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mpitrain.comm.job.abort import Faults
+from mpitrain.comm.job.cores import Share
+from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Journal
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.process.abort import Faults
-from mpitrain.comm.process.cores import Share
-from mpitrain.comm.process.journal import Journal
-from mpitrain.comm.process.mpi import MPI
 from mpitrain.comm.programs.proofs import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
@@ -33,7 +33,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessServices:
     """What all communicators of a process share; but for `cores` and the watchdog's work, the same on every rank.
 
     Attributes:
@@ -76,3 +76,31 @@ class Process:
         """Free a tracked communicator, unless it was given up with dead ranks. Collective."""
         if self.failures is None or self.failures.forget(comm):
             comm.Free()
+
+
+class OwnedCommunicators:
+    """The MPI communicators that a `Communicator` is made of. Made and freed by all of its ranks in the same order.
+
+    MPI_Comm_free is collective, and so `free` is. A communicator that is dropped instead keeps what it has of MPI until
+    the job ends: Python collects garbage on each rank at a time of its own, and what is collective may not be called
+    then. What only this process has, the watchdog's records and the communication thread, goes with it all the same.
+    """
+
+    def __init__(self, process: ProcessServices) -> None:
+        self._process = process
+        self._comms: list[MPI.Intracomm] = []
+
+    def keep(self, made: MPI.Comm) -> MPI.Intracomm:
+        """Note a new communicator, and give it back."""
+        comm = MPI.Intracomm(made)  # what Split gives is one, but mpi4py types it as any communicator
+        self._comms.append(self._process.track(comm))
+        return comm
+
+    def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Make a duplicate of a communicator, and note that. Collective."""
+        return self.keep(comm.Dup())
+
+    def free(self) -> None:
+        """Release them. Collective."""
+        while self._comms:
+            self._process.release(self._comms.pop())

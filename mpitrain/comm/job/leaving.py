@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpitrain.comm.process.mpi import MPI
+from mpitrain.comm.job.mpi import MPI
 from mpitrain.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from mpitrain.comm.process.record import Record
+    from mpitrain.comm.job.record import Record
 
 _TAG = 3  # of messages; the watchdog has the others
 _MOMENT = 1.0  # seconds: for all to end, for what a rank sent before it left to arrive

@@ -20,7 +20,7 @@ def missing() -> str:
     """What there has to be for it; empty where it is on."""
     from mpi4py import MPI
 
-    from mpitrain.comm.process.topology import library_name
+    from mpitrain.comm.job.topology import library_name
 
     name, version = MPI.get_vendor()
     if name != "Open MPI" or version < (5, 0):

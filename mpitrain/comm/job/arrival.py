@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpitrain.comm.process import fault_tolerance, last_word, launcher
+from mpitrain.comm.job import fault_tolerance, last_word, launcher
 from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 from mpitrain.storage import proc
