@@ -222,10 +222,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             print("\r" + " " * width, end="\r", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # -- What a person wants to know about a data set, as lines of text
 
 
@@ -300,3 +296,7 @@ def _classes(manifest: DatasetManifest, classes: tuple[str, ...]) -> Iterator[tu
         )
     if len(classes) > _MOST_CLASSES:
         yield "", f"...  and {len(classes) - _MOST_CLASSES:,} more"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
