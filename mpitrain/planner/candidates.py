@@ -66,10 +66,10 @@ class LayoutRules:
         one_copy = node_has_one_copy(stage, layout.share_node, device, evenly(layout, ranks_per_node))
         one_copy = one_copy and not placement.is_elsewhere(self.offload, device)
         asked = {"synchronous": model.synchronous, "gathers": stage.parameters and data > 1 and not one_copy}
-        offload = {"offload": self.offload, "on_device": device}
         if conflict(layout, compiled=self.compiled, reproducible=reproducible):
             return False
-        if placement.conflict(layout.zero, data, staged=staged, one_copy=one_copy, **offload):
+        zero, offload = layout.zero, self.offload
+        if placement.conflict(zero, data, staged=staged, one_copy=one_copy, offload=offload, on_device=device):
             return False
         if self.compiled and (not model.has_units or uncompiled(asked["gathers"], model.synchronous and data > 1)):
             return False

@@ -53,7 +53,8 @@ def plan_for(
 
     Raises InputError where nobody says it, and where activations are to be divided along the sequence and cannot be.
     """
-    listing, name = getattr(model, "tensor_plan", None), type(model).__name__
+    listing: Any = getattr(model, "tensor_plan", None)
+    name = type(model).__name__
     if given is None and not callable(listing):
         raise refusal(
             getattr(model, "undivided", "")
