@@ -17,14 +17,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
-from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.shard.protocols import Gradients
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+    from mpitrain.shard.protocols import Gradients
 
 
 @dataclass(frozen=True)
