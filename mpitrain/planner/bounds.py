@@ -26,7 +26,6 @@ from mpitrain.planner.held import ITEMSIZE, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import BlockCost, Divided
 from mpitrain.planner.places import LayoutPlaces
-from mpitrain.planner.prediction import Prediction
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.stages import held_at_most
 from mpitrain.planner.step import StepSimulation
@@ -122,29 +121,11 @@ class Bounds:
 
     def __init__(self, predictor: Predictor) -> None:
         self._of = predictor
+        self.predict, self.memory, self.room = predictor.predict, predictor.memory, predictor.room
+        self.host_memory, self.host_room = predictor.host_memory, predictor.host_room
         self._work = lru_cache(maxsize=None)(self._sums)
         self._around = lru_cache(maxsize=None)(self._beside)
         self._slowest = lru_cache(maxsize=None)(_slowest)
-
-    def predict(self, layout: ParallelLayout) -> Prediction:
-        """Everything of a layout; InputError where it is impossible."""
-        return self._of.predict(layout)
-
-    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes of the rank that needs most, by category."""
-        return self._of.memory(layout)
-
-    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes in the host's memory, of the rank that needs most there, by category; empty without devices."""
-        return self._of.host_memory(layout)
-
-    def host_room(self) -> float:
-        """Bytes of its node's memory that a rank may take."""
-        return self._of.host_room()
-
-    def room(self) -> float:
-        """Bytes that a rank may take."""
-        return self._of.room()
 
     def at_least(self, layout: ParallelLayout) -> float:
         """Seconds that a step takes at least: computing, exchanging, and the pipeline's filling and draining."""
@@ -216,15 +197,11 @@ class Bounds:
             return float(work.taken + work.working if layout.recompute else work.kept + work.working)
         if layout.recompute:
             return work.kept / layout.pipeline / layout.chunks
-        count = self._of.microbatches(-(-self._of.model.batch // layout.data), layout)
+        count = self._of.microbatches(layout)
         held = held_at_most(layout.pipeline, 1, count, "gpipe" if layout.schedule == "gpipe" else "1f1b")
         return work.kept / sum(1 / each for each in held)
 
     # -- what they are made of
-
-    def _count(self, layout: ParallelLayout) -> float:
-        """Microbatches of a rank, on average."""
-        return max(1.0, self._of.model.batch / layout.data / layout.microbatch)
 
     def _waited(self, layout: ParallelLayout) -> float:
         """The share of a stage's seconds that later stages wait for; 0 where no bound is known."""

@@ -68,9 +68,8 @@ class LayoutRules:
         asked = {"synchronous": model.synchronous, "gathers": stage.parameters and data > 1 and not one_copy}
         if conflict(layout, compiled=self.compiled, reproducible=reproducible):
             return False
-        if placement.conflict(
-            layout.zero, data, staged=staged, one_copy=one_copy, offload=self.offload, on_device=device
-        ):
+        zero, offload = layout.zero, self.offload
+        if placement.conflict(zero, data, staged=staged, one_copy=one_copy, offload=offload, on_device=device):
             return False
         if self.compiled and (not model.has_units or uncompiled(asked["gathers"], model.synchronous and data > 1)):
             return False

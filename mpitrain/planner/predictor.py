@@ -35,6 +35,9 @@ class Predictor:
         ranks_per_node: Ranks of each.
         memory: Bytes that a rank may take; None: its part of the node's (or the device's) memory.
         bucket_mb: MiB of a bucket of gradients.
+
+    Attributes:
+        collectives: Seconds of operations.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Predictor:
         self.model, self.machine = model, machine
         self.nodes, self.ranks_per_node, self._room, self.bucket_mb = nodes, ranks_per_node, memory, bucket_mb
         devices = DeviceLinks(machine.links, machine.device, self._sharing()) if machine.device is not None else None
-        self._collectives = CollectiveTimes(machine.links, machine.collectives, devices)
+        self.collectives = CollectiveTimes(machine.links, machine.collectives, devices)
         self._numel: int | None = None
         self._held = lru_cache(maxsize=4096)(self._find_held)
         self._flow = lru_cache(maxsize=256)(Flow)
@@ -140,17 +143,16 @@ class Predictor:
         """What each block costs for a microbatch (or a slice of one)."""
         return self.model.blocks(layout.microbatch, layout.divided, places.threads)
 
-    def microbatches(self, samples: int, layout: ParallelLayout) -> int:
-        """Of so many samples."""
-        return max(1, -(-samples // layout.microbatch))
+    def microbatches(self, layout: ParallelLayout) -> int:
+        """Of the rank that has most."""
+        share = -(-self.model.batch // layout.data)
+        return -(-share // layout.microbatch)
 
     def flow(self, layout: ParallelLayout) -> Flow | None:
         """Through the pipeline; None without one."""
         if layout.pipeline == 1:
             return None
-        share = -(-self.model.batch // layout.data)
-        count = self.microbatches(share, layout)
-        return self._flow(layout.schedule, layout.pipeline, count, layout.chunks, layout.slices)
+        return self._flow(layout.schedule, layout.pipeline, self.microbatches(layout), layout.chunks, layout.slices)
 
     def held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         """What the ranks at a pipeline position hold."""
@@ -174,8 +176,3 @@ class Predictor:
         if not self._flat[key].weights:
             raise refusal(f"rank {rank} of the pipeline would have no parameter to train")
         return replace(self._flat[key], stages=stages)
-
-    @property
-    def collectives(self) -> CollectiveTimes:
-        """Seconds of operations."""
-        return self._collectives

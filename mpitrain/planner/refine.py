@@ -40,7 +40,7 @@ class Refinement:
 
     def _find_cut(self, layout: ParallelLayout, per_element: float) -> tuple[int, ...]:
         """Blocks of each stage; empty where equally many are best."""
-        count, stages = self._microbatches(layout), layout.pipeline * layout.chunks
+        count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
         limits = Limits(self._room() / layout.chunks, held, per_element, layout.recompute)
         places = self._of.places(layout)
@@ -62,7 +62,7 @@ class Refinement:
             return self._of.collectives.seconds(each.operation, each.nbytes, places.axis(each.axis))
 
         per_element = self._per_element(layout) / layout.pipeline
-        prices = Prices(exchange, self._microbatches(layout), 1, per_element)
+        prices = Prices(exchange, self._of.microbatches(layout), 1, per_element)
         divided = Divided(layout.tensor, slices=layout.slices, synchronized=layout.data > 1)
         try:
             pairs = pairs_of(self._of.model, layout.microbatch, divided, prices, places.threads)
@@ -74,10 +74,6 @@ class Refinement:
 
     def _blocks(self, layout: ParallelLayout) -> tuple[BlockCost, ...]:
         return self._of.blocks(layout, self._of.places(layout))
-
-    def _microbatches(self, layout: ParallelLayout) -> int:
-        share = -(-self._of.model.batch // layout.data)
-        return -(-share // layout.microbatch)
 
     def _room(self) -> float:
         return self._of.room() - self._of.machine.process

@@ -21,11 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpitrain.choices import Precision
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks
-from mpitrain.pipe.slices import require_look_back
+from mpitrain.pipe.slices import require_look_back, slice_sequences
 from mpitrain.planner.alike import Double, alike
 from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
 from mpitrain.planner.model import AxisExchange, Divided
@@ -217,9 +217,9 @@ class Subject:
         return tokens, len(self._description.classes or ()) or tokens
 
     def _check_slices(self, blocks: list[tuple[str, nn.Module]], slices: int) -> None:
-        shape = self.shapes[0][0]
-        if slices > 1 and (not shape or shape[0] < slices or self.shapes[1][0][:1] != shape[:1]):
-            raise refusal(f"a sample of shape {list(shape)} does not give {slices} slices; set parallel.slices to 1")
+        if slices > 1:
+            x, y = (torch.empty(1, *shape, device="meta") for shape, _ in self.shapes)
+            slice_sequences([(x, y)], [1.0], slices)
         require_look_back(self.module, blocks, slices)
 
 

@@ -24,7 +24,10 @@ import torch
 from mpitrain.comm.memory import device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.shard.protocols import Gradients
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+    from mpitrain.shard.protocols import Gradients
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

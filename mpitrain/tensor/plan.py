@@ -53,16 +53,15 @@ def plan_for(
 
     Raises InputError where nobody says it, and where activations are to be divided along the sequence and cannot be.
     """
-    listing, name = getattr(model, "tensor_plan", None), type(model).__name__
-    if given is None:
-        if not callable(listing):
-            raise refusal(
-                getattr(model, "undivided", "")
-                or f"{name} does not say how it is to be divided; give it a method tensor_plan() that returns "
-                '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
-            )
-        given = listing()
-    plan = dict(given)
+    listing: Any = getattr(model, "tensor_plan", None)
+    name = type(model).__name__
+    if given is None and not callable(listing):
+        raise refusal(
+            getattr(model, "undivided", "")
+            or f"{name} does not say how it is to be divided; give it a method tensor_plan() that returns "
+            '{"*.up": "column", "*.down": "row", ...}, or set parallel.tensor to 1'
+        )
+    plan = dict(listing() if given is None else given)
     if sequence and getattr(model, "counts_positions", False):
         raise refusal(f"{name} counts positions in what parallel.sequence divides; set that to false")
     styles = [STYLES.get(style) if isinstance(style, str) else style for style in plan.values()]

@@ -1,0 +1,126 @@
+"""Rules that a job and the planner share: whichever number one of them is made with, both change together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from mpitrain.config.settings import Config
+from mpitrain.data import Description
+from mpitrain.mesh import mesh_shape
+from mpitrain.models import build_model
+from mpitrain.pipe import schedules
+from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.model import AxisExchange
+from mpitrain.planner.notation import layout_of
+from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.profile import profile_of
+from mpitrain.planner.step import StepSimulation
+from mpitrain.shard import flat, placement
+from mpitrain.shard.placement import STAGES
+from mpitrain.shard.sharded_gradients import _slots
+from mpitrain.shard.sharding import Options, Sharding
+from mpitrain.tensor import axis
+from mpitrain.trainer.data import microbatch_size
+from mpitrain.trainer.options import from_config
+
+FLOAT, INT = np.dtype("float32"), np.dtype("int64")
+IMAGES = Description("arrays", "train", 1000, (8, 8), FLOAT, (), INT, None, tuple("0123456789"), "x")
+CONFIG = Config.from_dict({"model": {"name": "mlp", "width": 512, "layers": 40}, "train": {"batch": 96}})
+BUSY = read_machine("cpu-128")  # of which each core has a rank below
+NODES, EACH = 2, 128
+WITHIN = ParallelLayout(256, zero=2, shard_within="node")
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return Predictor(profile_of(CONFIG, IMAGES, BUSY, measure=False), BUSY, NODES, EACH)
+
+
+def shares(layout: ParallelLayout, overlaps: bool = False) -> Any:
+    """The communicator of the ranks that shares are divided over."""
+    within = layout.shard_within == "node"
+    size, nodes = (EACH, 1) if within else (NODES * EACH, NODES)
+    arena = SimpleNamespace(kind="shared")
+    return SimpleNamespace(size=size, num_nodes=nodes, overlaps=overlaps, arena=lambda *_: arena)
+
+
+def job_buckets(layout: ParallelLayout) -> list[int]:
+    """Bytes of the buckets that a job makes."""
+    module, shard = build_model(CONFIG.model, IMAGES).module, shares(layout)
+    own = SimpleNamespace(options=Options(zero=layout.zero), shard=shard, stage=STAGES[layout.zero], _staged=False)
+    own._on_node = lambda groups: "one copy"
+    groups, _ = Sharding._place_parameters(cast(Any, own), list(module.named_parameters()))
+    return [4 * (hi - lo) for group in groups for lo, hi in pairwise(group.layout.bounds)]
+
+
+def planned_buckets(predictor: Predictor, layout: ParallelLayout) -> list[int]:
+    return list(predictor.held(layout, predictor.places(layout), 0).buckets)
+
+
+@pytest.mark.parametrize("within", ["node", "all"])
+def test_buckets_are_those_of_the_job(predictor, within, monkeypatch):
+    layout = ParallelLayout(256, zero=2, shard_within=within)
+    before = job_buckets(layout)
+    assert planned_buckets(predictor, layout) == before and len(before) > 2
+    for module, name, value in [(placement, "CACHED_MB", 8.0), (flat, "FIRST_BUCKET", 3 << 20)]:
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, value)
+            changed = Predictor(predictor.model, BUSY, NODES, EACH)
+            assert planned_buckets(changed, layout) == (after := job_buckets(layout))
+            assert (after != before) == (within == "node" or name == "FIRST_BUCKET")
+
+
+@pytest.mark.parametrize("layout", [WITHIN, ParallelLayout(256, zero=2), ParallelLayout(64, 4, zero=2)], ids=str)
+def test_slots_are_those_of_the_job(predictor, layout, monkeypatch):
+    def both() -> tuple[int, float]:
+        comm, staged = shares(layout), layout.pipeline > 1
+        reduction = SimpleNamespace(comm=comm, overlaps=comm.overlaps, in_order=staged)
+        slots = _slots(cast(Any, reduction), 16, torch.float32, torch.device("cpu"))
+        return len(slots), predictor.means(predictor.places(layout)).slots()
+
+    job, planned = both()
+    assert job == planned == (placement.DEFERRING if layout is WITHIN else 1)
+    monkeypatch.setattr(placement, "DEFERRING", 5)
+    job, planned = both()
+    assert job == planned == (5 if layout is WITHIN else 1)
+
+
+def test_what_tensor_ranks_sum_whole_is_what_the_job_does(predictor, monkeypatch):
+    layout = ParallelLayout(64, tensor=4)
+    simulated = StepSimulation(predictor, predictor.places(layout))
+
+    def job() -> bool:
+        made, taken = axis.Axis.__new__(axis.Axis), list[int]()
+        made.size, made.rank, made.comm = 4, 0, cast(Any, SimpleNamespace(all_reduce=lambda x: None))
+        monkeypatch.setattr(made, "_exchange", lambda *given: taken.append(given[-1]))
+        made.all_reduce(torch.zeros(1024))
+        return taken[0] > 0
+
+    def planned() -> float:
+        return simulated.exchanges([AxisExchange("all_reduce", 4096)])
+
+    direct, seconds = job(), planned()
+    monkeypatch.setattr(axis, "_DIRECT", 1024)
+    assert direct and not job() and planned() != seconds
+
+
+def test_the_default_number_of_microbatches_is_the_jobs(monkeypatch):
+    config = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}, "optim": {"name": "adamw"}})
+    sizes = mesh_shape(8, "auto", 4, 1)
+    mesh = SimpleNamespace(data=SimpleNamespace(size=sizes[0]), pipeline=SimpleNamespace(size=4))
+
+    def found() -> set[int]:
+        loop = Config.from_dict({"train": {"batch": 96}, "parallel": {"pipeline": 4}})
+        own = from_config(loop, 8, own_optimizer=True).microbatch
+        return {layout_of(config, 8).microbatch, microbatch_size(config, cast(Any, mesh)), own}
+
+    assert found() == {6}
+    monkeypatch.setattr(schedules, "_PER_STAGE", 4)
+    assert found() == {3}
