@@ -51,7 +51,7 @@ def drawn() -> str:
         for place, room in enumerate(row):
             left, box = LEFT + place * wide, wide - GAP
             path = ROOT / "mpitrain" / room
-            name, middle = f"{room}/" if path.is_dir() else f"{room}.py", left + box / 2
+            name, middle = f"{room}/" if (path / "__init__.py").exists() else f"{room}.py", left + box / 2
             out += [
                 f'<rect x="{left:.1f}" y="{top}" width="{box:.1f}" height="{HEIGHT}" rx="5" stroke="#888888"',
                 f' fill="{COLOURS[number % len(COLOURS)]}"/>',

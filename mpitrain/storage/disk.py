@@ -73,8 +73,9 @@ def replacing(path: Path, aside: Path | None = None, *, durable: bool = True) ->
         if durable:
             sync(aside)
         os.replace(aside, path)
-    finally:
+    except BaseException:
         aside.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, data: bytes | str) -> None:

@@ -304,7 +304,7 @@ def test_the_page_has_every_example_and_its_commands_start_with_one():
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
-    """In order, in one folder; numbers may differ with the machine, hashes do."""
+    """In order, in one folder. Numbers may differ with the machine and with the text, a module of Python; hashes do."""
     for line, *said in RUNS:
         words = line.removeprefix("$ ").split()
         ranks = int(words[2]) if words[0] == "mpirun" else 0
@@ -321,4 +321,4 @@ def test_the_commands_of_the_page_print_what_it_shows(tmp_path):
             number = r"\d+(?:\.\d+)?"
             assert re.sub(number, "N", theirs) == re.sub(number, "N", ours)
             shown = [float(each) for each in re.findall(number, theirs)]
-            assert [float(each) for each in re.findall(number, ours)] == pytest.approx(shown, rel=0.1, abs=0.05), ours
+            assert [float(each) for each in re.findall(number, ours)] == pytest.approx(shown, rel=0.25, abs=0.05), ours
