@@ -123,7 +123,7 @@ class Dispatcher(Member):
             tensors: What it was given for tensors.
             written: Which of them it changes.
         """
-        if wraps(*tensors):
+        if any(map(is_wrapper, tensors)):
             return for_each_inner(lambda *inner: self.begin(checked, async_op, inner, written), *tensors)
         passed = [as_tensor(x, written=changed) for x, changed in zip(tensors, written)]  # noqa: B905 - see `checked`
         return self.dispatch(checked(*passed), async_op)
@@ -311,11 +311,6 @@ class SeveralWorks(Work):
         """Block until what they read may be written again."""
         for work in self._works:
             work.release()
-
-
-def wraps(*tensors: Any) -> bool:
-    """Return whether any argument of an operation is made of other tensors."""
-    return any(map(is_wrapper, tensors))
 
 
 def for_each_inner(operation: Callable[..., Work | None], *tensors: Any) -> Work | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ Tensors = Sequence["torch.Tensor | None"]
 Bind = Callable[..., Call]
 
 
-@dataclass(frozen=True)
-class Invocation:
+class Invocation(NamedTuple):
     """One call of an operation, whose arguments have been checked.
 
     Attributes:
@@ -111,7 +110,7 @@ class CollectiveOperation:
         return comm.begin(partial(self._checked, comm, written, given), async_op, tensors, written)
 
     def _checked(self, comm: Dispatcher, written: Sequence[bool], given: Sequence[Any], *passed: Any) -> Invocation:
-        tensors, alike = (*passed, *[None] * (self.tensors - len(passed))), given
+        tensors, alike = passed if len(passed) == self.tensors else (*passed, None), given
         if "root" in self.parameters:
             check_rank(comm, self.value(given, "root"))
         if len(passed) == 2:
