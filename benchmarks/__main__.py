@@ -65,7 +65,7 @@ def names() -> list[str]:
 
 
 def usage() -> str:
-    """What --help shows."""
+    """Return the text of `--help`."""
     found = _modules()
     width = max(map(len, found))
     lines = (f"  {name:{width}}  {found[name][1]}\n" for name in sorted(found))

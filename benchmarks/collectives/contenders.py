@@ -1,4 +1,4 @@
-"""What the benchmark of collectives measures against each other, by operation and size; see there."""
+"""The contenders of `python -m benchmarks collectives`, by operation and size."""
 
 from __future__ import annotations
 

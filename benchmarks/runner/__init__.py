@@ -1,1 +1,1 @@
-"""What the benchmarks share: starting, reporting, peers, runs of training."""
+"""Shared by all benchmarks: starting ranks, writing reports, peers and training runs."""

@@ -183,7 +183,7 @@ def install_functional(kind: str) -> torch.library.Library | None:
 
 
 def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: Any, *, out: Any) -> torch.Tensor:
-    """What torch.compile makes of several all-gathers that it puts into one bucket."""
+    """Gather into `out`: the operation into which torch.compile merges the all-gathers of one bucket."""
     functions: Any = c10d  # whose types of arguments differ between releases
     group = functions._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
     if not isinstance(group, dist.ProcessGroup):

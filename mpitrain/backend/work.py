@@ -39,7 +39,7 @@ class Queue(Worker["Operation"]):
     """The operations of one process group, carried out in the order they were issued.
 
     Attributes:
-        limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
+        limit: Seconds after which `wait` raises; None leaves operations that never end to the watchdog.
         given_up: Operations that somebody has waited for in vain.
         streams: The side streams of devices that they are carried out on.
     """
@@ -49,7 +49,7 @@ class Queue(Worker["Operation"]):
 
         Args:
             comm: The group's communicator.
-            limit: Seconds after which who waits for an operation is told so; without it the watchdog sees to that.
+            limit: Seconds after which `wait` raises; None leaves operations that never end to the watchdog.
         """
         super().__init__(comm.overlaps, comm.journal, comm.process.progress)
         self.limit = limit

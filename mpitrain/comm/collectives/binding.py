@@ -78,7 +78,7 @@ class BoundCache:
         arenas.watch(self._arenas_changed)
 
     def find(self, key: Hashable) -> Compiled | None:
-        """What was bound under the key, unless an address may mean other memory now than it did then."""
+        """Return what was bound under the key; None where one of its addresses may belong to other memory by now."""
         if self._generation != self._arenas.generation:
             self.drop_all()
         while self._ended:

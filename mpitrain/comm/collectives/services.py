@@ -1,4 +1,4 @@
-"""What all communicators of a process share, and the MPI communicators that one of them is made of."""
+"""Services that all communicators of a process share, and the MPI communicators that each of them uses."""
 
 from __future__ import annotations
 

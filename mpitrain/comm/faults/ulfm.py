@@ -438,7 +438,7 @@ class Witness:
                 os.close(fd)
 
     def seconds_since(self, world: Communicator, lost: Sequence[int], otherwise: float) -> tuple[float, bool]:
-        """How long ago the first of the lost processes failed, and whether that is the most it can be. Collective.
+        """Return how many seconds ago the first lost process failed, and whether that is an upper bound. Collective.
 
         Args:
             world: The world of the ranks that are left.

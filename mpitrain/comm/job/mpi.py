@@ -38,7 +38,7 @@ def _allow_reading() -> None:
 
 
 def _passes_filters() -> bool:
-    """Whether the call reaches the kernel's own checks, which always let a process read itself."""
+    """Return whether process_vm_readv works at all: a process may always read itself, unless a filter forbids it."""
     byte = ctypes.c_char(b"x")
     pair = (ctypes.c_size_t * 2)(ctypes.addressof(byte), 1)  # struct iovec: address, length in bytes
     readv = ctypes.CDLL(None, use_errno=True).process_vm_readv

@@ -60,7 +60,7 @@ class Order:
 
     @contextmanager
     def after_caller(self) -> Iterator[None]:
-        """Inside, operations are carried out: the side streams are the current ones, and have waited for the caller."""
+        """Make the side streams current, after all that the caller has asked for so far."""
         with self.beside():
             for device, events in self._issued.items():
                 for event in events:
@@ -75,7 +75,7 @@ class Order:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Inside, the side streams are the current ones: a future that is resolved there stands for their work."""
+        """Make the side streams current: a future resolved inside completes when their work is done."""
         with ExitStack() as stack:
             for device in self._issued:
                 stack.enter_context(on_stream(self._streams[device]))

@@ -406,7 +406,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Moments:
-    """Of each column, the numbers that are not missing.
+    """Count, mean and deviation of each column, over the numbers that are not missing.
 
     Attributes:
         count: How many there are.
