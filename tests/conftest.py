@@ -1,8 +1,8 @@
 """How the suite runs under mpirun: which tests at which size, and one outcome for all ranks.
 
-A test marked `ranks(1, 2, 3)` runs at those world sizes only, on every rank at once. After each of its phases the
-ranks agree on the outcome, so a failure on one rank is a failure on all and nobody is left waiting. Unmarked tests
-run once, in one process. Rank 0 writes the counts that tests/run.sh adds up.
+A test marked `ranks(1, 2, 3)` runs at those world sizes only, on every rank at once. At its end the ranks agree on
+the outcome, so a failure on one rank is a failure on all and nobody is left waiting. Unmarked tests run once, in one
+process. Rank 0 writes the counts that tests/run.sh adds up.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ RANKS = int(os.environ.get("MPITRAIN_TEST_RANKS", "0"))  # 0: serial
 LABEL = os.environ.get("MPITRAIN_TEST_LABEL", "")
 FOLDER = Path(os.environ.get("MPITRAIN_TESTS", ".tests"))
 OPERATION_TIMEOUT = 60.0  # seconds
+_FAILURE = pytest.StashKey[str]()
 ON_PRETEND = (2, 3)  # sizes at which tests on the pretend accelerator run, if they run at one of these
 
 
@@ -144,7 +145,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     if report.failed and LABEL:
         _record_failure(report)
     if RANKS > 1:
-        _agree(report)
+        if report.failed:
+            item.stash[_FAILURE] = str(report.longrepr)[-2000:]
+        if report.when == "teardown":
+            _agree(report, item.stash.get(_FAILURE, None))
     return report
 
 
@@ -155,24 +159,27 @@ def _record_failure(report: pytest.TestReport) -> None:
         file.write(f"{str(report.longrepr)[-3000:]}\n")
 
 
-def _agree(report: pytest.TestReport) -> None:
-    """Fail on every rank what failed on any."""
+def _agree(report: pytest.TestReport, failure: str | None) -> None:
+    """Fail on every rank what failed on any.
+
+    Args:
+        report: The last report of a test.
+        failure: The end of what failed on this rank, in any phase.
+    """
     import mpitrain
     from mpitrain.errors import CommunicationError
 
     world = mpitrain.init(timeout=OPERATION_TIMEOUT, debug=True)
-    mine = str(report.longrepr)[-2000:] if report.failed else None
     for _ in range(50):  # while another rank is still inside the test, its operations do not match ours
         try:
-            told = world.all_gather_object([report.outcome, mine])
+            failures = world.all_gather_object(failure)
             break
         except CommunicationError:
             continue
     else:
         pytest.exit("the ranks do not find together after a failed test", returncode=1)
-    failures = [(rank, text) for rank, (outcome, text) in enumerate(told) if outcome == "failed"]
-    if failures and not report.failed:
-        rank, text = failures[0]
+    if failure is None and any(failures):
+        rank, text = next((rank, text) for rank, text in enumerate(failures) if text)
         report.outcome = "failed"
         report.longrepr = f"failed on rank {rank}:\n{text}"
 
