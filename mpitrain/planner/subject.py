@@ -24,8 +24,7 @@ from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.models import Task, build_model
-from mpitrain.pipe.partition import listed_blocks
-from mpitrain.pipe.slices import require_look_back, slice_sequences
+from mpitrain.pipe.partition import listed_blocks, require_look_back, slice_sequences
 from mpitrain.planner.alike import Double, alike
 from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
 from mpitrain.planner.model import AxisExchange, Divided
