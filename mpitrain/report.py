@@ -63,7 +63,8 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
 def _of_schedules() -> tuple[argparse.ArgumentParser, Run]:
     from mpitrain.pipe import draw
 
-    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description="Show what a schedule would do, in text or as a picture.")
+    told = "Show what a schedule would do, in text or as a picture."
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=told)
     draw.add_arguments(parser)
     return parser, draw.run
 
