@@ -12,19 +12,17 @@ from typing import NoReturn
 from mpitrain.config.settings import Config
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
-from mpitrain.planner import notation
+from mpitrain.planner import layouts
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, rules_of
-from mpitrain.planner.described import description_of
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.machine import MachineProfile, size_of
 from mpitrain.planner.machine_file import given_machines, read_machine
 from mpitrain.planner.model import ModelProfile
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.report import details, nothing_fits, refused, report
-from mpitrain.planner.scaling import HEAD, picture, row, scaling
+from mpitrain.planner.report import HEAD, details, nothing_fits, picture, refused, report, row, scaling
 from mpitrain.planner.search import COUNT, SIMULATED, best, excess_of
-from mpitrain.planner.units import size_of
+from mpitrain.planner.subject import description_of
 from mpitrain.storage.disk import write_whole
 
 OWN = "config"  # --explain: the layout that the configuration asks for
@@ -69,7 +67,7 @@ def _plan(argv: Sequence[str]) -> int:
     config = Config.from_args(rest)
     rules = rules_of(config)
     counts = nodes_of(options) if options.scale else []
-    asked = notation.read(options.explain) if options.explain not in ("", OWN) else None
+    asked = layouts.read(options.explain) if options.explain not in ("", OWN) else None
     out = Path(options.out or "plan.toml") if options.out or not (options.explain or counts) else None
     if out is not None and any(Path(word) == out for word in rest if not word.startswith("-")):
         raise refusal(f"--out {out} is the configuration that is planned for; give another file")
@@ -90,7 +88,7 @@ def _plan(argv: Sequence[str]) -> int:
     bucket_mb = config.comm.bucket_mb
     predictor = Predictor(model, machine, nodes, each, options.memory, bucket_mb=bucket_mb)
     if options.explain:
-        chosen = asked or notation.layout_of(config, nodes * each, model.blocks(1))
+        chosen = asked or layouts.layout_of(config, nodes * each, model.blocks(1))
         print(explained(predictor, chosen))
     else:
         plan = best(predictor, rules, options.top, seconds=options.seconds)
@@ -161,12 +159,12 @@ def scaled(
 def write(config: Config, layout: ParallelLayout, out: Path) -> None:
     """Write a configuration with the settings of a layout. Raises InputError where the file cannot be written."""
     values = config.to_dict()
-    for section, settings in notation.settings(layout).items():
+    for section, settings in layouts.settings(layout).items():
         values[section].update(settings)
     values["parallel"]["auto"] = False
     text = Config.from_dict(values, "plan").to_toml()
     try:
-        write_whole(out, f"# {notation.text(layout)}\n{text}")
+        write_whole(out, f"# {layouts.text(layout)}\n{text}")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; give another file") from None
 
@@ -216,7 +214,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    notes = (notation.__doc__ or "").partition("\n\n")[2]
+    notes = (layouts.__doc__ or "").partition("\n\n")[2]
     parser = _Parser(
         prog="python -m mpitrain.plan",
         usage="%(prog)s [CONFIG.toml] [--section.key value]... --nodes N --ranks-per-node N [options]\n"

@@ -61,11 +61,12 @@ def _of_runs() -> tuple[argparse.ArgumentParser, Run]:
 
 
 def _of_schedules() -> tuple[argparse.ArgumentParser, Run]:
-    from mpitrain.pipe import command
+    from mpitrain.pipe import draw
 
-    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=command.__doc__)
-    command.add_arguments(parser)
-    return parser, command.run
+    told = "Show what a schedule would do, in text or as a picture."
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} schedule", description=told)
+    draw.add_arguments(parser)
+    return parser, draw.run
 
 
 def _of_timelines() -> tuple[argparse.ArgumentParser, Run]:

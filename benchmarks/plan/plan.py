@@ -119,12 +119,11 @@ def _planned(values: Mapping[str, Any], machine: Any, options: argparse.Namespac
     """By rank count, the layouts of one model."""
     from mpitrain.config.settings import Config
     from mpitrain.planner.candidates import rules_of
-    from mpitrain.planner.described import description_of
-    from mpitrain.planner.layouts import ParallelLayout
-    from mpitrain.planner.notation import read, settings, text
+    from mpitrain.planner.layouts import ParallelLayout, read, settings, text
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.search import best
+    from mpitrain.planner.subject import description_of
 
     base = merged(values, {"train": {"steps": 1000, "evaluate_every": 0}, "run": {"device": "cpu", "dir": "unused"}})
     config = Config.from_dict(base)

@@ -28,8 +28,7 @@ from mpitrain.inference.decoders import (
     require_text,
 )
 from mpitrain.loading import SavedModel, Say, candidates, first_whole, saved_in
-from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
-from mpitrain.pipe.slices import check_slices
+from mpitrain.pipe.partition import check_slices, listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.wire import OutputSpec, Wire, as_tuple
 from mpitrain.tensor import parallelize, plan_for
 

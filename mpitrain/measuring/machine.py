@@ -41,11 +41,11 @@ from mpitrain.measuring.self_start import at_each, launched, leave, parsed, pars
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
+from mpitrain.planner.machine import SECTIONS
 from mpitrain.planner.machine_file import Values, write_values
-from mpitrain.planner.machine_keys import SECTIONS
 from mpitrain.speeds import cores, device, kept, links
+from mpitrain.speeds.kept import values_from
 from mpitrain.speeds.timing import interleaved
-from mpitrain.speeds.values import values_from
 from mpitrain.storage.text import aligned, counted
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.trainer import Trainer

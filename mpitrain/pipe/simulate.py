@@ -6,12 +6,18 @@ The model: a rank computes its steps in order, each as soon as what it needs is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule, ScheduleError
 
 Cost = float | Sequence[float]  # of every stage, or of each
+_KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
+_EPSILON = 1e-12  # time: less is left of a step on shared cores by rounding alone
 
 
 @dataclass(frozen=True)
@@ -31,16 +37,6 @@ class Costs:
     weight: Cost = 1
     message: float = 0
     activation: Cost = 1
-
-    def of(self, step: Compute) -> float:
-        """Time of a step."""
-        if isinstance(step, Forward):
-            return _of(self.forward, step.stage)
-        if isinstance(step, BackwardInput):
-            return _of(self.input, step.stage)
-        if isinstance(step, BackwardWeight):
-            return _of(self.weight, step.stage)
-        return _of(self.input, step.stage) + _of(self.weight, step.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +86,159 @@ class Simulation:
         return max(self.peaks) / self.schedule.chunks / self.schedule.slices
 
 
+class PreparedSchedule:
+    """A schedule in plain numbers, to be simulated with many costs."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._stages, self._count = schedule.stages, schedule.microbatches
+        # of each rank's steps: kind x stages + stage; what it waits for, or -1; whether that comes from another rank;
+        # what it makes, or -1
+        self._steps = [[self._numbers(step, rank) for step in steps] for rank, steps in enumerate(schedule.steps)]
+
+    def _numbers(self, step: Compute, rank: int) -> tuple[int, int, bool, int]:
+        kind, need = _KINDS.index(type(step)), needs(step, self._stages - 1)
+        made = ((kind > 0) * self._stages + step.stage) * self._count + step.microbatch
+        wanted = -1
+        if need is not None:
+            wanted = ((need[0] is not Forward) * self._stages + need[1]) * self._count + step.microbatch
+        apart = need is not None and self.schedule.rank_of[need[1]] != rank
+        return kind * self._stages + step.stage, wanted, apart, -1 if isinstance(step, BackwardWeight) else made
+
+    def ends(self, costs: Costs, runs: Sequence[list[tuple[float, float]]] | None = None) -> list[float]:
+        """Return when each rank is done with its last step.
+
+        Args:
+            costs: Of the steps, and of a message between any two ranks.
+            runs: Lists, one of each rank, that the beginning and the end of its steps are appended to; None: of none.
+
+        Raises:
+            ScheduleError: Steps wait for each other in a circle.
+        """
+        seconds, message = self._seconds(costs), costs.message
+        done, waiting = [-1.0] * (2 * self._stages * self._count), dict[int, int]()
+        clock, at = [0.0] * len(self._steps), [0] * len(self._steps)
+        ready = list(range(len(self._steps)))
+        while ready:
+            rank = ready.pop()
+            steps, now = self._steps[rank], clock[rank]
+            number = at[rank]
+            while number < len(steps):
+                which, wanted, apart, made = steps[number]
+                if wanted >= 0:
+                    there = done[wanted]
+                    if there < 0.0:
+                        waiting[wanted] = rank
+                        break
+                    if apart:
+                        there += message
+                    if there > now:
+                        now = there
+                if runs is not None:
+                    runs[rank].append((now, now + seconds[which]))
+                now += seconds[which]
+                number += 1
+                if made >= 0:
+                    done[made] = now
+                    if made in waiting:
+                        ready.append(waiting.pop(made))
+            clock[rank], at[rank] = now, number
+        self._require_done(at)
+        return clock
+
+    def ends_on_shared_cores(
+        self, costs: Costs, nodes: Sequence[int], cores: float, message: Callable[[int, int], float]
+    ) -> list[float]:
+        """Return when each rank is done with its last step, where the ranks of a node share its cores.
+
+        The ranks of a node that compute at the same time share its cores evenly (processor sharing); one alone never
+        gets more than its own speed. A rank that waits uses none.
+
+        Args:
+            costs: What steps cost a rank that has a core for itself; its `message` is not used.
+            nodes: The node of each rank of the pipeline.
+            cores: How many of the pipeline's ranks on one node can compute at full speed at the same time.
+            message: message(stage, to): time between the end of a step of `stage` and the arrival of what it sends to
+                the rank of stage `to`; it keeps no core busy.
+
+        Raises:
+            ScheduleError: Steps wait for each other in a circle.
+        """
+        seconds, now = self._seconds(costs), 0.0
+        done, waiting = [-1.0] * (2 * self._stages * self._count), dict[int, int]()
+        ends, at = [0.0] * len(self._steps), [0] * len(self._steps)
+        running: dict[int, float] = {}  # by rank what is left of its step, at full speed
+        coming: list[tuple[float, int]] = []  # when what a rank waits for arrives
+        ready = list(range(len(self._steps)))
+        while ready or running or coming:
+            for rank in ready:
+                if at[rank] == len(self._steps[rank]):
+                    continue
+                which, wanted, apart, _ = self._steps[rank][at[rank]]
+                arrives = 0.0
+                if wanted >= 0:
+                    if done[wanted] < 0.0:
+                        waiting[wanted] = rank
+                        continue
+                    stage = wanted // self._count % self._stages
+                    arrives = done[wanted] + (message(stage, which % self._stages) if apart else 0.0)
+                if arrives > now + _EPSILON:
+                    heapq.heappush(coming, (arrives, rank))
+                else:
+                    running[rank] = max(seconds[which], 2 * _EPSILON)
+            ready = []
+            active = Counter(nodes[rank] for rank in running)
+            pace = {rank: min(1.0, cores / active[nodes[rank]]) for rank in running}
+            passed = min((left / pace[rank] for rank, left in running.items()), default=math.inf)
+            passed = min(passed, max(0.0, coming[0][0] - now)) if coming else passed
+            now += passed
+            for rank in list(running):
+                running[rank] -= passed * pace[rank]
+                if running[rank] <= _EPSILON:
+                    del running[rank]
+                    made, ends[rank] = self._steps[rank][at[rank]][3], now
+                    at[rank] += 1
+                    ready.append(rank)
+                    if made >= 0:
+                        done[made] = now
+                        ready += [waiting.pop(made)] if made in waiting else []
+            while coming and coming[0][0] <= now + _EPSILON:
+                ready.append(heapq.heappop(coming)[1])
+        self._require_done(at)
+        return ends
+
+    def held(self, activations: Sequence[float]) -> list[float]:
+        """Return the bytes of activations that each rank holds at most. activations: of each stage's microbatch."""
+        nothing, less = [0.0] * self._stages, [-each for each in activations]
+        change = [*activations, *less, *nothing, *less]
+        return [max(accumulate((change[step[0]] for step in steps), initial=0.0)) for steps in self._steps]
+
+    def _seconds(self, costs: Costs) -> list[float]:
+        """Return the time of a step by kind x stages + stage."""
+        forward, input_, weight = (_each(cost, self._stages) for cost in (costs.forward, costs.input, costs.weight))
+        return [*forward, *(a + b for a, b in zip(input_, weight, strict=True)), *input_, *weight]
+
+    def _require_done(self, at: Sequence[int]) -> None:
+        """Raise ScheduleError unless each rank has come to its end. at: how many of its steps each one has done."""
+        for steps, number, rank in zip(self.schedule.steps, at, range(len(at)), strict=True):
+            if number < len(steps):
+                raise ScheduleError(f"{self.schedule.name}: rank {rank} waits for ever at {steps[number]}")
+
+
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
-    """When every step runs, and what is held meanwhile.
+    """Return when every step runs, and what is held meanwhile.
 
     Raises:
         ScheduleError: Steps wait for each other in a circle.
     """
-    peaks, memory = zip(*(held(steps, costs) for steps in schedule.steps), strict=True)
-    return Simulation(schedule, _times(schedule, costs), peaks, memory)
+    prepared, times = PreparedSchedule(schedule), [list[tuple[float, float]]() for _ in schedule.steps]
+    prepared.ends(costs, times)
+    runs = tuple(
+        tuple(TimedStep(step, *time) for step, time in zip(steps, own, strict=True))
+        for steps, own in zip(schedule.steps, times, strict=True)
+    )
+    peaks, memory = (prepared.held(_each(each, schedule.stages)) for each in (1, costs.activation))
+    return Simulation(schedule, runs, tuple(map(int, peaks)), tuple(memory))
 
 
 def needs(step: Compute, last: int) -> tuple[type, int] | None:
@@ -112,54 +253,6 @@ def needs(step: Compute, last: int) -> tuple[type, int] | None:
     return None
 
 
-def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[TimedStep, ...], ...]:
-    """When every step of every rank runs."""
-    last = schedule.stages - 1
-    done: dict[tuple[type, int, int], float] = {}
-    waiting: dict[tuple[type, int, int], int] = {}  # what a rank waits for
-    runs: list[list[TimedStep]] = [[] for _ in range(schedule.ranks)]
-    clock = [0.0 for _ in range(schedule.ranks)]
-    ready = list(range(schedule.ranks))
-    while ready:
-        rank = ready.pop()
-        steps = schedule.steps[rank]
-        for step in steps[len(runs[rank]) :]:
-            begin = clock[rank]
-            need = needs(step, last)
-            if need is not None:
-                key = (*need, step.microbatch)
-                if key not in done:
-                    waiting[key] = rank
-                    break
-                apart = costs.message if schedule.rank_of[need[1]] != rank else 0
-                begin = max(begin, done[key] + apart)
-            end = begin + costs.of(step)
-            runs[rank].append(TimedStep(step, begin, end))
-            clock[rank] = end
-            if not isinstance(step, BackwardWeight):
-                made = (Forward if isinstance(step, Forward) else Backward, step.stage, step.microbatch)
-                done[made] = end
-                if made in waiting:
-                    ready.append(waiting.pop(made))
-    for rank, (made_runs, steps) in enumerate(zip(runs, schedule.steps, strict=True)):
-        if len(made_runs) < len(steps):
-            raise ScheduleError(f"{schedule.name}: rank {rank} waits for ever at {steps[len(made_runs)]}")
-    return tuple(tuple(r) for r in runs)
-
-
-def held(steps: Sequence[Compute], costs: Costs) -> tuple[int, float]:
-    """Stage-microbatches and bytes of activations that a rank with these steps holds at most."""
-    count = peak = 0
-    held = most = 0.0
-    for step in steps:
-        if isinstance(step, Forward):
-            count, held = count + 1, held + _of(costs.activation, step.stage)
-            peak, most = max(peak, count), max(most, held)
-        elif not isinstance(step, BackwardInput):
-            count, held = count - 1, held - _of(costs.activation, step.stage)
-    return peak, most
-
-
-def _of(cost: Cost, stage: int) -> float:
-    """The cost of one stage."""
-    return cost if isinstance(cost, int | float) else cost[stage]
+def _each(cost: Cost, stages: int) -> list[float]:
+    """Return the cost of each stage."""
+    return [float(cost)] * stages if isinstance(cost, int | float) else list(cost)

@@ -22,12 +22,11 @@ from functools import lru_cache
 
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import estimate
-from mpitrain.planner.held import ITEMSIZE, is_unit
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.model import BlockCost, Divided
-from mpitrain.planner.places import LayoutPlaces
+from mpitrain.planner.places import ITEMSIZE, LayoutPlaces, is_unit
 from mpitrain.planner.predictor import Predictor
-from mpitrain.planner.stages import held_at_most
+from mpitrain.planner.refine import held_at_most
 from mpitrain.planner.step import StepSimulation
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES

@@ -1,4 +1,4 @@
-"""Seconds of collective operations on a machine: the programs that would run there, simulated.
+"""Seconds of messages and collective operations on a machine: the programs that would run there, simulated.
 
 Of an operation and its bytes the same rules choose the algorithm that choose it in the job (`comm.selection`), and its
 program is simulated with the machine's speeds (`comm.programs.simulate`). Where the rules choose the MPI library's own
@@ -9,14 +9,30 @@ Two things keep this fast for thousands of ranks. Times between two sizes a powe
 every cost is linear in bytes, and those beyond 32 MiB on one node follow from 16 and 32 MiB. And of programs that go
 round a ring, whose steps are all alike, two smaller rings with messages of the same length are simulated, and the
 difference is added for each further node.
+
+Vectors on devices go over the links of a node, and over the network between nodes (`DeviceLinks`):
+
+    device -- link -- device            inside a node: link_latency + bytes / link_bandwidth
+    device -- host -- device            inside a node without such links: through host memory, and over each one's bus
+    device -- bus -- network -- ...     between nodes: what is slower of a rank's bus and its part of the node's network
+
+A collective is the fastest of the textbook algorithms on two levels, as libraries for devices choose: a vector V goes
+in pieces, so that a node's links carry one while the network carries another. Of L ranks on each of N nodes, in a
+reduce-scatter or an all-gather, a rank sends
+
+    (L - 1) / L of V over its link             in log2 L rounds
+    (N - 1) / N of V / L over the network      in log2 N rounds, while its L - 1 neighbours do the same
+
+and an all-reduce is both, or, where V is short, log2 L + log2 N rounds of the whole vector.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,10 +41,7 @@ from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.serving import serving
 from mpitrain.comm.selection.setting import Setting
-from mpitrain.planner.machine import Measured
-
-if TYPE_CHECKING:
-    from mpitrain.planner.device_links import DeviceLinks
+from mpitrain.planner.machine import Device, Measured
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
 _LARGE = 1 << 24  # bytes: beyond twice as many, time goes on in a straight line, as long as the algorithm is the same
@@ -209,3 +222,85 @@ class CollectiveTimes:
 
 def _run(program: Program, nbytes: float, links: Machine) -> float:
     return simulate(program, [nbytes / program.chunks] * program.chunks, links)
+
+
+@dataclass(frozen=True)
+class DeviceLinks:
+    """Speeds between the devices of a machine.
+
+    Attributes:
+        links: Of the node's memory and its network.
+        device: One of its devices.
+        sharing: Ranks that share a device, its link and its bus.
+    """
+
+    links: Machine
+    device: Device
+    sharing: int = 1
+
+    def message(self, nbytes: float, inside: bool, beside: int = 1) -> float:
+        """Seconds of a message between two ranks.
+
+        Args:
+            nbytes: Of the message.
+            inside: Whether both are on one node.
+            beside: Messages that leave a node at the same time.
+        """
+        if inside:
+            return self._hop() + nbytes / self._inside(self.sharing * self.device.count)
+        return self._flight(nbytes) + nbytes / self._network(beside)
+
+    def seconds(self, operation: str, nbytes: float, group: Group) -> float:
+        """Seconds of a collective, from when all ranks have come to it.
+
+        Args:
+            operation: all_reduce, reduce_scatter or all_gather.
+            nbytes: Of the whole vector on one rank.
+            group: The ranks.
+        """
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        nodes, local = _counts(group)
+        inside, across = self._inside(local * group.beside), self._network(local * group.beside)
+        hops = _rounds(local) * self._hop()
+        if nodes == 1:
+            halves = hops + nbytes * (local - 1) / local / inside
+            whole = hops + _rounds(local) * nbytes / inside
+        else:
+            far = nbytes * (nodes - 1) / nodes / local
+            pieces = max(nbytes * (local - 1) / local / inside, far / across)
+            halves = hops + _rounds(nodes) * self._flight(far / _rounds(nodes)) + pieces
+            whole = hops + _rounds(nodes) * (self._flight(nbytes) + nbytes / across)
+            whole += _rounds(local) * nbytes / inside
+        return min(2.0 * halves, whole) if operation == "all_reduce" else halves
+
+    def _inside(self, ranks: int) -> float:
+        """Bytes per second between two devices of a node, while so many of its ranks send."""
+        if self.device.link_rate:
+            return self.device.link_rate / self.sharing
+        return min(self.device.host_rate / self.sharing, self.links.memory_rate / max(1, ranks))
+
+    def _network(self, ranks: int) -> float:
+        """Bytes per second of a rank between nodes, while so many ranks of its node send."""
+        return min(self.device.host_rate / self.sharing, self.links.bandwidth / max(1, ranks))
+
+    def _hop(self) -> float:
+        """Seconds until the first byte is in another device of the node."""
+        latency = self.device.link_latency
+        return latency if self.device.link_rate else 2.0 * latency + self.links.local_latency
+
+    def _flight(self, nbytes: float) -> float:
+        """Seconds until the first byte is in a device of another node."""
+        return 2.0 * self.device.link_latency + self.links.latency * float(self.links.flights(nbytes))
+
+
+@lru_cache(maxsize=1024)
+def _counts(group: Group) -> tuple[int, int]:
+    """Nodes of a group, and its ranks on the node that has most."""
+    counts = Counter(group.nodes)
+    return len(counts), max(counts.values())
+
+
+def _rounds(ranks: int) -> int:
+    """Rounds in which the number of ranks that have something doubles."""
+    return (ranks - 1).bit_length()

@@ -19,19 +19,22 @@ from typing import Any
 from mpitrain.comm.programs.simulate import Machine
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, printable, refusal
-from mpitrain.planner.machine import Device, MachineProfile, Measured
-from mpitrain.planner.machine_keys import (
+from mpitrain.planner.machine import (
+    BYTES,
     HEAD,
     PRECISIONS,
     REQUIRED,
     REQUIRED_OF_DEVICE,
+    SECONDS,
     SECTIONS,
+    Device,
     MachineKey,
+    MachineProfile,
+    Measured,
     core_matrix,
     derived,
     device_matrix,
 )
-from mpitrain.planner.units import BYTES, SECONDS
 from mpitrain.storage.disk import write_whole
 
 Values = dict[str, Any]  # {"name": text, section: {key: number, or by precision {size: number}}, "collectives": ...}

@@ -30,9 +30,8 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import MpitrainError
 from mpitrain.pipe.wire import as_tuple
-from mpitrain.planner.alike import signature
 from mpitrain.planner.model import Divided
-from mpitrain.planner.subject import Cut, Subject
+from mpitrain.planner.subject import Cut, Subject, signature
 from mpitrain.shard.in_place import InPlace
 
 if TYPE_CHECKING:

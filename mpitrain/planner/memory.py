@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import StageHoldings, is_unit
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.places import LayoutPlaces
+from mpitrain.planner.places import LayoutPlaces, StageHoldings, is_unit
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import SCRATCH, STAGES, Account, bucket_size, formula, node_has_one_copy, slot_count
 

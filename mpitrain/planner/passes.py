@@ -14,10 +14,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from mpitrain.pipe.stage import _begins_in_place
 from mpitrain.pipe.wire import as_tuple
-from mpitrain.planner.alike import signature
+from mpitrain.planner.counted import CountedOperation, OperationRecorder
 from mpitrain.planner.model import AxisExchange
-from mpitrain.planner.recorder import CountedOperation, OperationRecorder
-from mpitrain.planner.subject import Cut
+from mpitrain.planner.subject import Cut, signature
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,13 @@ from typing import Any
 
 from mpitrain.errors import refusal
 from mpitrain.pipe.partition import stage_bounds
-from mpitrain.planner.collectives import CollectiveTimes
-from mpitrain.planner.device_links import DeviceLinks
+from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import StageHoldings, held
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.memory import Means, account, host_account, in_flight, total
 from mpitrain.planner.model import BlockCost, ModelProfile
-from mpitrain.planner.places import LayoutPlaces
-from mpitrain.planner.prediction import Prediction
+from mpitrain.planner.places import LayoutPlaces, StageHoldings, held
 from mpitrain.planner.step import StepSimulation
 
 _READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device

@@ -2,10 +2,9 @@
 
     forward | backward, a bucket of gradients reduced whenever one is complete | norm, update | parameters shown
 
-Blocks cost what the model profile says; a schedule runs step by step (`pipe.simulate`, or `turns` where ranks share
-cores); every collective is the program that would run (`collectives`), of the buckets that would be reduced (`held`).
-Where no core is free for communication it comes after what it would otherwise lie under, as in the job. Ranks beyond a
-node's cores compute in turns.
+Blocks cost what the model profile says; a schedule runs step by step (`pipe.simulate`); every collective is the program
+that would run (`collectives`), of the buckets that would be reduced (`places`). Where no core is free for communication
+it comes after what it would otherwise lie under, as in the job. Ranks beyond a node's cores compute in turns.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from typing import TYPE_CHECKING
 from mpitrain.pipe.partition import stage_bounds
 from mpitrain.pipe.schedule import BackwardInput, Schedule
 from mpitrain.pipe.simulate import Costs
-from mpitrain.planner import turns
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import Flow
-from mpitrain.planner.held import ITEMSIZE, StageHoldings, is_unit
 from mpitrain.planner.memory import Means
 from mpitrain.planner.model import AxisExchange, BlockCost
-from mpitrain.planner.places import LayoutPlaces
+from mpitrain.planner.places import ITEMSIZE, LayoutPlaces, StageHoldings, is_unit
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
 from mpitrain.tensor.axis import sums_directly
@@ -260,7 +257,7 @@ class StepSimulation:
         forward, input_, weight = [[s * self.turns for s in p] for p in passes] if self.spins else passes
         if self.turns > 1.0 and not self.spins:
             cores = local / self.turns
-            return turns.run(flow.whole, Costs(forward, input_, weight), nodes, cores, message).ends
+            return flow.ends_on_shared_cores(Costs(forward, input_, weight), nodes, cores, message)
         longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
         return flow.ends(Costs(forward, input_, weight, longest))
 

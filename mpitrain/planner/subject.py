@@ -1,17 +1,24 @@
 """What is profiled: a task as the configuration makes it, its blocks, and samples of the right shapes.
 
 A cut is a copy of the model as one rank of a layout has it. Its tensors are either real or fake: fake ones (PyTorch's
-FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor time.
+FakeTensorMode) have shapes, dtypes and lifetimes, and take neither memory nor time. Of blocks that do the same, only
+the first is copied, divided and observed.
+
+The model is divided over tensor ranks by its own plan, and its batch norms over data-parallel ones, without the others:
+one process plays rank 0 of an axis. What that rank would exchange with the others is noted and not done: a tensor of
+the right shape comes back at once, whose numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,15 +28,171 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpitrain.choices import Precision
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.errors import InputError
+from mpitrain.data.configured import check_data, open_split
+from mpitrain.data.format import TRAIN
+from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES, convert
+from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.models import Task, build_model
-from mpitrain.pipe.partition import listed_blocks
-from mpitrain.pipe.slices import require_look_back, slice_sequences
-from mpitrain.planner.alike import Double, alike
-from mpitrain.planner.dividing import DataStandIn, StandIn, divide, synchronize
+from mpitrain.pipe.partition import listed_blocks, require_look_back, slice_sequences
 from mpitrain.planner.model import AxisExchange, Divided
-from mpitrain.tensor.plan import plan_for
+from mpitrain.tensor.axis import Axis
+from mpitrain.tensor.plan import parallelize, plan_for
+from mpitrain.tensor.rng_tracker import RngTracker
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
+
+
+class StandIn(Axis):
+    """Rank 0 of a tensor axis, all by itself.
+
+    Args:
+        size: Ranks of the axis.
+        times: Whether passes are timed: results then cost no time, because they are not computed but shared.
+
+    Attributes:
+        noted: The exchanges since somebody last put another list here.
+    """
+
+    def __init__(self, size: int, *, times: bool = False) -> None:
+        self.rank, self.size = 0, size
+        self.rng = RngTracker(0) if times else _NoStreams(0)
+        self.column_input: object = None
+        self.noted: list[AxisExchange] = []
+        self._tags = 0
+        self._slots = None
+        self._pool: dict[tuple[Any, ...], torch.Tensor] | None = {} if times else None
+
+    def all_reduce(self, x: torch.Tensor, tag: int = 0) -> torch.Tensor:
+        """A tensor like x."""
+        self.noted.append(AxisExchange("all_reduce", x.nbytes))
+        return self._like(x, x.shape)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor like rank 0's part of x."""
+        self.noted.append(AxisExchange("reduce_scatter", x.nbytes))
+        return self._like(x, _resized(x.shape, dim, lengths[0] if lengths else self.bounds(x.shape[dim])[1]))
+
+    def all_gather(
+        self, x: torch.Tensor, dim: int, tag: int = 0, lengths: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """A tensor like all ranks' x; where nobody knows the others' lengths, they are taken to be that of x."""
+        told = list(lengths) if lengths is not None else [x.shape[dim]] * self.size
+        whole = self._like(x, _resized(x.shape, dim, sum(told)))
+        self.noted.append(AxisExchange("all_gather", whole.nbytes))
+        return whole, told
+
+    def _like(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        if self._pool is None:
+            return x.new_empty(shape)
+        key = (tuple(shape), x.dtype, x.device)
+        kept = self._pool.get(key)
+        if kept is None:
+            kept = self._pool[key] = x.new_full(tuple(shape), 0.01)
+        # no view for autograd, so that it may be written to in place
+        return kept.new_empty(0).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
+
+
+class _NoStreams(RngTracker):
+    """Draws nothing: where tensors have no values, generators have no states."""
+
+    def enter(self, opener: object, device: torch.device) -> None:
+        """Do nothing."""
+
+    def leave(self, opener: object = None) -> None:
+        """Do nothing."""
+
+
+class DataStandIn:
+    """Two data-parallel ranks, as far as batch norms ask them for sums: one's own are left as they are.
+
+    Attributes:
+        noted: The exchanges since somebody last put another list here.
+    """
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.noted: list[AxisExchange] = []
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Note it."""
+        self.noted.append(AxisExchange("all_reduce", x.nbytes, "data"))
+
+
+def synchronize(model: nn.Module, axis: DataStandIn) -> nn.Module:
+    """The model with batch norms that sum up over the axis, in place; a new module where it is a batch norm itself."""
+    return SyncBatchNorm.convert(model, cast("Communicator", axis))
+
+
+def divide(model: nn.Module, divided: Divided, *, times: bool = False) -> StandIn | None:
+    """Divide a model in place, as tensor rank 0 has it.
+
+    Args:
+        model: The whole model.
+        divided: How.
+        times: Whether passes through it are to be timed.
+
+    Returns:
+        The axis; None where there is one rank alone.
+
+    Raises:
+        InputError: The model cannot be divided so.
+    """
+    if divided.tensor == 1:
+        return None
+    plan = plan_for(model, sequence=divided.sequence)
+    axis = StandIn(divided.tensor, times=times)
+    parallelize(model, axis, plan, sequence=divided.sequence, whole=divided.whole)
+    return axis
+
+
+def _resized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    changed = list(shape)
+    changed[dim] = length
+    return tuple(changed)
+
+
+class Double(nn.Module):
+    """Stands in a copied model in the place of a block that is like an earlier one."""
+
+
+def alike(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], patterns: Iterable[str]) -> list[int]:
+    """Of each block the number of the first block that it is like: its own where there is none before it.
+
+    Blocks are alike where they do the same, share no parameters with others, and the same patterns match their layers.
+
+    Args:
+        model: The whole model.
+        blocks: Its blocks in order, with their names.
+        patterns: Of names of modules that are going to be treated differently.
+    """
+    owners = Counter(id(p) for _, block in blocks for p in block.parameters())
+    names = {module: name for name, module in model.named_modules()}
+    several = Counter(block for _, block in blocks)
+    known: dict[Any, int] = {}
+    found = []
+    for number, (_, block) in enumerate(blocks):
+        own = all(owners[id(p)] == 1 for p in block.parameters()) and several[block] == 1
+        key: Any = number
+        if own and block in names and any(True for _ in block.parameters()):
+            inside = [(m, [p for p in patterns if fnmatchcase(names.get(m, ""), p)]) for m in block.modules()]
+            key = signature(block), tuple(tuple(matching) for _, matching in inside)
+        found.append(known.setdefault(key, number))
+    return found
+
+
+def signature(block: nn.Module) -> Any:
+    """Equal for blocks that do the same: their structure, attributes, and parameters' shapes."""
+    simple = (int, float, str, bool, tuple, type(None))
+    told: list[Any] = []
+    for name, module in block.named_modules():
+        own = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, simple))
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        told.append((name, type(module), own, hooks))
+    shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
+    return tuple(told), shapes
 
 
 @dataclass
@@ -243,3 +406,18 @@ class _Samples:
         if dtype.is_floating_point:
             return torch.randn(samples, *shape, device=self.device)
         return torch.randint(values, (samples, *shape), dtype=dtype, device=self.device)
+
+
+def description_of(config: Config) -> Description:
+    """What a configuration's data hold; embedded ones that are not there yet are made.
+
+    Raises:
+        InputError: They cannot be read, or are too few for a batch.
+    """
+    data = open_split(config, TRAIN)
+    assert data is not None
+    try:
+        check_data(config, data)
+    except InputError as error:
+        raise refusal(str(error)) from None
+    return data.description

@@ -2,9 +2,7 @@
 
 cores      what one core does while all do the same
 device     what an accelerator does
-probes, links
-           messages, copies and sums of ranks
-values     all of it as values of machine.toml
-kept       the profile of this kind of machine, kept for jobs to come
+links      messages, copies and sums of ranks
+kept       all of it as values of machine.toml, and the profile of this kind of machine, kept for jobs to come
 timing     times of operations that ranks make together
 """

@@ -1,8 +1,12 @@
-"""The measured profile of this kind of machine, kept beside its tuning table and used by `parallel.auto`."""
+"""The measured profile of this kind of machine: as values of machine.toml, and kept for `parallel.auto`.
+
+It is kept beside the machine's tuning table.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,79 @@ from mpitrain.comm.selection.tuning import table_path
 from mpitrain.errors import InputError
 from mpitrain.monitor import peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
-from mpitrain.planner.machine_file import Values, merged, read_values, write_values
+from mpitrain.planner.machine import SECTIONS, Measured
+from mpitrain.planner.machine_file import Values, collective_values, merged, read_values, write_values
 from mpitrain.speeds import cores, device, links
-from mpitrain.speeds.values import values_from
+from mpitrain.speeds.cores import COPY, COPY_ALONE, PRECISIONS, THREADS, UPDATE
+from mpitrain.storage.text import counted
+
+_LEAST_SHARE = 0.2  # of a core that a thread adds: where it seems to be less, other work had the cores meanwhile
+
+
+def values_from(results: dict[int, Any], quick: bool) -> Values:
+    """What was measured, as values of machine.toml; what was not is not there.
+
+    Args:
+        results: What each rank count has given.
+        quick: Whether it was a quick run.
+    """
+    first = next(of for of in results.values() if "cores" in of)
+    cores, nodes = first["cores"]["cores"], len(set(first["nodes"]))
+    how = "quickly, the figures mean little" if quick else f"at {' and '.join(map(str, results))} ranks"
+    values: Values = {
+        "name": f"{first['machine'] or 'machine'}, {counted(cores, 'core')}",
+        "origin": f"measured {time.strftime('%Y-%m-%d')} on {counted(nodes, 'node')}, {how}",
+        "node": {"cores": cores, "memory": first["memory"]},
+        "core": dict(_of_core(first["cores"])),
+        "rank": {key: first[key] for key in ("overhead", "process") if key in first},
+        "folder": first.get("folder", {}),
+    }
+    values["node"]["memory_bandwidth"] = 2 * cores * first["cores"]["copied"] / first["cores"]["seconds"][COPY]
+    _add_links(values, results, cores)
+    if device := first.get("device"):
+        values["device"] = {key: device[key] for key in SECTIONS["device"] if key in device}
+        matrix = device["matrix"].items()  # whose sizes have become text on the way here
+        values["device"]["matrix"] = {name: {int(n): rate for n, rate in table.items()} for name, table in matrix}
+    rows = [Measured(*row) for of in results.values() for row in of.get("collectives", [])]
+    if rows:
+        values["collectives"] = collective_values(rows)
+    return values
+
+
+def _of_core(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    seconds = found["seconds"]
+    if found["threads"] > 1 and f"fp32 {found['threaded']}" in seconds:
+        alone, together = seconds[f"fp32 {found['threaded']}"], seconds[THREADS]
+        share = (alone / together - 1) / (found["threads"] - 1)
+        if share >= _LEAST_SHARE:
+            yield "threads", min(1.0, share)
+    yield "update_rate", found["updated"] / seconds[UPDATE]
+    yield "copy_rate", found["copied"] / seconds[COPY_ALONE]
+    tables: dict[str, dict[int, float]] = {}
+    for precision in PRECISIONS:
+        sizes = (int(name.split()[1]) for name in seconds if name.startswith(precision))
+        tables[precision] = {n: 2.0 * n**3 / seconds[f"{precision} {n}"] for n in sizes}
+    yield "matrix", tables
+
+
+def _add_links(values: Values, results: dict[int, Any], cores: int) -> None:
+    """The speeds of messages, from the most ranks that had a core each; where none had, from the fewest."""
+    counts = {ranks: max(map(of["nodes"].count, of["nodes"])) for ranks, of in results.items() if "links" in of}
+    if not counts:
+        return
+    fitting = [ranks for ranks, local in counts.items() if local <= cores]
+    chosen = max(fitting) if fitting else min(counts)
+    links = results[chosen]["links"]
+    wanted = ["rank"]
+    if counts[chosen] > 1:
+        wanted += ["core", "inside"]
+    if len(set(results[chosen]["nodes"])) > 1:
+        wanted.append("network")
+    for section in wanted:
+        for key, of in SECTIONS[section].items():
+            holder, _, attribute = of.attribute.rpartition(".")
+            if holder == "links" and attribute in links:
+                values.setdefault(section, {})[key] = links[attribute] / of.factor
 
 
 def profile_path() -> Path:

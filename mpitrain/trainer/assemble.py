@@ -22,8 +22,7 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
-from mpitrain.pipe.partition import listed_blocks, time_costs
-from mpitrain.pipe.slices import check_slices, require_look_back
+from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
 from mpitrain.tensor import plan_for
 from mpitrain.trainer.compiling import compile_blocks
 from mpitrain.trainer.data import microbatch_size

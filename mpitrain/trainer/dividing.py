@@ -16,10 +16,9 @@ from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.layout import is_replicated
 from mpitrain.mesh import Mesh, conflict
-from mpitrain.pipe.partition import listed_blocks
+from mpitrain.pipe.partition import listed_blocks, require_look_back
 from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedules import default_microbatches
-from mpitrain.pipe.slices import require_look_back
 from mpitrain.shard import placement
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.units import blocks_of

@@ -4,7 +4,7 @@ Rank 0 plans: it reads the profile of the machine, measures the model's blocks b
 compute on the processors, and searches; the other ranks sleep meanwhile, so that what is measured has all cores. Its
 choice is that of all ranks, and is what config.toml in the run folder says.
 
-What the configuration sets explicitly is kept (see `planner.given`).
+What the configuration sets explicitly is kept (see `planner.search.best_with`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusal
-from mpitrain.planner import notation
 from mpitrain.planner.candidates import rules_of
-from mpitrain.planner.described import description_of
+from mpitrain.planner.layouts import settings
+from mpitrain.planner.layouts import text as layout_text
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import profile_of as profile_of_values
 from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.subject import description_of
 from mpitrain.speeds import kept
 from mpitrain.storage.text import lasting
 
@@ -92,10 +93,10 @@ def _chosen(
     config: Config, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
 ) -> tuple[dict[str, Any], str]:
     """The values of the configuration with the best layout, and what is to be said of it."""
-    from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits
+    from mpitrain.planner.search import best_with, given  # these load what takes a second
 
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
@@ -115,7 +116,7 @@ def _chosen(
     if config.elastic.mode == "shrink" and "data" not in wanted:
         values["parallel"]["data"] = "auto"  # ranks that are left make fewer
     values["parallel"]["auto"] = False
-    return values, f"{notation.text(best.layout)}, predicted {lasting(best.seconds)} a step"
+    return values, f"{layout_text(best.layout)}, predicted {lasting(best.seconds)} a step"
 
 
 def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:

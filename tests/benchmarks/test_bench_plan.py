@@ -11,7 +11,7 @@ from support import MACHINE, job
 
 from benchmarks.plan.plan import spread
 from benchmarks.plan.report import correlation, report
-from mpitrain.planner import notation
+from mpitrain.planner import layouts
 
 
 @pytest.mark.campaign
@@ -25,12 +25,12 @@ def test_a_quick_run_puts_what_was_predicted_beside_what_was_measured(tmp_path):
     rows = json.loads((tmp_path / "BENCH-plan.json").read_text())["results"]["2"]["gpt"]
     assert len(rows) >= 12 and {row["choice"] for row in rows} >= {-1, 0}
     for row in rows:
-        assert notation.text(notation.read(row["layout"])) == row["layout"]
+        assert layouts.text(layouts.read(row["layout"])) == row["layout"]
         assert [len(found) for found in row["measured"]["seconds"]] == [3] and min(row["measured"]["seconds"][0]) > 0
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
         predicted, counted = row["memory"], row["measured"]["account"]
         for kind in ("parameters", "gradients", "states", "activations"):  # as rank 0 of the training counts them
-            if notation.read(row["layout"]).pipeline == 1:
+            if layouts.read(row["layout"]).pipeline == 1:
                 assert predicted[kind] == pytest.approx(counted[kind], rel=0.01), (row["layout"], kind)
             else:  # what is predicted is of the rank that has most
                 assert predicted[kind] > 0.99 * counted[kind], (row["layout"], kind)

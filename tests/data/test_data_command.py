@@ -9,7 +9,7 @@ from support import one_line
 
 from mpitrain.config.settings import Config
 from mpitrain.models import build_model
-from mpitrain.planner.described import description_of
+from mpitrain.planner.subject import description_of
 
 
 def test_it_imports_neither_torch_nor_mpi(tmp_path, python):

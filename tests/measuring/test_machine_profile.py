@@ -11,7 +11,7 @@ from support import job
 
 from mpitrain.measuring.machine import shown_values
 from mpitrain.planner.machine_file import read_machine
-from mpitrain.speeds.values import values_from
+from mpitrain.speeds.kept import values_from
 
 GIB = 1 << 30
 

@@ -9,8 +9,7 @@ import torch
 
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT, Form
-from mpitrain.pipe.partition import listed_blocks
-from mpitrain.pipe.slices import check_slices
+from mpitrain.pipe.partition import check_slices, listed_blocks
 
 MODERN = {
     "norm": "rmsnorm",

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from mpitrain.errors import InputError
-from mpitrain.pipe.passes import forward_only, with_messages
+from mpitrain.pipe.passes import forward_only, verify, with_messages
 from mpitrain.pipe.schedule import Backward, BackwardWeight, PipelineProgram, Receive, Schedule, ScheduleError, Send
 from mpitrain.pipe.schedules import (
     gpipe,
@@ -23,7 +23,6 @@ from mpitrain.pipe.schedules import (
     zb_v,
 )
 from mpitrain.pipe.simulate import Costs, simulate
-from mpitrain.pipe.verify import verify
 
 KINDS: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,

@@ -8,8 +8,7 @@ from torch import nn
 
 from mpitrain.errors import InputError
 from mpitrain.models.gpt import GPT
-from mpitrain.pipe.partition import listed_blocks
-from mpitrain.pipe.slices import check_slices, slice_sequences
+from mpitrain.pipe.partition import check_slices, listed_blocks, slice_sequences
 
 
 def samples(length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

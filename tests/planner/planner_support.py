@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpitrain.errors import refusal
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
-from mpitrain.planner.prediction import Prediction
 
 WORD, WIDTH, TOKENS = 4, 256, 64
 

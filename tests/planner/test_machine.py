@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import InputError
-from mpitrain.planner.machine import Measured
+from mpitrain.planner.machine import (
+    BIT_RATE,
+    BYTE_RATE,
+    BYTES,
+    COUNT,
+    ELEMENTS,
+    FRACTION,
+    OPERATIONS,
+    SECONDS,
+    Measured,
+)
 from mpitrain.planner.machine_file import (
     collective_values,
     given_machines,
@@ -15,7 +25,6 @@ from mpitrain.planner.machine_file import (
     read_values,
     write_values,
 )
-from mpitrain.planner.units import BIT_RATE, BYTE_RATE, BYTES, COUNT, ELEMENTS, FRACTION, OPERATIONS, SECONDS
 
 SHEET = """
 [node]

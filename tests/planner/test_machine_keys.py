@@ -13,12 +13,11 @@ import torch
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
-from mpitrain.planner import notation
+from mpitrain.planner import layouts
+from mpitrain.planner.machine import SECONDS, SECTIONS, derived
 from mpitrain.planner.machine_file import profile_of as machine_of
-from mpitrain.planner.machine_keys import SECTIONS, derived
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
-from mpitrain.planner.units import SECONDS
 from mpitrain.trainer.planned import fitting
 
 INT = np.dtype("int64")
@@ -79,7 +78,7 @@ def answers(values: dict[str, Any]) -> np.ndarray:
     model = copy.copy(observed())  # which counts the same operations by the speeds of this machine
     model._machine, model._made = machine, lru_cache(None)(model._make)
     predictor = Predictor(model, machine, 2, 2)
-    found = [predictor.predict(notation.read(line)) for line in LAYOUTS]
+    found = [predictor.predict(layouts.read(line)) for line in LAYOUTS]
     return np.array([*(each.seconds for each in found), found[0].memory["process"], -predictor.room()])
 
 

@@ -11,7 +11,6 @@ from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.planner import measured
 from mpitrain.planner.candidates import candidates
-from mpitrain.planner.dividing import StandIn
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Workers, time_blocks
@@ -19,7 +18,7 @@ from mpitrain.planner.memory import _gradients_apart
 from mpitrain.planner.model import AxisExchange, Divided
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.subject import Subject
+from mpitrain.planner.subject import StandIn, Subject
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.memory import ActivationMeter
 

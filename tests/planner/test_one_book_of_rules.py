@@ -23,15 +23,15 @@ from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks, parameter_costs, stage_bounds
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.planner import candidates as candidates_module
-from mpitrain.planner import given as given_module
+from mpitrain.planner import search as search_module
 from mpitrain.planner.candidates import microbatches, rules_of
-from mpitrain.planner.dividing import StandIn
-from mpitrain.planner.given import given, offered, settings
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, settings
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
+from mpitrain.planner.search import given, offered
+from mpitrain.planner.subject import StandIn
 from mpitrain.shard import placement
 from mpitrain.shard.parameters import shard_order
 from mpitrain.shard.units import blocks_of
@@ -202,7 +202,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(candidates_module.candidates(kind, machine_of(name), *rest))
 
     monkeypatch.setattr(
-        given_module, "candidates", lambda model, machine, *rest: once(model.batch, model, machine.name, *rest)
+        search_module, "candidates", lambda model, machine, *rest: once(model.batch, model, machine.name, *rest)
     )
 
 

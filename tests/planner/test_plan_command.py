@@ -12,8 +12,8 @@ from support import clean_environment
 
 import mpitrain.plan as command
 from mpitrain.config.settings import Config
-from mpitrain.planner import notation, profile
-from mpitrain.planner.units import size_of
+from mpitrain.planner import layouts, profile
+from mpitrain.planner.machine import size_of
 
 ASKED = ("--nodes", "2", "--ranks-per-node", "4", "--machine", "cpu-128")
 
@@ -36,7 +36,7 @@ def test_the_best_layouts_are_told_and_the_first_is_written(tmp_path, capsys):
     assert told.count(first) >= 2
     config = Config.from_args([str(tmp_path / "plan.toml")])
     assert (config.train.batch, config.train.steps, config.train.clip) == (16, 7, 0.5)
-    assert notation.layout_of(config, 8) == notation.read(first)
+    assert layouts.layout_of(config, 8) == layouts.read(first)
 
 
 def test_what_does_not_fit_is_told_with_its_reason(tmp_path, capsys):

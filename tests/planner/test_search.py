@@ -16,20 +16,31 @@ from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.planner import notation, parts
+from mpitrain.planner import layouts as notation
+from mpitrain.planner import refine as refine_module
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates, microbatches, shapes
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.model import Divided
-from mpitrain.planner.parts import Pairs, Prices, choose, pairs_of, whole_patterns
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.refine import Refinement
+from mpitrain.planner.refine import (
+    Limits,
+    Pairs,
+    Prices,
+    Refinement,
+    best_cut,
+    choose,
+    held_at_most,
+    pairs_of,
+    stage_fits,
+    stage_seconds,
+    whole_patterns,
+)
 from mpitrain.planner.report import nothing_fits
 from mpitrain.planner.search import best_of, ranked
-from mpitrain.planner.stages import Limits, best_cut, held_at_most, stage_fits, stage_seconds
 
 MACHINE = MachineProfile("made up", "specification", 8, 64 << 30)
 MIB = 1 << 20
@@ -127,7 +138,7 @@ def test_which_layers_stay_whole_is_the_best_of_all_for_numbers_that_are_no_inte
 
 @pytest.mark.parametrize("most", [1, 2, 16, 1 << 14])
 def test_thinning_out_loses_no_more_than_is_promised(most, monkeypatch):
-    monkeypatch.setattr(parts, "_MOST", most)
+    monkeypatch.setattr(refine_module, "_MOST", most)
     draw = np.random.default_rng(most)
     for _ in range(40):
         gains = draw.uniform(1, 2, 8)  # the faster the larger, so that no combination beats another one in both

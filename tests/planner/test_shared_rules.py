@@ -15,10 +15,9 @@ from mpitrain.data import Description
 from mpitrain.mesh import mesh_shape
 from mpitrain.models import build_model
 from mpitrain.pipe import schedules
-from mpitrain.planner.layouts import ParallelLayout
+from mpitrain.planner.layouts import ParallelLayout, layout_of
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.model import AxisExchange
-from mpitrain.planner.notation import layout_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.step import StepSimulation

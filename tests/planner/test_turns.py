@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mpitrain.pipe.schedule import Backward, Forward, Schedule, ScheduleError
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.simulate import Costs, simulate
-from mpitrain.planner import turns
+from mpitrain.pipe.simulate import Costs, PreparedSchedule, simulate
 
 CASES = [
     ("gpipe", 3, 4, 1),
@@ -18,6 +19,10 @@ CASES = [
 ]
 
 
+def ends_of(schedule: Schedule, *on: Any) -> list[float]:
+    return PreparedSchedule(schedule).ends_on_shared_cores(*on)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_enough_cores_are_full_speed(case: tuple[str, int, int, int]) -> None:
     schedule = make_schedule(*case)
@@ -26,26 +31,26 @@ def test_enough_cores_are_full_speed(case: tuple[str, int, int, int]) -> None:
         [1.0 + s for s in stages], [0.5 + s / 2 for s in stages], [0.25 * (1 + s) for s in stages], message=0.125
     )
     expected = [runs[-1].end for runs in simulate(schedule, costs).runs]
-    found = turns.run(schedule, costs, [0] * schedule.ranks, schedule.ranks, lambda stage, to: 0.125)
-    assert found.ends == pytest.approx(expected)
+    found = ends_of(schedule, costs, [0] * schedule.ranks, schedule.ranks, lambda stage, to: 0.125)
+    assert found == pytest.approx(expected)
 
 
 def test_one_core_does_all_the_work_one_after_the_other() -> None:
     schedule = make_schedule("1f1b", 4, 6, 1)
-    found = turns.run(schedule, Costs(1.0, 1.0, 1.0), [0] * 4, 1.0, lambda stage, to: 0.0)
-    assert max(found.ends) == pytest.approx(4 * 6 * 3.0)  # the core is never idle
+    found = ends_of(schedule, Costs(1.0, 1.0, 1.0), [0] * 4, 1.0, lambda stage, to: 0.0)
+    assert max(found) == pytest.approx(4 * 6 * 3.0)  # the core is never idle
 
 
 def test_nodes_do_not_share_cores() -> None:
     schedule = make_schedule("gpipe", 2, 2, 1)
     costs = Costs(1.0, 1.0, 0.0)
-    apart = turns.run(schedule, costs, [0, 1], 1.0, lambda stage, to: 0.5)
-    assert max(apart.ends) == pytest.approx(max(r[-1].end for r in simulate(schedule, Costs(1.0, 1.0, 0.0, 0.5)).runs))
-    together = turns.run(schedule, costs, [0, 0], 1.0, lambda stage, to: 0.5)
-    assert max(together.ends) > max(apart.ends)
+    apart = ends_of(schedule, costs, [0, 1], 1.0, lambda stage, to: 0.5)
+    assert max(apart) == pytest.approx(max(r[-1].end for r in simulate(schedule, Costs(1.0, 1.0, 0.0, 0.5)).runs))
+    together = ends_of(schedule, costs, [0, 0], 1.0, lambda stage, to: 0.5)
+    assert max(together) > max(apart)
 
 
 def test_who_waits_for_ever_is_named() -> None:
     steps = ((Backward(0, 0), Forward(0, 0)), (Forward(1, 0), Backward(1, 0)))
     with pytest.raises(ScheduleError, match="rank 0 waits for ever"):
-        turns.run(Schedule("odd", 2, 1, (0, 1), steps), Costs(), [0, 0], 2.0, lambda stage, to: 0.0)
+        ends_of(Schedule("odd", 2, 1, (0, 1), steps), Costs(), [0, 0], 2.0, lambda stage, to: 0.0)

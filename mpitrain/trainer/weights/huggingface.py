@@ -30,7 +30,7 @@ from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_pa
 from mpitrain.models.hugging_face.build import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
 from mpitrain.models.hugging_face.saving import save_folder
-from mpitrain.planner.units import size_of
+from mpitrain.planner.machine import size_of
 from mpitrain.storage.commit import new_folder
 from mpitrain.storage.disk import sync, write_durably, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG

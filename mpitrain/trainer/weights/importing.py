@@ -16,8 +16,7 @@ import torch
 from mpitrain.checkpoint.convert import import_weights, os_errors
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
-from mpitrain.planner.described import description_of
-from mpitrain.planner.subject import Subject
+from mpitrain.planner.subject import Subject, description_of
 from mpitrain.storage.disk import write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
 
