@@ -23,8 +23,8 @@ import numpy as np
 from mpitrain.comm.algorithms import halving, pairwise, ring
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.serving import serving
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
+from mpitrain.comm.selection.tables import serving
 from mpitrain.planner.machine import Measured
 
 if TYPE_CHECKING:
