@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ from mpitrain.backend.arguments import (
     row_counts,
     to_read,
 )
-from mpitrain.backend.debug import Comparison
 from mpitrain.backend.reductions import Reducing
 from mpitrain.backend.work import FinishedWork, Operation, Queue, Several, order_of
 
@@ -121,7 +120,7 @@ class GroupCollectives(versions.Base):
     """
 
     _queue: Queue
-    _comparison: Comparison | None  # in debug mode
+    _compared: Iterator[int] | None  # numbers of the collectives that ranks compare; TORCH_DISTRIBUTED_DEBUG=DETAIL
     _coalesced: list[dist.Work] | None  # operations that are being issued as one
 
     # -- reductions --------------------------------------------------------------------------------------
@@ -404,9 +403,11 @@ class GroupCollectives(versions.Base):
         return self._remember(work)
 
     def _compare(self, name: str, alike: Sequence[object]) -> None:
-        comparison = self._comparison
-        if comparison is not None:
-            self._queue.perform(lambda: comparison.compare(name, alike))
+        """Where debugging, make sure that all ranks are about to do the same: lists of tensors, reductions, ranks."""
+        if self._compared is not None:
+            said = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
+            said = f"{name} #{next(self._compared)} {said}"
+            self._queue.perform(lambda: self.comm.require_same(said))
 
     def _remember(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
@@ -419,3 +420,7 @@ class GroupCollectives(versions.Base):
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
         return Several(works)
+
+
+def _shapes(tensors: Tensors) -> str:
+    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

@@ -7,6 +7,7 @@ they are written in Python; what C++ would look up in registered backends is ans
 from __future__ import annotations
 
 import atexit
+import itertools
 import time
 import weakref
 from collections import defaultdict
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from mpitrain.backend import versions
 from mpitrain.backend.arguments import Written, by_inner_tensors, listed, to_read
 from mpitrain.backend.collectives import GroupCollectives, watched
-from mpitrain.backend.debug import Comparison
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
 from mpitrain.backend.work import FinishedWork, MessageWork, Queue, comes_true, seconds_of
@@ -202,7 +202,7 @@ class MPIProcessGroup(GroupCollectives):
         self._described(name, store)
         self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT else None)
         self._barriers = Barriers(comm)
-        self._comparison = Comparison(comm) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
+        self._compared = itertools.count(1) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
         self._memory = TensorMemory()
         self._coalesced: list[dist.Work] | None = None
         self._in_flight: set[MessageWork] = set()

@@ -148,7 +148,7 @@ class Communicator(PointToPoint):
         """
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
-        board.compare(self._comm, board.described(f"arena on {torch.device(device).type}", numel, dtype))
+        self.require_same(board.described(f"arena on {torch.device(device).type}", numel, dtype))
         return self.binder.allocate(numel, dtype, torch.device(device))
 
     def alternating(self, capacity: int) -> Alternating | None:
@@ -167,5 +167,5 @@ class Communicator(PointToPoint):
 
         None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_memory`.
         """
-        board.compare(self._comm, board.described("node_copy", numel, dtype))
+        self.require_same(board.described("node_copy", numel, dtype))
         return allocate_node_copy(self, numel, dtype)

@@ -32,7 +32,7 @@ from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.wrapped import inner_tensors, is_wrapper
-from mpitrain.comm.runtime.agreement import Checks, Repeated, place_of, repeated
+from mpitrain.comm.runtime.agreement import Repeated, compare, repeated
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.work import OnDevice, Queued, Streams, Work, Worker, between, seen
@@ -206,8 +206,9 @@ class Dispatcher(Member):
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
         self._worker = Worker[Queued](self._background is not None, process.journal, process.progress)
-        compared = process.debug and topology.size > 1
-        self._checks = Checks(self._owned.duplicate(comm), topology.nodes) if compared else None
+        self._compared: MPI.Intracomm | None = None  # for the comparisons of the debug mode alone
+        if process.debug and topology.size > 1:
+            self._compared = self._owned.duplicate(comm)
         self._record = process.watchdog.record(label, topology.world_ranks)
         self._background_record = process.watchdog.record(f"{label} (async)", topology.world_ranks)
         self._transports: dict[Binder, Transports] = {}
@@ -307,7 +308,7 @@ class Dispatcher(Member):
         if self._background is None:
             self._worker.drain()  # what waits to be run here comes first
         self._perform(call, self.binder, self._record)
-        if call.key is not None and self._checks is None and all(map(_may_repeat, call.tensors)):
+        if call.key is not None and self._compared is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
             if compiled is not None:
                 self.ready[call.key] = self._repeated(call, compiled)
@@ -332,12 +333,31 @@ class Dispatcher(Member):
         """That there is a communicator; when debugging also that all ranks are about to do the same."""
         if self._freed:
             raise InputError(f"{name}: {self.label} was freed; make another communicator with split or subgroup")
-        if self._checks is None:
+        if self._compared is None:
             return
-        first = tensors[0] if tensors else None
-        place = "" if placed is None else place_of(placed, self.binder.arena_of(placed))
+        first, said, place = tensors[0] if tensors else None, name, ""
+        if first is not None:
+            said += f" of {'?' if uneven else first.numel()} {str(first.dtype).removeprefix('torch.')}"
+        if alike is not None:
+            said += f" {alike}"
+        arena = None if placed is None else self.binder.arena_of(placed)
+        if placed is not None and arena is not None and placed.numel():
+            place = f" at byte {placed.data_ptr() - arena.start} of an arena of {arena.nbytes}"
         with self._record.comparing(name, first):
-            self._checks.compare(name, first, alike, None if uneven else first, self._record.sequence, place)
+            shown = f"#{self._record.sequence} {said[:300]}{place}"
+            compare(self._compared, said, shown, place, self.nodes)
+
+    def require_same(self, said: str) -> None:
+        """Compare by messages what all ranks are about to do, in any mode. Collective.
+
+        Args:
+            said: What must be the same on all of them, in words.
+
+        Raises:
+            CommunicationError: They are about to do different things; raised on all of them.
+        """
+        with self._record.comparing(said, None):
+            compare(self._comm, said)
 
     def _perform(self, call: Invocation, binder: Binder, record: Record, device: torch.device | None = None) -> None:
         def run(*tensors: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? Here are the two answers for operations whose ranks do not meet at a fence.
+"""Do all ranks make the same call? Here are the answers for operations whose ranks do not meet at a fence.
 
 `Register`: which operation each rank of a node is in, written into shared memory before it begins, without waiting for
 anybody.
@@ -10,8 +10,11 @@ else, the ranks have diverged, and this rank, which came later, raises instead o
 data for different arguments: some MPI libraries would write a message that is too long behind the memory it is for, and
 all of them take one type for another. `repeated` does the same for an operation that is repeated, in one function.
 
-`Checks`: before an operation the ranks exchange what they are about to do, between nodes too, and all of them find out
-together.
+`compare`: the ranks exchange what they are about to do, between nodes too, and all of them find out together. It costs
+an all-gather of 16 bytes: before arenas and node copies are made, and before every operation in the debug mode, which
+is on by default in tests; MPITRAIN_DEBUG=1 or `mpitrain.init(debug=True)` elsewhere. A mismatch, which MPI answers
+with a hang or wrong data, is an error that shows every rank's operation and line. A process group of torch.distributed
+uses it under TORCH_DISTRIBUTED_DEBUG=DETAIL, for lists of tensors, which the communicator never sees as such.
 
 Ranks that meet at a fence anyway leave this to the `board`.
 """
@@ -29,8 +32,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.record import Record
-from mpitrain.comm.memory.arena import Arena
-from mpitrain.comm.memory.board import exchanged
+from mpitrain.comm.memory.board import is_whole_job
 from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.watchdog import line_of
@@ -233,76 +235,45 @@ def _unsigned(record: Record, name: str, calls: Sequence[Call], waiting: Sized, 
     return perform
 
 
-_BYTES = 200  # of a text on the wire
+_BYTES = 400  # of a text on the wire
 _DIGEST = 8  # bytes: long texts, such as the block sizes of many ranks, may differ where they were cut off
 
 
-class Checks:
-    """What the ranks of one communicator compare in debug mode.
+def compare(comm: MPI.Intracomm, said: str, shown: str = "", place: str = "", nodes: Sequence[int] = ()) -> None:
+    """Compare by messages what all ranks are about to do. Collective.
 
     Args:
-        comm: A duplicate of the communicator, for the comparisons alone.
-        nodes: The node of each of its ranks.
+        comm: The ranks.
+        said: What must be the same on all of them, in words.
+        shown: The words for the message, where these are others.
+        place: What must be the same on the ranks of a node.
+        nodes: The node of each rank, where there may be a place.
+
+    Raises:
+        CommunicationError: They are not about to do the same; raised on every rank, with what each does at which line.
     """
-
-    def __init__(self, comm: MPI.Intracomm, nodes: Sequence[int]) -> None:
-        self._comm, self._nodes = comm, nodes
-
-    def compare(
-        self,
-        name: str,
-        typed: torch.Tensor | None,
-        alike: object,
-        sized: torch.Tensor | None,
-        sequence: int,
-        place: str = "",
-    ) -> None:
-        """Compare what all ranks are about to do. Collective.
-
-        Args:
-            name: Of the operation.
-            typed: A tensor whose type must be the same on all ranks; None if there is none.
-            alike: What else must be the same; None if there is nothing.
-            sized: A tensor whose size must be the same; None if it may differ.
-            sequence: Number of the operation on this rank, for the message.
-            place: What must be the same on the ranks of a node.
-
-        Raises:
-            CommunicationError: They are not about to do the same; raised on every rank.
-        """
-        what = name if typed is None else f"{name} of {sized.numel() if sized is not None else '?'} {_name(typed)}"
-        if alike is not None:
-            what = f"{what} {alike}"
-        digests = exchanged(self._comm, _digest(what) + _digest(place), 2 * _DIGEST)
-        calls = {digest[:_DIGEST] for digest in digests}
-        places = {(node, digest[_DIGEST:]) for node, digest in zip(self._nodes, digests, strict=True)}
-        if len(calls) == 1 and len(places) == len(set(self._nodes)):
-            return
-        shown = f"#{sequence} {what[: _BYTES // 2]}{place}".encode()
-        texts, lines = (exchanged(self._comm, text, _BYTES) for text in (shown, line_of(sys._getframe(2)).encode()))
-        table = "".join(f"\n  rank {r}  {_text(texts[r])}  at {_text(lines[r])}" for r in range(self._comm.size))
-        wrong = (
-            "ranks call different operations; every rank must make the same call with the same sizes"
-            if len(calls) > 1
-            else "ranks pass different parts of an arena; on a node they must lie at the same offset"
-        )
-        raise CommunicationError(f"{wrong}:{table}", agreed=True)
+    digests = _exchanged(comm, _digest(said) + _digest(place), 2 * _DIGEST)
+    calls = {digest[:_DIGEST] for digest in digests}
+    places = {(node, digest[_DIGEST:]) for node, digest in zip(nodes, digests, strict=False)}
+    if len(calls) == 1 and len(places) == len(set(nodes)):
+        return
+    own = (shown or said).encode(), line_of(sys._getframe(1)).encode()
+    texts, lines = ([row.rstrip(b"\0").decode(errors="replace") for row in _exchanged(comm, o, _BYTES)] for o in own)
+    table = "".join(f"\n  rank {r}  {texts[r]}  at {lines[r]}" for r in range(comm.size))
+    wrong = (
+        "ranks call different operations; every rank must make the same call with the same sizes"
+        if len(calls) > 1
+        else "ranks pass different parts of an arena; on a node they must lie at the same offset"
+    )
+    raise CommunicationError(f"{wrong}:{table}", agreed=is_whole_job(comm.size))
 
 
-def place_of(x: torch.Tensor | None, arena: Arena | None) -> str:
-    """Where a tensor lies in an arena, in words; empty for a tensor outside of one, or of no elements."""
-    if x is None or arena is None or x.numel() == 0:
-        return ""
-    return f" at byte {x.data_ptr() - arena.start} of an arena of {arena.nbytes}"
+def _exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
+    """Return the first `nbytes` bytes of every rank's, filled up with zeros. Collective."""
+    everyone = np.empty((comm.size, nbytes), dtype=np.uint8)
+    comm.Allgather(np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8), everyone)
+    return [theirs.tobytes() for theirs in everyone]
 
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
-
-
-def _text(row: bytes) -> str:
-    return row.rstrip(b"\0").decode(errors="replace")
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
