@@ -43,7 +43,7 @@ from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_f
 from mpitrain.comm.job import fault_tolerance
 from mpitrain.comm.job.cores import cores_of, sharing, siblings
 from mpitrain.comm.memory import device as hardware
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
 from mpitrain.comm.selection.tuning import describe
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, tell

@@ -13,9 +13,8 @@ from mpitrain.comm.algorithms.halving import doubling_all_reduce, halving_all_re
 from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.serving import all_reduce_program
-from mpitrain.comm.selection.setting import Setting
-from mpitrain.comm.selection.tables import ALL_REDUCE
+from mpitrain.comm.selection.registry import Setting
+from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_program
 
 
 def predicted(world: Communicator, size: int, machine: Machine) -> dict[str, float]:

@@ -15,8 +15,8 @@ import socket
 import sys
 
 from mpitrain import early
-from mpitrain.backend import environment, patches
-from mpitrain.backend.registration import ADDRESS, NAME
+from mpitrain.backend import patches
+from mpitrain.backend.registration import ADDRESS, NAME, publish
 from mpitrain.errors import refusal
 
 USAGE = "usage: mpirun -n N python -m mpitrain.backend [-m] SCRIPT [ARGUMENTS...]"
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     as_module = arguments[0] == "-m"
     if as_module:
         arguments = arguments[1:]
-    environment.publish(world)
+    publish(world)
     os.environ.setdefault("MASTER_ADDR", world.broadcast_object(socket.gethostname()))  # for scripts that read them;
     os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there
     patches.take_over(NAME, ADDRESS)

@@ -1,11 +1,18 @@
 """The collectives of a process group: each method checks, converts and calls the communicator.
 
 Ranks are those of the group; options are torch's.
+
+A process group written in Python is called past torch's dispatcher, which is faster and leaves no trace. While a mode
+(such as CommDebugMode) or the profiler is active an operation is therefore issued as torch's own would be, as
+`c10d::allreduce_` and its kin; what the dispatcher comes to in the end, below all modes, is a kernel that carries out
+ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +21,96 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpitrain.backend import versions
-from mpitrain.backend.arguments import Tensors, check_length, check_splits, flat_list, joined, listed, options, rooted
-from mpitrain.backend.debug import Comparison
-from mpitrain.backend.dispatching import dispatch, watched
+from mpitrain.backend.arguments import (
+    Blocks,
+    Tensors,
+    Written,
+    by_inner_tensors,
+    check_length,
+    check_splits,
+    flat_list,
+    joined,
+    listed,
+    options,
+    rooted,
+    row_counts,
+    to_read,
+)
 from mpitrain.backend.reductions import Reducing
-from mpitrain.backend.tensors import Blocks, Written, row_counts, to_read
 from mpitrain.backend.work import FinishedWork, Operation, Queue, Several, order_of
-from mpitrain.backend.wrapped import by_inner_tensors
+
+Call = Callable[[], dist.Work]
+
+_KEY = "BackendSelect"  # the last thing that the dispatcher asks before it looks at the kind of tensor
+
+
+class _Issued(threading.local):
+    """The operation that this thread is taking through the dispatcher, and what came of it."""
+
+    call: Call | None = None
+    work: dist.Work | None = None
+
+
+_issued = _Issued()
+
+
+def watched() -> bool:
+    """Whether anybody looks at what goes through the dispatcher."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch.autograd._profiler_enabled()
+
+
+def dispatch(name: str, values: Sequence[Any], group: dist.ProcessGroup, call: Call) -> dist.Work | None:
+    """Issue a call as the operation c10d::name.
+
+    Args:
+        name: The operation's name.
+        values: Those of its arguments, in order, but for the group, the limits and the reduction, of which Python can
+            make
+            none that the dispatcher takes but a sum.
+        group: The process group.
+        call: What carries it out.
+
+    Returns:
+        What the call does; None where a mode took its place, as those do that only want shapes.
+    """
+    operation = getattr(torch.ops.c10d, name).default
+    _kernel_of(name)
+    given: Any = iter(values)
+    arguments: list[Any] = []
+    for argument in operation._schema.arguments:
+        if argument.name == "process_group":
+            arguments.append(group.boxed())
+        elif argument.name in ("async_op", "timeout"):
+            break
+        elif argument.name == "reduce_op":
+            arguments.append(torch.classes.c10d.ReduceOp())
+        else:
+            arguments.append(next(given, None))  # None: what we have no use for
+    _issued.call, _issued.work = call, None
+    try:
+        operation(*arguments)
+        return _issued.work
+    finally:
+        _issued.call = _issued.work = None
+
+
+@functools.cache
+def _kernel_of(name: str) -> torch.library.Library:
+    """Registers the kernel; kept as long as what is returned, which is for ever."""
+    operation = getattr(torch.ops.c10d, name).default
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    results = len(operation._schema.returns)
+
+    def kernel(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        call, _issued.call = _issued.call, None
+        if call is None:  # of another backend
+            return operation.redispatch(keys & below, *arguments)
+        work = _issued.work = call()
+        return (arguments[0], work.boxed()) if results > 1 else work.boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl(name, kernel, _KEY, with_keyset=True)
+    return library
 
 
 class GroupCollectives(versions.Base):
@@ -30,7 +120,7 @@ class GroupCollectives(versions.Base):
     """
 
     _queue: Queue
-    _comparison: Comparison | None  # in debug mode
+    _compared: Iterator[int] | None  # numbers of the collectives that ranks compare; TORCH_DISTRIBUTED_DEBUG=DETAIL
     _coalesced: list[dist.Work] | None  # operations that are being issued as one
 
     # -- reductions --------------------------------------------------------------------------------------
@@ -313,9 +403,11 @@ class GroupCollectives(versions.Base):
         return self._remember(work)
 
     def _compare(self, name: str, alike: Sequence[object]) -> None:
-        comparison = self._comparison
-        if comparison is not None:
-            self._queue.perform(lambda: comparison.compare(name, alike))
+        """Where debugging, make sure that all ranks are about to do the same: lists of tensors, reductions, ranks."""
+        if self._compared is not None:
+            said = " ".join(_shapes(part) if isinstance(part, list) else str(part) for part in alike)
+            said = f"{name} #{next(self._compared)} {said}"
+            self._queue.perform(lambda: self.comm.require_same(said))
 
     def _remember(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
@@ -328,3 +420,7 @@ class GroupCollectives(versions.Base):
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
         return Several(works)
+
+
+def _shapes(tensors: Tensors) -> str:
+    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

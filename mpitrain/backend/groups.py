@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend.store import NoStore
+from mpitrain.backend.failures import NoStore
 from mpitrain.comm import Communicator, init
 from mpitrain.errors import InputError
 

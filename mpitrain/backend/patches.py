@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 
-from mpitrain.backend.store import NoStore
+from mpitrain.backend.failures import NoStore
 from mpitrain.backend.versions import Base
 
 _HELPER = "_new_process_group_helper"

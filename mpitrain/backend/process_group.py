@@ -1,35 +1,180 @@
-"""The torch.distributed process group over a communicator.
+"""The torch.distributed process group over a communicator, its barriers, and the memory that it gives out.
 
-A subclass of ProcessGroup, not of Backend, because C++ calls the methods of the former only when they are written in
-Python; what C++ would look up in registered backends is answered here and in `versions`.
+`MPIProcessGroup` is a subclass of ProcessGroup, not of Backend, because C++ calls the methods of the former only when
+they are written in Python; what C++ would look up in registered backends is answered here and in `versions`.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
+import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mpitrain.backend import versions
-from mpitrain.backend.arguments import listed
-from mpitrain.backend.barrier import Barriers
-from mpitrain.backend.collectives import GroupCollectives
-from mpitrain.backend.debug import Comparison
-from mpitrain.backend.dispatching import watched
+from mpitrain.backend.arguments import Written, by_inner_tensors, listed, to_read
+from mpitrain.backend.collectives import GroupCollectives, watched
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.backend.groups import place
-from mpitrain.backend.memory import TensorMemory
-from mpitrain.backend.tensors import Written, to_read
-from mpitrain.backend.work import FinishedWork, MessageWork, Queue, seconds_of
-from mpitrain.backend.wrapped import by_inner_tensors
+from mpitrain.backend.work import FinishedWork, MessageWork, Queue, comes_true, seconds_of
 from mpitrain.comm import ANY_SOURCE, Communicator
 from mpitrain.comm.runtime.work import Messages
 from mpitrain.errors import MpitrainError
+
+_STEPS = 8  # sizes between one power of two and the next: at most so much of a block is unused
+_LEAST = 4096  # bytes
+
+
+class TensorMemory:
+    """Memory for tensors that are communicated, kept by a process group and given out again.
+
+    Any thread may drop a tensor.
+
+    FSDP2 allocates what it gathers into and reduces from anew for every layer of every step; the system then has to
+    find, clear and map its pages each time, which takes as long as the communication. After
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+
+    it asks the process group instead (`allocate_tensor`), and gets the memory that a tensor of the same size has left.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of undefined values in host memory; the block is free again when its last view is gone."""
+        nbytes = numel * dtype.itemsize
+        free = self._free[_rounded(nbytes)]
+        try:
+            block = free.pop()
+        except IndexError:
+            block = np.empty(_rounded(nbytes), dtype=np.uint8)
+        lent = block[:nbytes]  # torch keeps this object as long as it needs the memory
+        weakref.finalize(lent, free.append, block).atexit = False
+        return torch.from_numpy(lent).view(dtype)
+
+    def clear(self) -> None:
+        """Give the free blocks back to the system."""
+        self._free.clear()
+
+
+def _rounded(nbytes: int) -> int:
+    """The size of the block for so many bytes."""
+    unit = max(_LEAST, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
+    return -(-nbytes // unit) * unit
+
+
+_TAGS = range(31000, 31700)  # of the barriers, one after the other; MPI promises tags up to 32767
+_MONITORED_TAGS = range(32000, 32700)
+
+
+class Barriers:
+    """Barriers with a limit: over messages, because MPI's own cannot be left before everybody has come.
+
+    `wait` is the dissemination barrier of Hensgen, Finkel and Manber (1988): in round k rank r sends to rank r + 2^k
+    and receives from rank r - 2^k, ceil(log2(size)) rounds. `monitored`: everybody tells rank 0, rank 0 tells
+    everybody.
+
+    Attributes:
+        abandoned: Messages that somebody has waited for in vain. MPI may still write into their memory.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._count = 0
+        self.abandoned: list[Messages] = []
+
+    def _next_of(self, tags: range) -> int:
+        self._count += 1
+        return tags[self._count % len(tags)]
+
+    def wait(self, seconds: float) -> None:
+        """Return when every rank has come.
+
+        Args:
+            seconds: How long to wait.
+
+        Raises:
+            GroupError: Some rank has not come in that time.
+        """
+        comm, tag = self._comm, self._next_of(_TAGS)
+        deadline = time.monotonic() + seconds
+        distance = 1
+        while distance < comm.size:
+            before = (comm.rank - distance) % comm.size
+            arriving = comm.irecv(np.empty(1, dtype=np.int64), before, tag)
+            leaving = comm.isend(np.zeros(1, dtype=np.int64), (comm.rank + distance) % comm.size, tag)
+            if not self._done(arriving, deadline):
+                raise GroupError(
+                    f"barrier of {comm.label}: Timed out waiting {1e3 * seconds:.0f}ms on rank {comm.rank} for word "
+                    f"from rank {before}; that rank, or one that it waits for, did not come"
+                )
+            self._done(leaving, deadline)
+            distance *= 2
+
+    def monitored(self, seconds: float, wait_all_ranks: bool) -> None:
+        """Return when every rank has come, and tell rank 0 of those that do not.
+
+        Args:
+            seconds: How long to wait.
+            wait_all_ranks: Whether rank 0 is to name all that did not come, instead of the first.
+
+        Raises:
+            GroupError: Some rank has not come in that time; in gloo's words.
+        """
+        comm, tag = self._comm, self._next_of(_MONITORED_TAGS)
+        deadline = time.monotonic() + seconds
+        word = np.zeros(1, dtype=np.int64)
+        if comm.rank:
+            self._done(comm.isend(word, 0, tag), deadline)
+            if not self._done(comm.irecv(word, 0, tag), deadline):
+                raise GroupError(
+                    f"Rank {comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    f"send/recv from rank 0: nothing came in {1e3 * seconds:.0f} ms ({comm.label}); rank 0 tells who "
+                    "did not come"
+                )
+            return
+        arriving = {rank: comm.irecv(np.empty(1, dtype=np.int64), rank, tag) for rank in range(1, comm.size)}
+        missing = []
+        for rank, work in arriving.items():
+            if not self._done(work, deadline):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            self.abandoned += arriving.values()
+            if seconds <= 0:
+                raise GroupError(
+                    f"Rank 0 timed out in monitoredBarrier after {1e3 * seconds:.0f} ms; give it some time"
+                )
+            names = ", ".join(map(str, missing))
+            raise GroupError(
+                f"Rank{'s' if len(missing) > 1 else ''} {names} failed to pass monitoredBarrier in "
+                f"{1e3 * seconds:.0f} ms ({comm.label}); look at what they do instead"
+            )
+        for rank in arriving:
+            self._done(comm.isend(word, rank, tag), deadline)
+
+    def _done(self, work: Messages, deadline: float) -> bool:
+        if work.done():
+            return True
+        with work.limited_wait():
+            done = comes_true(work.done, deadline)
+        if not done:
+            self.abandoned.append(work)
+        return done
+
 
 _SHORT = 300.0  # seconds: groups with at most this timeout raise after it, the watchdog ends the job after others'
 
@@ -57,7 +202,7 @@ class MPIProcessGroup(GroupCollectives):
         self._described(name, store)
         self._queue = Queue(comm, self.timeout if self.timeout <= _SHORT else None)
         self._barriers = Barriers(comm)
-        self._comparison = Comparison(comm) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
+        self._compared = itertools.count(1) if dist.get_debug_level() == dist.DebugLevel.DETAIL else None
         self._memory = TensorMemory()
         self._coalesced: list[dist.Work] | None = None
         self._in_flight: set[MessageWork] = set()
@@ -130,7 +275,7 @@ class MPIProcessGroup(GroupCollectives):
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of `size` elements in memory that is used again; see `mpitrain.backend.memory`."""
+        """A flat tensor of `size` elements in memory that is used again; see `TensorMemory`."""
         if not self.supports_tensor_alloc(device):
             raise _lacking(f"memory of its own on {device}", "allocate with torch.empty")
         return self._memory.tensor(size, dtype)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpitrain.backend.arguments import Written, detached, known
 from mpitrain.backend.failures import ArgumentError, translation
-from mpitrain.backend.tensors import Written, detached, known
 from mpitrain.backend.versions import premultiplier
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.elements import DTYPES

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
-from mpitrain.comm.runtime.on_device import Order, Streams
-from mpitrain.comm.runtime.work import Messages, Worker
+from mpitrain.comm.runtime.work import Messages, Order, Streams, Worker
 from mpitrain.errors import MpitrainError
 
 T = TypeVar("T")

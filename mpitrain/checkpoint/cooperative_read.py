@@ -27,7 +27,7 @@ from mpitrain.checkpoint.reading import THREADS, Block, open_files, read, read_b
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.comm.collectives.alternating import Alternating
+    from mpitrain.comm.collectives.node_memory import Alternating
 
 SLOT = HASHED  # bytes that a rank reads in a turn
 

@@ -22,13 +22,10 @@ from mpitrain.comm.collectives.all_gather import all_gather
 from mpitrain.comm.collectives.all_reduce import OPERATION as ALL_REDUCE
 from mpitrain.comm.collectives.all_reduce import all_reduce
 from mpitrain.comm.collectives.all_to_all import all_to_all
-from mpitrain.comm.collectives.alternating import Alternating
-from mpitrain.comm.collectives.barrier import barrier
 from mpitrain.comm.collectives.broadcast import broadcast
-from mpitrain.comm.collectives.deferred import Deferred
-from mpitrain.comm.collectives.node_copy import NodeCopy, allocate_node_copy
+from mpitrain.comm.collectives.node_memory import Alternating, NodeCopy, allocate_node_copy
 from mpitrain.comm.collectives.reduce import reduce
-from mpitrain.comm.collectives.reduce_scatter import reduce_scatter
+from mpitrain.comm.collectives.reduce_scatter import Deferred, reduce_scatter
 from mpitrain.comm.collectives.rooted import gather, scatter
 from mpitrain.comm.collectives.services import ProcessServices
 from mpitrain.comm.job.mpi import MPI
@@ -65,7 +62,6 @@ class Communicator(PointToPoint):
     gather = gather
     scatter = scatter
     all_to_all = all_to_all
-    barrier = barrier
 
     def deferred_reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum") -> SplitPhase | None:
         """Begin a reduce_scatter of size blocks of out's length that needs no thread. Collective; so is `wait`.
@@ -152,14 +148,14 @@ class Communicator(PointToPoint):
         """
         if numel < 0:
             raise InputError(f"an arena of {numel} elements is not possible; give 0 or more")
-        board.compare(self._comm, board.described(f"arena on {torch.device(device).type}", numel, dtype))
+        self.require_same(board.described(f"arena on {torch.device(device).type}", numel, dtype))
         return self.binder.allocate(numel, dtype, torch.device(device))
 
     def alternating(self, capacity: int) -> Alternating | None:
         """Two slots of `capacity` bytes a rank, filled in turns and read by all ranks where they are. Collective.
 
         None, on all ranks, where they lie on several nodes or cannot share memory. See
-        `mpitrain.comm.collectives.alternating`.
+        `mpitrain.comm.collectives.node_memory`.
         """
         if self.num_nodes > 1:
             return None
@@ -169,7 +165,7 @@ class Communicator(PointToPoint):
     def node_copy(self, numel: int, dtype: torch.dtype = torch.float32) -> NodeCopy | None:
         """Flat storage of numel elements that all ranks of a node see, host memory. Collective.
 
-        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_copy`.
+        None, on all ranks, where memory cannot be shared. See `mpitrain.comm.collectives.node_memory`.
         """
-        board.compare(self._comm, board.described("node_copy", numel, dtype))
+        self.require_same(board.described("node_copy", numel, dtype))
         return allocate_node_copy(self, numel, dtype)

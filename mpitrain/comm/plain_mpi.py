@@ -10,7 +10,7 @@ import torch
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import MPI_TYPES
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.kernels import Call
 
 
 class PlainMPI:

@@ -11,7 +11,7 @@ from typing import Any
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.selection import tuning
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
 from mpitrain.errors import EXIT_DONE, InputError
 from mpitrain.measuring.algorithms import MEMORIES, TABLES, AlgorithmContenders
 from mpitrain.measuring.self_start import at_each, byte_sizes, launched, leave, parsed, parser, started_here

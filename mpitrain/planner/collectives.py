@@ -39,8 +39,8 @@ import numpy as np
 from mpitrain.comm.algorithms import halving, pairwise, ring
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.serving import serving
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
+from mpitrain.comm.selection.tables import serving
 from mpitrain.planner.machine import Device, Measured
 
 _LEAST = 1 << 6  # bytes: below, only latencies count
@@ -111,7 +111,7 @@ class CollectiveTimes:
             operation: all_reduce, reduce_scatter or all_gather.
             nbytes: Of the whole vector, which reduce_scatter takes and all_gather gives.
             group: The ranks.
-            memory: Where the vectors lie: "arena" or "private", as in `comm.selection.setting.Setting`.
+            memory: Where the vectors lie: "arena" or "private", as in `comm.selection.registry.Setting`.
         """
         if group.size == 1 or nbytes <= 0:
             return 0.0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.collectives.node_copy import NodeCopy
+from mpitrain.comm.collectives.node_memory import NodeCopy
 from mpitrain.shard.flat import FlatGroup
 from mpitrain.shard.protocols import Gathered, Parameters
 

@@ -129,8 +129,8 @@ def one_rank(name: str, folder: str, only: str) -> None:
     import mpitrain
     import mpitrain.backend
     from mpitrain.backend import patches
-    from mpitrain.backend.barrier import Barriers
     from mpitrain.backend.groups import place
+    from mpitrain.backend.process_group import Barriers
     from mpitrain.backend.registration import ADDRESS, NAME
     from mpitrain.errors import CommunicationError
 

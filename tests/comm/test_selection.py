@@ -7,8 +7,8 @@ import torch
 
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.selection.serving import serving
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
+from mpitrain.comm.selection.tables import serving
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.errors import InputError
 

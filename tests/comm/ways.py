@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives import arguments
 from mpitrain.comm.memory import buffers
 
 WAYS = ("staged", "mpi", "peer")
@@ -26,5 +26,5 @@ def take_device_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return at
 
     monkeypatch.setenv("MPITRAIN_DEVICE_AWARE", "1")
-    for module in (buffers, library):
+    for module in (buffers, arguments):
         monkeypatch.setattr(module, "memory_at", translated(module.memory_at))

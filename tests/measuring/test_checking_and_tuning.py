@@ -16,7 +16,7 @@ from support import clean_environment
 
 from mpitrain.comm import init
 from mpitrain.comm.collectives import all_reduce
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
 from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
 from mpitrain.measuring.check import _all_reduce, judged
 from mpitrain.measuring.self_start import byte_sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.comm.programs.simulate import Machine, simulate
-from mpitrain.comm.selection.serving import serving
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Setting
+from mpitrain.comm.selection.tables import serving
 from mpitrain.planner.collectives import CollectiveTimes, Group
 
 LINKS = Machine()

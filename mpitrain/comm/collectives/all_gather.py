@@ -14,20 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.arguments import overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.programs.program import chunk_bounds
 from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.serving import all_gather_name
-from mpitrain.comm.selection.tables import ALL_GATHER
+from mpitrain.comm.selection.tables import ALL_GATHER, all_gather_name
 
 ALGORITHMS = ALL_GATHER  # others may add theirs, see `registry`
 
@@ -93,7 +91,7 @@ def _bind(binder: Binder, out: Tensor, x: Tensor, algorithm: str, counts: Sequen
     name = all_gather_name(binder.choose(ALGORITHMS, algorithm, setting), setting)
     chosen = ALGORITHMS[name]
     if chosen.program is None:
-        moved = library.moved(binder.topology, "all_gather", [n * item for n in blocks])
+        moved = arguments.moved_by_library(binder.topology, "all_gather", [n * item for n in blocks])
         if place and not overlap(out, x):  # the library's own way, with less copying than in place
             call = _by_library(binder, out, blocks, bytes_at(x.data_ptr(), blocks[rank] * item))
             return Compiled([call], moved=moved)
@@ -138,5 +136,5 @@ def _by_library(binder: Binder, out: Tensor, blocks: Sequence[int], own: Any) ->
     """
     comm, item = binder.comm, out.element_size()
     if min(blocks) == max(blocks):
-        return partial(comm.Allgather, own, library.even_blocks(out.data_ptr(), blocks[0], comm.size, item))
-    return partial(comm.Allgatherv, own, library.uneven_blocks(out.data_ptr(), blocks, item))
+        return partial(comm.Allgather, own, arguments.even_blocks(out.data_ptr(), blocks[0], comm.size, item))
+    return partial(comm.Allgatherv, own, arguments.uneven_blocks(out.data_ptr(), blocks, item))

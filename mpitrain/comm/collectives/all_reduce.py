@@ -15,22 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpitrain.comm.collectives import all_gather, library
+from mpitrain.comm.collectives import all_gather, arguments
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher, Invocation
 from mpitrain.comm.compression.base import Bucket, Compression
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.kernels import Call, Reduction
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection.registry import always
-from mpitrain.comm.selection.serving import all_reduce_algorithm
-from mpitrain.comm.selection.tables import ALL_REDUCE
+from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_algorithm
 from mpitrain.errors import InputError
 
 ALGORITHMS = ALL_REDUCE  # others may add theirs, see `registry`
@@ -130,10 +127,12 @@ def _bind(binder: Binder, x: Tensor, op: str, algorithm: str, reproducible: bool
             return binder.widened(x, lambda wide: _bind(binder, wide, op, name, False))
         if reduction.library_saturates:
             return _bind(binder, x, op, "halving", False)
-        call, pieces = binder.comm.Allreduce, library.typed_pieces(x)
+        call, pieces = binder.comm.Allreduce, arguments.typed_pieces(x)
         calls = [partial(call, MPI.IN_PLACE, piece, reduction.mpi_op) for piece in pieces]
         shares = even_blocks(x.nbytes, binder.topology.size)
-        return Compiled([*calls, *scaling(x, reduction)], moved=library.moved(binder.topology, "all_reduce", shares))
+        return Compiled(
+            [*calls, *scaling(x, reduction)], moved=arguments.moved_by_library(binder.topology, "all_reduce", shares)
+        )
     if chosen.reach:
         arena, neighbours = binder.reach(x)
         if neighbours is not None:

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.algorithms.direct import direct_all_to_all
-from mpitrain.comm.collectives import all_reduce, library
+from mpitrain.comm.collectives import all_reduce, arguments
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation, Invocation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher, Invocation
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.kernels import Call
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection.registry import Algorithm, always
 from mpitrain.errors import InputError
@@ -87,8 +86,8 @@ def _bind(binder: Binder, x: Tensor, out: Tensor) -> Compiled:
     count = x.numel() // size
     if x.numel() * item > LARGEST_COUNT:
         return _directly(binder, x, out, [count] * size, [count] * size)
-    send, receive = (library.even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
-    moved = library.moved(binder.topology, "all_to_all", [count * item] * size)
+    send, receive = (arguments.even_blocks(y.data_ptr(), count, size, item) for y in (x, out))
+    moved = arguments.moved_by_library(binder.topology, "all_to_all", [count * item] * size)
     return Compiled([partial(comm.Alltoall, send, receive)], moved=moved)
 
 
@@ -109,9 +108,9 @@ def _uneven(binder: Binder, x: Tensor, out: Tensor, received: Sequence[int], sen
     if int(largest) * item > LARGEST_COUNT:
         compiled = _directly(binder, x, out, received, sent)
     else:
-        send = library.uneven_blocks(x.data_ptr(), sent, item)
-        receive = library.uneven_blocks(out.data_ptr(), received, item)
-        moved = library.moved(binder.topology, "all_to_all", [count * item for count in sent])
+        send = arguments.uneven_blocks(x.data_ptr(), sent, item)
+        receive = arguments.uneven_blocks(out.data_ptr(), received, item)
+        moved = arguments.moved_by_library(binder.topology, "all_to_all", [count * item for count in sent])
         compiled = Compiled([partial(binder.comm.Alltoallv, send, receive)], moved=moved)
     return binder.signed(f"uneven all_to_all of {x.dtype}", compiled, together=False)
 

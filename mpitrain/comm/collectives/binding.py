@@ -25,15 +25,13 @@ from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
 from mpitrain.comm.programs.proofs import Proofs
-from mpitrain.comm.runtime import kernels, signatures
+from mpitrain.comm.runtime import agreement, kernels
+from mpitrain.comm.runtime.agreement import Register, Signature
 from mpitrain.comm.runtime.compiling import Plan
 from mpitrain.comm.runtime.executor import Compiled, Layout
-from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.runtime.ordering import Call
-from mpitrain.comm.runtime.signatures import Register, Signature
-from mpitrain.comm.selection.registry import Algorithm, Algorithms
-from mpitrain.comm.selection.serving import fastest
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.runtime.kernels import Call, Reduction
+from mpitrain.comm.selection.registry import Algorithm, Algorithms, Setting
+from mpitrain.comm.selection.tables import fastest
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.errors import InputError
 
@@ -277,7 +275,7 @@ class Binder:
         """Where the ranks of the node tell each other what they do. Collective the first time, as `neighbours`."""
         if self._rows is None:
             end = self.node.size * (ROW + LINE)
-            self._board = self.allocate(end + signatures.NBYTES, for_tensors=False)
+            self._board = self.allocate(end + agreement.NBYTES, for_tensors=False)
             agreed = self.topology.num_nodes == 1 and is_whole_job(self.topology.size)
             self._rows = Board(self.node, self.topology.neighbours, self._board, agreed)
             if self._rows.shared:

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import NOTHING, Binder
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.programs.rings import even_blocks
@@ -58,10 +57,10 @@ def _bind(binder: Binder, x: Tensor, root: int, algorithm: str) -> Compiled:
     name = binder.choose(ALGORITHMS, algorithm, setting)
     chosen = ALGORITHMS[name]
     if chosen.program is None:
-        pieces = library.pieces(setting.nbytes)
+        pieces = arguments.pieces(setting.nbytes)
         calls = [partial(binder.comm.Bcast, bytes_at(x.data_ptr() + lo, n), root) for lo, n in pieces]
         shares = even_blocks(x.nbytes, binder.topology.size)
-        return Compiled(calls, moved=library.moved(binder.topology, "broadcast", shares, root))
+        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "broadcast", shares, root))
     program = binder.program(chosen, setting)
     arena, neighbours = binder.require_reach(x, ALGORITHMS, name) if chosen.reach else (None, None)
     said = _said(binder, x, root, name, binder.place(x))

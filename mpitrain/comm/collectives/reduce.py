@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import NOTHING, Binder, scaling
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.programs.rings import even_blocks
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.kernels import Call, Reduction
 from mpitrain.comm.runtime.work import Work
 from mpitrain.comm.selection.registry import never
 from mpitrain.comm.selection.tables import REDUCE
@@ -74,7 +72,7 @@ def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Comp
     if chosen.program is None:
         calls = [*_by_library(binder, x, root, reduction), *(scaling(x, reduction) if at_root else ())]
         shares = even_blocks(x.nbytes, binder.topology.size)
-        return Compiled(calls, moved=library.moved(binder.topology, "reduce", shares, root))
+        return Compiled(calls, moved=arguments.moved_by_library(binder.topology, "reduce", shares, root))
     program = binder.program(chosen, setting)
     if chosen.reach:
         arena, neighbours = binder.require_reach(x, ALGORITHMS, name)
@@ -106,7 +104,7 @@ OPERATION = CollectiveOperation(
 
 def _by_library(binder: Binder, x: Tensor, root: int, reduction: Reduction) -> list[Call]:
     comm, calls = binder.comm, list[Call]()
-    for buffer in library.typed_pieces(x):
+    for buffer in arguments.typed_pieces(x):
         send, receive = (MPI.IN_PLACE, buffer) if comm.rank == root else (buffer, None)
         calls.append(partial(comm.Reduce, send, receive, reduction.mpi_op, root))
     return calls

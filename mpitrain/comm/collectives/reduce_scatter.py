@@ -3,6 +3,8 @@
 rank 0   a0 b0 c0        a
 rank 1   a1 b1 c1   ->   b      a = a0 + a1 + a2
 rank 2   a2 b2 c2        c
+
+In the shared memory of a node it can also be begun, and waited for later, without a thread (`Deferred`).
 """
 
 from __future__ import annotations
@@ -16,26 +18,21 @@ import torch
 from torch import Tensor
 
 from mpitrain.comm.algorithms.shared import COMPLETE, READ, deferred_reduce_scatter
-from mpitrain.comm.collectives import library
-from mpitrain.comm.collectives.arguments import overlap, unequal
+from mpitrain.comm.collectives import arguments
+from mpitrain.comm.collectives.arguments import block_sizes, overlap, unequal
 from mpitrain.comm.collectives.binding import NOTHING, Binder, copying, offsets, scaling
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
+from mpitrain.comm.job.traffic import Moved, Note
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.elements import HALVES
 from mpitrain.comm.memory.remote import Neighbours
 from mpitrain.comm.programs.program import Program
-from mpitrain.comm.runtime.events import Event
 from mpitrain.comm.runtime.executor import Compiled, Layout
 from mpitrain.comm.runtime.kernels import Reduction
+from mpitrain.comm.runtime.split_phase import Event, SplitPhase
 from mpitrain.comm.runtime.work import Work
-from mpitrain.comm.selection.registry import Algorithm
-from mpitrain.comm.selection.serving import reduce_scatter_name
-from mpitrain.comm.selection.setting import cache_chunks
-from mpitrain.comm.selection.tables import REDUCE_SCATTER
-
-DEFERRED_EVENTS = COMPLETE, READ
-
+from mpitrain.comm.selection.registry import Algorithm, cache_chunks
+from mpitrain.comm.selection.tables import REDUCE_SCATTER, reduce_scatter_name
 
 ALGORITHMS = REDUCE_SCATTER  # others may add theirs, see `registry`
 _DEFERRED = Algorithm(lambda s: deferred_reduce_scatter(s.size, cache_chunks(s.block)), one_node=True, reach=True)
@@ -85,7 +82,7 @@ def reduce_scatter(
     return OPERATION.begin(comm, async_op, (x, out), (False, True), op, counts, algorithm, reproducible)
 
 
-def can_defer(binder: Binder, x: Tensor) -> bool:
+def _can_defer(binder: Binder, x: Tensor) -> bool:
     """Whether all ranks share x's memory, the same on all of them."""
     topology = binder.topology
     arena = binder.arena_of(x)
@@ -93,13 +90,8 @@ def can_defer(binder: Binder, x: Tensor) -> bool:
     return topology.size > 1 and topology.num_nodes == 1 and x.numel() > 0 and in_host_memory
 
 
-def deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
-    """The operation in phases, which are its parts, on an x that all ranks share, in blocks of out's length."""
-    key = "deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op
-    return binder.bound(key, lambda: _bind_deferred(binder, x, out, op, events), out, x)
-
-
 def _bind_deferred(binder: Binder, x: Tensor, out: Tensor, op: str, events: Mapping[str, Event]) -> Compiled:
+    """Return the operation in phases, which are its parts, on an x that all ranks share, in blocks of out's length."""
     reduction, arena = Reduction.of(op, x.dtype, binder.topology.size), binder.arena_of(x)
     program = binder.program(_DEFERRED, binder.setting(x, block=out.numel() * x.element_size()))
     layout = _layout(binder, program, x, out, [out.numel()] * binder.topology.size, None)
@@ -167,14 +159,48 @@ OPERATION = CollectiveOperation(
 
 def _by_library(binder: Binder, out: Tensor, x: Tensor, blocks: Sequence[int], reduction: Reduction) -> Compiled:
     result = torch.empty_like(out) if overlap(out, x) else out
-    send = library.typed(x.data_ptr(), x.numel(), x.dtype)
-    receive = library.typed(result.data_ptr(), result.numel(), x.dtype)
+    send = arguments.typed(x.data_ptr(), x.numel(), x.dtype)
+    receive = arguments.typed(result.data_ptr(), result.numel(), x.dtype)
     if min(blocks) == max(blocks):
         del send[1]  # which would count the elements of one block
         call = partial(binder.comm.Reduce_scatter_block, send, receive, reduction.mpi_op)
     else:
         call = partial(binder.comm.Reduce_scatter, send, receive, list(blocks), reduction.mpi_op)
     back = [] if result is out else [copying(out, result)]
-    moved = library.moved(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
+    moved = arguments.moved_by_library(binder.topology, "reduce_scatter", [n * x.element_size() for n in blocks])
     keeps = [] if result is out else [result]
     return Compiled([call, *scaling(result, reduction), *back], keeps, moved=moved)
+
+
+class Deferred:
+    """The deferred operations of one communicator, and what carries their signals."""
+
+    def __init__(self, comm: Dispatcher) -> None:
+        self._watchdog = comm.process.watchdog
+        self._record = self._watchdog.record(f"{comm.label} (deferred)", comm.world_ranks)
+        self._events: dict[str, Event] = {}
+        self._begun = 0  # operations, for the journal
+
+    def reduce_scatter(self, comm: Dispatcher, out: Tensor, x: Tensor, op: str) -> SplitPhase | None:
+        """Begin one; None, on all ranks, where they do not share x's memory. comm: the communicator."""
+        blocks = block_sizes(comm, "reduce_scatter", out, x, None, "out", "x")
+        if not _can_defer(comm.binder, x):
+            return None
+        comm.compare("reduce_scatter", (x, out), (op, blocks, "deferred", False), placed=x)
+        if not self._events:
+            label = self._record.label
+            self._events = {event: Event(comm.duplicate_of_node(), label) for event in (COMPLETE, READ)}
+        binder, key = comm.binder, ("deferred reduce_scatter", out.data_ptr(), x.data_ptr(), x.dtype, x.numel(), op)
+        phases = binder.bound(key, lambda: _bind_deferred(binder, x, out, op, self._events), out, x).parts
+        note = None
+        if comm.journal.on:
+            self._begun += 1
+            moved = Moved.sum(phase.moved for phase in phases)
+            note = Note(comm.journal, "reduce_scatter", comm.label, moved, self._record.key, self._begun)
+        return SplitPhase("deferred reduce_scatter", phases, (x, out), self._record, note)
+
+    def free(self, *, together: bool) -> None:
+        """Release what they use. together: whether the ranks can still act together; then collective."""
+        for event in self._events.values() if together else ():
+            event.free()
+        self._watchdog.forget(self._record)

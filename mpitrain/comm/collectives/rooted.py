@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from mpitrain.comm.algorithms.direct import direct_gather, direct_scatter
-from mpitrain.comm.collectives import library
+from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.dispatch import Dispatcher
-from mpitrain.comm.collectives.operation import NOT_READY, CollectiveOperation
+from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.buffers import bytes_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
@@ -83,11 +82,11 @@ def _bind(gathers: bool, binder: Binder, block: Tensor, whole: Tensor | None, ro
     comm, numel, item = binder.comm, block.numel(), block.element_size()
     own, all_blocks = block.data_ptr(), whole.data_ptr() if whole is not None else 0
     if numel * item * comm.size <= LARGEST_COUNT:
-        everything = library.even_blocks(all_blocks, numel, comm.size, item) if comm.rank == root else None
+        everything = arguments.even_blocks(all_blocks, numel, comm.size, item) if comm.rank == root else None
         mine = bytes_at(own, numel * item)
         call = partial(comm.Gather, mine, everything) if gathers else partial(comm.Scatter, everything, mine)
         name = "gather" if gathers else "scatter"
-        moved = library.moved(binder.topology, name, [numel * item] * comm.size, root)
+        moved = arguments.moved_by_library(binder.topology, name, [numel * item] * comm.size, root)
         return Compiled([partial(call, root)], moved=moved)
     length = 0 if gathers and whole is None else numel
     here, there = (own, [0, numel]), (all_blocks, [r * length for r in range(comm.size + 1)])

@@ -93,27 +93,6 @@ def _text(told: bytes) -> str:
     return "is elsewhere" if told[:_DIGEST] == _ABSENT else told[_DIGEST:].rstrip(b"\0").decode(errors="replace")
 
 
-def compare(comm: MPI.Intracomm, said: str) -> None:
-    """Compare by messages what all ranks are about to do. Collective.
-
-    Args:
-        comm: The ranks.
-        said: What this rank is about to do, in words.
-
-    Raises:
-        CommunicationError: Ranks do different things; raised on all of them.
-    """
-    if wrong := difference(exchanged(comm, row_of(0, said), ROW), range(comm.size)):
-        raise CommunicationError(wrong, agreed=is_whole_job(comm.size))
-
-
-def exchanged(comm: MPI.Intracomm, mine: bytes, nbytes: int) -> list[bytes]:
-    """Return the first `nbytes` bytes of every rank's, filled up with zeros. Collective."""
-    everyone = np.empty((comm.size, nbytes), dtype=np.uint8)
-    comm.Allgather(np.frombuffer(mine[:nbytes].ljust(nbytes, b"\0"), dtype=np.uint8), everyone)
-    return [theirs.tobytes() for theirs in everyone]
-
-
 def is_whole_job(size: int) -> bool:
     """Whether `size` ranks are all of the job, so that an error they all raise is raised by all ranks there are."""
     return size == MPI.COMM_WORLD.size

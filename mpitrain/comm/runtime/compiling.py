@@ -2,7 +2,7 @@
 
 A plan knows sizes and no addresses, so that a caller whose tensors lie elsewhere each time only pays for binding: a
 view and a call for each chunk. A message that is to be reduced is received into scratch memory; while it is added, the
-next messages are already posted, as far as they touch other chunks (`CallOrder`).
+next messages are already posted, as far as they touch other chunks (`_CallOrder`).
 
 A chunk of WORK is read where it currently is: at first in the caller's input, and after it was written once, in the
 output. So nothing is copied before the first reduction, and inputs stay as they were.
@@ -11,6 +11,7 @@ output. So nothing is copied before the first reduction, and inputs stay as they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -39,10 +40,74 @@ from mpitrain.comm.programs.program import (
 )
 from mpitrain.comm.runtime import executor
 from mpitrain.comm.runtime.executor import PEER, SCRATCH, SOURCE, TARGET, Compiled, Layout, Maker, Message, Place
-from mpitrain.comm.runtime.kernels import Reduction
-from mpitrain.comm.runtime.ordering import IN_FLIGHT, Call, CallOrder, Region
+from mpitrain.comm.runtime.kernels import Call, Reduction
 
-_LANDINGS = IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
+Region = tuple[str, int, int]  # memory, first cell, last cell + 1
+
+_IN_FLIGHT = 2  # exchanges posted and not yet waited for
+_LANDINGS = _IN_FLIGHT + 1  # scratch areas for messages to be reduced: those in flight and the one being added
+
+
+@dataclass(frozen=True)
+class _Entry:
+    kind: str  # "post", "wait", "local" or "barrier"
+    call: Maker
+    reads: Sequence[Region] = ()
+    writes: Sequence[Region] = ()
+
+    def conflicts(self, other: _Entry) -> bool:
+        return _overlap(self.writes, [*other.reads, *other.writes]) or _overlap(self.reads, other.writes)
+
+
+def _overlap(a: Sequence[Region], b: Sequence[Region]) -> bool:
+    return any(m == n and lo < end and start < hi for m, lo, hi in a for n, start, end in b)
+
+
+class _CallOrder:
+    """Entries in the order in which they are to be called, with the posting of each exchange moved ahead.
+
+    They are put down in program order with the memory they read and write. A posting never passes another posting
+    (messages between two ranks match in order), a barrier or an entry it conflicts with, and at most `_IN_FLIGHT`
+    exchanges are posted and not yet waited for.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def local(self, call: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+        """Add a call of this rank alone, with the memory that it reads and writes."""
+        self._entries.append(_Entry("local", call, reads, writes))
+
+    def barrier(self, call: Maker) -> None:
+        """Add a call that nothing may be moved past."""
+        self._entries.append(_Entry("barrier", call))
+
+    def exchange(self, post: Maker, wait: Maker, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+        """Add an exchange of messages, whose posting may move ahead.
+
+        Args:
+            post: Begins to send and receive.
+            wait: Completes it.
+            reads, writes: The memory that is sent and received.
+        """
+        self._insert_early(_Entry("post", post, reads, writes))
+        self._entries.append(_Entry("wait", wait, reads, writes))
+
+    def _insert_early(self, post: _Entry) -> None:
+        at, waiting = len(self._entries), 1
+        while at > 0:
+            earlier = self._entries[at - 1]
+            if earlier.kind in ("post", "barrier") or earlier.conflicts(post):
+                break
+            waiting += earlier.kind == "wait"
+            if waiting > _IN_FLIGHT:
+                break
+            at -= 1
+        self._entries.insert(at, post)
+
+    def entries(self) -> list[Maker]:
+        """What was added, in the order in which it is to be called."""
+        return [entry.call for entry in self._entries]
 
 
 class Plan:
@@ -107,7 +172,7 @@ class _Compiler:
         self.moved: list[Moved] = []  # by each phase
         self.inside = self.between = 0  # bytes, by the phase that is compiled
         self.arrived = bytearray([in_place]) * program.chunks  # which chunks of WORK lie in the target by now
-        self.order = CallOrder[Maker]()
+        self.order = _CallOrder()
         self.phases: list[list[Maker]] = []
         self.awaited: list[str] = []  # the event before each phase
         self.scratch: list[torch.Tensor] = []
@@ -122,7 +187,7 @@ class _Compiler:
         self.inbox = self._new_scratch(own) if own else NONE  # in scratch memory, unless the caller gave one
         phases = program.phases(self.rank)
         for steps in phases:
-            self.order = CallOrder[Maker]()
+            self.order = _CallOrder()
             self.awaited.append(steps[0].event if steps and isinstance(steps[0], Await) else "")
             self._compile(steps)
             if steps is phases[-1]:

@@ -25,9 +25,8 @@ from mpitrain.comm.memory.buffers import bytes_at, tensor_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.memory.remote import Neighbours, Table, Transfers
 from mpitrain.comm.programs.program import INBOX
-from mpitrain.comm.runtime.events import Event, Telling
-from mpitrain.comm.runtime.kernels import Array, Reduction, copying, for_numpy, scaling
-from mpitrain.comm.runtime.ordering import Call
+from mpitrain.comm.runtime.kernels import Array, Call, Reduction, copying, for_numpy, scaling
+from mpitrain.comm.runtime.split_phase import Event, Telling
 from mpitrain.errors import CommunicationError
 
 SOURCE, TARGET, PEER, SCRATCH = "source", "target", "peer", "scratch"  # memories besides INBOX and SLOT

@@ -21,10 +21,10 @@ import torch
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.elements import HALVES, SMALL_INTEGERS
 from mpitrain.comm.programs.program import tree_order
-from mpitrain.comm.runtime.ordering import Call
 from mpitrain.errors import InputError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray"
+Call = Callable[[], object]
 
 _FOR_THREADS = 1 << 16  # elements from which torch divides an operation among threads usefully
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpitrain.comm.selection.registry import Algorithms
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Algorithms, Setting
 from mpitrain.storage.disk import read_plain, write_whole
 from mpitrain.storage.text import bytes_text
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpitrain.comm.collectives.arguments import moved_by_library
 from mpitrain.comm.collectives.binding import Binder
-from mpitrain.comm.collectives.library import moved as ring
 from mpitrain.comm.collectives.transports.transport import DeviceCall, flat
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import current_stream, identity, native_handle, use
@@ -105,7 +105,7 @@ class Nccl:
         act = partial(calls[operation.name], stream=native_handle(current_stream(first.device)))
         topology, smallest = self._binder.topology, min(tensor.nbytes for tensor in own)
         blocks = [smallest] * topology.size if any(operation.by_rank) else even_blocks(smallest, topology.size)
-        moved = ring(topology, operation.name, blocks, root)._replace(algorithm="nccl")
+        moved = moved_by_library(topology, operation.name, blocks, root)._replace(algorithm="nccl")
         self._binder.run(Compiled([act], moved=moved))
 
     def free(self) -> None:

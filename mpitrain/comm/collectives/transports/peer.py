@@ -15,16 +15,14 @@ from torch import Tensor
 
 from mpitrain.comm.algorithms import shared
 from mpitrain.comm.collectives.binding import Binder, offsets
-from mpitrain.comm.collectives.transports.pieces import cut
 from mpitrain.comm.collectives.transports.staged import spans
-from mpitrain.comm.collectives.transports.transport import DeviceCall, flat
+from mpitrain.comm.collectives.transports.transport import DeviceCall, cut, flat
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.memory.board import described
 from mpitrain.comm.memory.device import current_stream, recorded
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.runtime.executor import Compiled
-from mpitrain.comm.selection.registry import Algorithm, always
-from mpitrain.comm.selection.setting import Setting
+from mpitrain.comm.selection.registry import Algorithm, Setting, always
 
 _ROOM = 16 << 20  # bytes of the arena for vectors outside arenas
 
