@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpitrain.backend.failures import ArgumentError, translation
 from mpitrain.backend.work import Several
-from mpitrain.comm.memory.wrapped import inner_tensors
+from mpitrain.comm.memory.elements import inner_tensors
 from mpitrain.errors import InputError
 
 

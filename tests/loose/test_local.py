@@ -8,8 +8,7 @@ from loose.replicas import Replicas
 from torch.nn.utils import parameters_to_vector
 
 import mpitrain as mt
-from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.member import Member
+from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.loose.averaging import OuterOptimizer
 from mpitrain.monitor import read_metrics

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpitrain.comm.member import Member
+from mpitrain.comm.job.topology import Member
 from mpitrain.errors import InputError
 
 
