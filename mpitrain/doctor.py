@@ -40,8 +40,8 @@ import torch
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.collectives.transports.choice import Way
 from mpitrain.comm.inspection import all_reduce_seconds, bandwidth, hosts, mpi_facts, reads_neighbours
-from mpitrain.comm.job import fault_tolerance
-from mpitrain.comm.job.cores import cores_of, sharing, siblings
+from mpitrain.comm.job import launcher
+from mpitrain.comm.job.topology import cores_of, sharing, siblings
 from mpitrain.comm.memory import device as hardware
 from mpitrain.comm.selection.registry import Setting
 from mpitrain.comm.selection.tuning import describe
@@ -76,7 +76,7 @@ def main() -> int:
 
 def software(world: Communicator) -> list[Line]:
     """Libraries, the same on every rank. Collective."""
-    facts, missing = mpi_facts(world), fault_tolerance.missing()
+    facts, missing = mpi_facts(world), launcher.lacks_for_faults()
     level = facts.thread_level
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "h5py", "numpy"))
     seen = world.all_gather_object([facts.library, facts.mpi4py, versions, platform.python_version()])

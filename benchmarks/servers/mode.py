@@ -8,10 +8,8 @@ from torch import nn
 from benchmarks.servers.carriers import SERVER, Carrier, Desk
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit
+from mpitrain.loose.letters import Commit, Remembered, Rules
 from mpitrain.loose.memory import OwnShares, Roles
-from mpitrain.loose.pending import Rules
-from mpitrain.loose.remembered import Remembered
 from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.loose.worker import ServedWorker

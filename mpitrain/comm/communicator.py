@@ -43,7 +43,7 @@ __all__ = ["ANY_SOURCE", "Communicator"]
 class Communicator(PointToPoint):
     """A group of ranks. Made by `mpitrain.init()`, `split` and `subgroup`, never directly.
 
-    Its messages are in mpitrain.comm.point_to_point, its numbers (rank, size, node and so on) in mpitrain.comm.member.
+    Its messages are in mpitrain.comm.point_to_point, its numbers (rank, size and so on) in mpitrain.comm.job.topology.
     """
 
     probe = ALL_REDUCE

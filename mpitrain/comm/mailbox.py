@@ -30,9 +30,8 @@ from mpitrain.comm.collectives.arguments import check_rank
 from mpitrain.comm.collectives.services import OwnedCommunicators, ProcessServices
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.record import Record
-from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved, Note, clock
-from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor, in_messages
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.runtime.work import Messages, Work, poll, seen

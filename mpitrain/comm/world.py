@@ -12,14 +12,13 @@ import numpy as np
 
 from mpitrain.comm.collectives.services import DeviceMemory, ProcessServices
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.job import fault_tolerance
+from mpitrain.comm.job import launcher
 from mpitrain.comm.job.abort import Faults, abort
 from mpitrain.comm.job.arrival import end, limit, watched
-from mpitrain.comm.job.cores import find_share, spare_cores
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import discover, ranks_in, this_machine
+from mpitrain.comm.job.topology import discover, find_share, ranks_in, spare_cores, this_machine
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
 from mpitrain.comm.selection import tuning
@@ -110,7 +109,7 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
 def _end_without_the_dead(error: MPI.Exception) -> NoReturn:
     """End this process, whose world cannot be made because ranks died; only MPI with fault tolerance tells."""
     time.sleep(_PATIENCE)  # a rank of this host is named by the thread that watches the start
-    failed = MPI.COMM_WORLD.Get_failed() if not fault_tolerance.missing() else MPI.GROUP_EMPTY
+    failed = MPI.COMM_WORLD.Get_failed() if not launcher.lacks_for_faults() else MPI.GROUP_EMPTY
     if not failed.size:
         raise CommunicationError(f"init failed in MPI: {error}") from error
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), MPI.COMM_WORLD.group)

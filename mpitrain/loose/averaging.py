@@ -1,4 +1,9 @@
-"""When groups of ranks average what they trained apart, and what each of them then goes on from.
+"""Groups of ranks that train by themselves and average now and then: who is in which, and what each goes on from.
+
+    data-parallel ranks   0 1 | 2 3 | 4 5          parallel.local_group = 2: three groups, each one replica
+    a global batch of 7   0-2 | 3-4 | 5-6          contiguous parts, nearly equal; together those of parallel.mode sync
+
+A data-parallel rank is as many ranks as a replica has pipeline stages times tensor ranks.
 
 A period is some steps that the groups take by themselves. With theta_i the parameters of group i, w_i its part of each
 global batch (the w_i add up to 1) and A what all groups share:
@@ -16,14 +21,207 @@ saved; theta_i is kept beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from mpitrain.choices import Outer
 from mpitrain.comm import Communicator, Work
 from mpitrain.comm.compression import Bucket
-from mpitrain.loose.flat_slice import FlatSlice
-from mpitrain.loose.outer import OuterAverage, OuterOptimizer
+from mpitrain.config.parallel import ParallelSection
+from mpitrain.errors import refusal
+from mpitrain.layout import split
+from mpitrain.mesh import mesh_shape
+
+_MULTIPLE = 16  # elements that slices begin at multiples of
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """This rank's group, one of several that are equally large.
+
+    Attributes:
+        count: Groups.
+        number: This rank's.
+        each: Data-parallel ranks in a group.
+        batch: Samples of a global batch.
+    """
+
+    count: int
+    number: int
+    each: int
+    batch: int
+
+    @staticmethod
+    def of(world: Communicator, parallel: ParallelSection, batch: int) -> Grouping:
+        """The group of this rank, by parallel.local_group.
+
+        Args:
+            world: All ranks.
+            parallel: The settings.
+            batch: Samples of a global batch.
+
+        Raises:
+            InputError: On all ranks, where the ranks cannot be divided so, or there is no sample for some group.
+        """
+        data, pipeline, tensor = mesh_shape(world.size, parallel.data, parallel.pipeline, parallel.tensor)
+        model = pipeline * tensor
+        if parallel.local_group == "node":
+            each, number = _of_node(world, model), list(dict.fromkeys(world.nodes)).index(world.node)
+        else:
+            each, number = parallel.local_group, world.rank // (parallel.local_group * model)
+        if data % each:
+            raise refusal(
+                f"parallel.local_group {each} does not divide the {data} data-parallel ranks; give a divisor of {data}"
+            )
+        count = data // each
+        if count == 1:
+            raise refusal(
+                f"parallel.mode local with parallel.local_group {parallel.local_group} makes one group of all {data} "
+                "data-parallel ranks, which is the same as parallel.mode sync; use that, or smaller groups"
+            )
+        if batch < count:
+            raise refusal(
+                f"train.batch {batch} has no sample for some of the {count} groups of parallel.mode local; make it "
+                f"at least {count}"
+            )
+        return Grouping(count, number, each, batch)
+
+    def part(self, size: int) -> tuple[int, int]:
+        """This group's samples [first, last) of a global batch of `size` samples."""
+        bounds = split(size, self.count)
+        return bounds[self.number], bounds[self.number + 1]
+
+    @property
+    def weight(self) -> float:
+        """This group's part of a global batch: what it counts in averages."""
+        first, last = self.part(self.batch)
+        return (last - first) / self.batch
+
+
+def _of_node(world: Communicator, model: int) -> int:
+    """Data-parallel ranks on each node. Raises InputError where nodes differ, or cut a replica's parts."""
+    counts = {world.nodes.count(node) for node in world.nodes}
+    if len(counts) > 1 or max(counts) % model:
+        shown = ", ".join(map(str, sorted(counts)))
+        raise refusal(
+            f"parallel.local_group node needs as many ranks on each node, a multiple of the {model} that the model is "
+            f"cut over, but there are {shown}; start them so, or give parallel.local_group a number"
+        )
+    return max(counts) // model
+
+
+class FlatSlice:
+    """This rank's slice of tensors laid end to end, which it carries to the other groups.
+
+    What several ranks of a group all have is cut into equal slices, and each of these ranks averages its own with the
+    ranks of the same place in the other groups; then the slices are gathered inside of the group:
+
+        group 0, rank 0   [A] b     all-reduce of A with group 1's rank 0      A B
+                 rank 1    a [B]    all-reduce of B with group 1's rank 1      A B    all-gather in the group
+
+    So what goes between groups is sent once a group, not once a rank.
+
+    Args:
+        tensors: Of one dtype on one device; alike on the ranks of `holders`.
+        holders: The ranks that have all of them; None for this one alone.
+
+    Attributes:
+        length: Elements of each rank's slice; those behind the last tensor are zeros.
+        stretches: (number of a tensor, first, last, place): its elements [first, last) begin at `place` of the slice.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], holders: Communicator | None) -> None:
+        self._tensors, self._holders = list(tensors), holders if holders is not None and holders.size > 1 else None
+        total = sum(t.numel() for t in self._tensors)
+        ranks, rank = (self._holders.size, self._holders.rank) if self._holders is not None else (1, 0)
+        self.length = -(-total // (ranks * _MULTIPLE)) * _MULTIPLE
+        self.stretches = list(self._within(rank * self.length, (rank + 1) * self.length))
+        self._everything = list(self._within(0, ranks * self.length))
+
+    def _within(self, lo: int, hi: int) -> Iterable[tuple[int, int, int, int]]:
+        """What of the tensors lies in elements [lo, hi) of the whole; as `stretches`, with places counted from lo."""
+        begin = 0
+        for number, tensor in enumerate(self._tensors):
+            first, last = max(lo, begin), min(hi, begin + tensor.numel())
+            if first < last:
+                yield number, first - begin, last - begin, first - lo
+            begin += tensor.numel()
+
+    def empty(self) -> torch.Tensor:
+        """Zeros, as many as the slice has elements."""
+        return torch.zeros(self.length, dtype=self._tensors[0].dtype, device=self._tensors[0].device)
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        """A copy of the slice as it is."""
+        found = self.empty()
+        for number, first, last, place in self.stretches:
+            tensor = self._tensors[number].detach().contiguous().view(-1)
+            found[place : place + last - first].copy_(tensor[first:last])
+        return found
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor) -> None:
+        """Give the tensors the values that the ranks have for their slices. Collective over the holders."""
+        whole, stretches = values, self.stretches
+        if self._holders is not None:
+            whole, stretches = values.new_empty(self._holders.size * self.length), self._everything
+            self._holders.all_gather(whole, values)
+        for number, first, last, place in stretches:
+            tensor = self._tensors[number].detach()
+            dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+            dense.view(-1)[first:last].copy_(whole[place : place + last - first])
+            if dense is not tensor:
+                tensor.copy_(dense)
+
+
+def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of tensors that have the same dtype and device, together."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        found.setdefault((tensor.dtype, tensor.device), []).append(number)
+    return list(found.values())
+
+
+class OuterOptimizer:
+    """Updates what all groups share. Its momentum is a flat tensor of this rank's slice, alike in all groups.
+
+    In the terms of Douillard et al. 2023 (DiLoCo), the parameters at which a period begins are theta, the groups end it
+    at theta_i, and the outer gradient is theta - mean(theta_i). `step` gets its negative, the mean difference.
+
+        average    theta + mean difference, which is mean(theta_i): local SGD (Stich 2019)
+        nesterov   one step of SGD with Nesterov momentum, as `torch.optim.SGD(nesterov=True)` computes it
+
+    Args:
+        name: Setting parallel.outer.
+        slices: One tensor of each slice, for its length, dtype and device.
+        lr: Learning rate of nesterov.
+        momentum: Momentum of nesterov, at least 0, below 1.
+
+    Attributes:
+        momenta: Momentum of each slice; empty where there is none.
+    """
+
+    def __init__(self, name: Outer, slices: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
+        self.momenta = [torch.zeros_like(s) for s in slices] if name == "nesterov" else []
+        self._lr, self._momentum = lr, momentum
+
+    def step(self, number: int, anchor: torch.Tensor, difference: torch.Tensor) -> None:
+        """Update a slice in place.
+
+        Args:
+            number: Number of the slice.
+            anchor: Shared parameters in it.
+            difference: Mean of the groups' parameters less those that they started from; overwritten.
+        """
+        if not self.momenta:
+            anchor.add_(difference)
+            return
+        gradient, buffer = difference.neg_(), self.momenta[number]
+        buffer.mul_(self._momentum).add_(gradient)
+        anchor.add_(gradient.add_(buffer, alpha=self._momentum), alpha=-self._lr)
 
 
 class Averaging:
@@ -62,7 +260,7 @@ class Averaging:
         self._peers, self._weight, self._wrote = peers, weight, wrote
         self._buckets: list[Bucket | None] = list(buckets) or [None] * len(self.slices)
         self._overlap, self._reproducible = overlap, reproducible
-        self._anchored = overlap or bool(buckets) or not isinstance(outer, OuterAverage)
+        self._anchored = overlap or bool(buckets) or bool(outer.momenta)
         self._anchors: list[torch.Tensor] = []
         self._differences: list[torch.Tensor] = []
         self._works: list[Work | None] = []

@@ -12,12 +12,21 @@
 
 Gradients and parameters travel with PUSHED and BUCKET where the ranks share no memory (see `mpitrain.loose.memory`).
 UNUSED, which is left out where there are no such parameters, comes with a flag for each.
+
+Below them is what servers are told once, and what they keep of letters: until they can do what these ask for, and so
+that others can go on when workers died.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from mpitrain.loose.clock import Applied, Portion
 
 
 class LetterKind(IntEnum):
@@ -91,3 +100,91 @@ class StepRecord(NamedTuple):
     ahead_max: float
     between_nodes: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What servers are told once.
+
+    Attributes:
+        staleness: How many steps a worker may be ahead of the slowest; None: there is no bound.
+        corrected: Divide the learning rate of an update by its staleness (Zhang et al. 2016).
+        clip: The largest norm of gradients; 0: as they are.
+    """
+
+    staleness: int | None
+    corrected: bool
+    clip: float
+
+
+@dataclass
+class Pull:
+    """A worker that waits for parameters with all updates of the steps up to `least`."""
+
+    worker: int
+    least: int
+    final: bool
+
+
+@dataclass
+class Summing:
+    """A bulk-synchronous step, as far as its gradients have come."""
+
+    added: list[int]  # of each bucket, how many parts; they are added in order
+    waiting: list[dict[int, torch.Tensor]]  # of each bucket, gradients of later parts
+    commits: dict[int, Commit] = field(default_factory=dict)  # by part
+    told: bool = False  # whether the other servers know this one's squares
+
+
+@dataclass(frozen=True)
+class AppliedPart:
+    """A part that was applied.
+
+    Attributes:
+        worker: Who computed it.
+        commit: What it said.
+        staleness: What was applied between the sending of its parameters and its own update, in steps.
+    """
+
+    worker: int
+    commit: Commit
+    staleness: float
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What has been applied, and what is known of it.
+
+    Attributes:
+        parts: Of each step.
+        completed: Steps of which all parts have been applied.
+        beyond: Parts of later steps that have been.
+        told: Of the steps that are not complete, by step.
+        records: Of the steps since all ranks met last.
+    """
+
+    parts: int
+    completed: int
+    beyond: Sequence[Portion] = ()
+    told: Mapping[int, Sequence[AppliedPart]] = field(default_factory=dict)
+    records: Sequence[StepRecord] = ()
+
+    def applied(self) -> Applied:
+        """The same to be kept up to date."""
+        return Applied(self.parts, self.completed, self.beyond)
+
+    def to_json(self) -> list[Any]:
+        """As values that JSON can hold."""
+        told = [[step, t.worker, t.staleness, *t.commit] for step, some in self.told.items() for t in some]
+        beyond = [[portion.step, portion.part] for portion in self.beyond]
+        return [self.parts, self.completed, beyond, told, [list(record) for record in self.records]]
+
+    @staticmethod
+    def from_json(values: Sequence[Any]) -> Remembered:
+        """From what `to_json` gave."""
+        parts, completed, beyond, listed, records = values
+        told: dict[int, list[AppliedPart]] = {}
+        for step, worker, staleness, *commit in listed:
+            told.setdefault(step, []).append(AppliedPart(worker, Commit(*commit), staleness))
+        portions = [Portion(step, part) for step, part in beyond]
+        return Remembered(parts, completed, portions, told, [StepRecord(*record) for record in records])

@@ -24,10 +24,8 @@ from mpitrain.comm import Work
 from mpitrain.comm.mailbox import Letter, Mailbox
 from mpitrain.errors import CommunicationError
 from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit, LetterKind, StepRecord
+from mpitrain.loose.letters import AppliedPart, Commit, LetterKind, Pull, Remembered, Rules, StepRecord, Summing
 from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
-from mpitrain.loose.pending import Pull, Rules, Summing
-from mpitrain.loose.remembered import Remembered, Told
 from mpitrain.loose.update import ShareUpdate
 
 _IDLE = 0.5  # seconds between looks at whether to go on
@@ -266,7 +264,7 @@ class Server:
         unused = self._unused_by(Portion(int(c.step), int(c.part)) for _, c in commits if c.factor != 0.0)
         for worker, commit in commits:
             missed = max(0.0, self.progress - commit.progress)
-            self._told.setdefault(int(commit.step), []).append(Told(worker, commit, missed))
+            self._told.setdefault(int(commit.step), []).append(AppliedPart(worker, commit, missed))
             if commit.factor == 0.0:  # it is not finite
                 continue
             correction = 1.0 / max(1.0, missed) if self._rules.corrected else 1.0
@@ -308,7 +306,7 @@ class Server:
         self._since = now if steps else self._since
         return seconds
 
-    def _tell(self, step: int, told: Sequence[Told], norm: float, seconds: float, *, skipped: bool) -> None:
+    def _tell(self, step: int, told: Sequence[AppliedPart], norm: float, seconds: float, *, skipped: bool) -> None:
         if self._clock is None:
             return
         losses = [t.commit.loss for t in told]
@@ -374,7 +372,7 @@ class Server:
         commits = self._sum.commits
         finite = math.isfinite(norm)
         factor = self._rules.clip / (norm + 1e-6) if self._rules.clip and norm > self._rules.clip else 1.0
-        told = [Told(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
+        told = [AppliedPart(self._worker_of[part], commit, 0.0) for part, commit in sorted(commits.items())]
         waiting = [pull for pull in self._pulls if pull.least <= step]
         self._pulls = [pull for pull in self._pulls if pull.least > step]
         for part in commits:

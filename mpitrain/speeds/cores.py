@@ -70,7 +70,7 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     Raises:
         CommunicationError: The processes that measure have failed.
     """
-    from mpitrain.comm.job.cores import sharing, siblings  # not in the processes that are started: it loads MPI
+    from mpitrain.comm.job.topology import sharing, siblings  # not in the processes that are started: it loads MPI
 
     core_of, one_of = siblings(), dict[int, int]()  # hardware thread of each core
     for thread in sorted(_allowed()):

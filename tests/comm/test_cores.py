@@ -8,8 +8,7 @@ import sys
 import pytest
 from warm import job
 
-from mpitrain.comm.job.cores import Share, share_of, siblings
-from mpitrain.comm.job.topology import processor_name
+from mpitrain.comm.job.topology import Share, processor_name, share_of, siblings
 
 BINDINGS = {  # cores of each rank, what each has: cores, ranks
     "alone on a machine": ([range(64)], [(64, 1)]),

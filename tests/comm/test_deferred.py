@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpitrain.comm import Communicator
-from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.programs.verify import Proofs
 from mpitrain.errors import CommunicationError, InputError
 
 SLOTS, LENGTH = 3, 5000

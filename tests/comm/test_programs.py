@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.comm.algorithms.direct import direct_all_to_all, direct_gather, direct_scatter
 from mpitrain.comm.algorithms.halving import (
     doubling_all_gather,
     doubling_all_reduce,
     halving_all_reduce,
     halving_reduce_scatter,
 )
-from mpitrain.comm.algorithms.pairwise import pairwise_all_reduce, pairwise_reduce_scatter
+from mpitrain.comm.algorithms.pairwise import (
+    direct_all_to_all,
+    direct_gather,
+    direct_scatter,
+    pairwise_all_reduce,
+    pairwise_reduce_scatter,
+)
 from mpitrain.comm.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from mpitrain.comm.algorithms.shared import (
     alternating_all_gather,

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from mpitrain.loose.clock import Clock
-from mpitrain.loose.letters import Commit, LetterKind, StepRecord
+from mpitrain.loose.letters import Commit, LetterKind, Remembered, Rules, StepRecord
 from mpitrain.loose.memory import Roles
-from mpitrain.loose.pending import Rules
-from mpitrain.loose.remembered import Remembered
 from mpitrain.loose.server import Server
 from mpitrain.loose.sharding import ServedSharding
 from mpitrain.shard.sharding import Options

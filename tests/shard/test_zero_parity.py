@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpitrain.checkpoint import Store
-from mpitrain.comm.job.topology import Topology
-from mpitrain.comm.member import Member
+from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.errors import InputError
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.shard.muon import Muon

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpitrain.comm.algorithms.direct import direct_all_to_all
+from mpitrain.comm.algorithms.pairwise import direct_all_to_all
 from mpitrain.comm.collectives import all_reduce, arguments
 from mpitrain.comm.collectives.arguments import block_sizes
 from mpitrain.comm.collectives.binding import Binder, offsets

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Moved
-from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import MPI_TYPES, memory_at
 from mpitrain.comm.memory.elements import LARGEST_COUNT
 from mpitrain.comm.programs.rings import blocks_sent

@@ -24,7 +24,7 @@ from mpitrain.comm.memory.buffers import tensor_at
 from mpitrain.comm.memory.device import synchronize
 from mpitrain.comm.memory.remote import Neighbours, probe
 from mpitrain.comm.programs.program import Program, chunk_bounds, even_bounds
-from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime import agreement, kernels
 from mpitrain.comm.runtime.agreement import Register, Signature
 from mpitrain.comm.runtime.compiling import Plan

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpitrain.comm.algorithms.direct import direct_gather, direct_scatter
+from mpitrain.comm.algorithms.pairwise import direct_gather, direct_scatter
 from mpitrain.comm.collectives import arguments
 from mpitrain.comm.collectives.binding import Binder
 from mpitrain.comm.collectives.dispatch import NOT_READY, CollectiveOperation, Dispatcher

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 from mpitrain.comm.job.abort import Faults
-from mpitrain.comm.job.cores import Share
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import Share
 from mpitrain.comm.job.traffic import Journal
 from mpitrain.comm.memory.arena import ArenaIndex
-from mpitrain.comm.programs.proofs import Proofs
+from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import FailureHandler, Watchdog
 from mpitrain.comm.selection.tuning import Tuning

@@ -18,8 +18,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mpitrain.comm.compression.base import Bucket, Collectives, Compression, Shapes
-from mpitrain.comm.compression.halves import BF16, FP16
+from mpitrain.comm.compression.base import BF16, FP16, Bucket, Collectives, Compression, Shapes
 from mpitrain.comm.compression.powersgd import PowerSGD
 from mpitrain.comm.compression.topk import TopK
 from mpitrain.errors import InputError

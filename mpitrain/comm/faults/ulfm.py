@@ -30,7 +30,7 @@ import numpy as np
 
 from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
-from mpitrain.comm.job import connections, fault_tolerance, launcher
+from mpitrain.comm.job import connections, launcher
 from mpitrain.comm.job.abort import Faults, say
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.job.topology import Topology
@@ -207,7 +207,7 @@ def begin(world: Communicator) -> Communicator:
     Raises:
         InputError: The MPI does not allow that.
     """
-    fault_tolerance.require(across_nodes=world.num_nodes > 1)
+    launcher.require_fault_tolerance(across_nodes=world.num_nodes > 1)
     told = np.empty((world.size, 2), dtype=np.int64)
     world.all_gather(told.reshape(-1), np.array([os.getpid(), launcher.find()]))
     pids, mpiruns = told[:, 0].tolist(), told[:, 1].tolist()

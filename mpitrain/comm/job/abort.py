@@ -17,7 +17,7 @@ from types import TracebackType
 
 import numpy as np
 
-from mpitrain.comm.job import last_word
+from mpitrain.comm.job import launcher
 from mpitrain.comm.job.leaving import note_exit_status
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, MpitrainError, message_of, printable
@@ -70,7 +70,7 @@ class Faults:
         if self._comm.size == 1 or (isinstance(error, MpitrainError) and error.agreed):
             if self._comm.rank == 0:
                 say(text := self.describe(error, alone=True))
-                last_word.repeat(text)
+                launcher.repeat_last(text)
             self.before_leaving(code)
             self._leave(code)
         self.end_job(self.describe(error), code)
@@ -103,7 +103,7 @@ class Faults:
             first = True
         if first:
             say(text)
-            last_word.repeat(text)
+            launcher.repeat_last(text)
         if self._end is not None:
             self._end(code)
         if not first:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpitrain.comm.job import fault_tolerance, last_word, launcher
+from mpitrain.comm.job import launcher
 from mpitrain.early import LEAST, RANK_NAMES, START_TIMEOUT
 from mpitrain.errors import EXIT_FAILED, InputError
 from mpitrain.storage import proc
@@ -178,8 +178,8 @@ def end(text: str) -> NoReturn:
         text: What stderr gets.
     """
     os.write(2, (text + "\n").encode())
-    last_word.repeat(text)
-    if fault_tolerance.switched_on() and (mpirun := launcher.find()):
+    launcher.repeat_last(text)
+    if launcher.tolerates_faults() and (mpirun := launcher.find()):
         launcher.end_soon(mpirun)
     time.sleep(0.2)
     os._exit(EXIT_FAILED)

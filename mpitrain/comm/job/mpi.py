@@ -15,7 +15,7 @@ import os
 import sys
 from types import TracebackType
 
-from mpitrain.comm.job import connections, fault_tolerance, last_word
+from mpitrain.comm.job import connections, launcher
 from mpitrain.early import launched_first
 from mpitrain.errors import InputError, message_of
 from mpitrain.storage import proc
@@ -74,7 +74,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
         return
     if launched_first():
         print(f"mpitrain: {message_of(error)}", file=sys.stderr, flush=True)
-        last_word.repeat(str(error))
+        launcher.repeat_last(str(error))
     raise SystemExit(error.exit_code)
 
 
@@ -82,7 +82,7 @@ _allow_reading()
 # Open MPI's UCX component complains at every shared window it could not serve anyway; a setting of the user's wins.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 # With fault tolerance: coll/han waits in communicators of its own, which are not revoked with the one they serve.
-if fault_tolerance.switched_on():
+if launcher.tolerates_faults():
     os.environ.setdefault("OMPI_MCA_coll", "^han")
 _load()
 

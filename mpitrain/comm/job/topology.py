@@ -1,10 +1,22 @@
-"""Who is where: the ranks of a communicator, their nodes, and the MPI communicators that connect them."""
+"""Who is where: the ranks of a communicator, their nodes, and how many cores each has for itself.
+
+The system lets a rank run on a set of cores: all of the node, those of the job, those it is bound to. Where the sets of
+two ranks have cores in common the ranks share both sets; a set that no other rank's meets is its rank's own:
+
+    0 1 2 3 | 0 1 2 3 | 0 1 2 3 | 0 1 2 3      not bound, or bound to what the job has: one core each
+    0 1     | 0 1     | 2 3     | 2 3          bound to sockets: two ranks share two cores, one each
+    0 1     | 2 3                              bound to their own: two cores each
+
+What the system counts are hardware threads, of which a core may have several. Threads that compute are counted in
+cores; ranks take turns only where they have less than a hardware thread each.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Hashable, Iterable, Sequence
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.comm.job.mpi import MPI
+
+_OVERRIDE = "MPITRAIN_SPARE_CORES"
 
 
 @dataclass(frozen=True)
@@ -112,3 +126,139 @@ def this_machine() -> str:
     library = MPI.Get_library_version()
     text = f"{processor_name()}|{os.cpu_count()}|{library.splitlines()[0]}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Member:
+    """A rank of a communicator.
+
+    Attributes:
+        label: The communicator's name in messages.
+        rank: This rank's number.
+        size: The number of ranks.
+        nodes: The node number of each rank.
+        node: This rank's.
+        num_nodes: The number of nodes.
+        local_rank: This rank's number among the communicator's ranks on its node.
+        local_size: The number of these.
+        world_ranks: The number in the world of each rank.
+    """
+
+    def __init__(self, topology: Topology, label: str) -> None:
+        self._topology, self.label = topology, label
+        self.rank, self.size, self.world_ranks = topology.rank, topology.size, topology.world_ranks
+        self.nodes, self.node, self.num_nodes = topology.nodes, topology.nodes[topology.rank], topology.num_nodes
+        neighbours = topology.neighbours
+        self.local_rank, self.local_size = neighbours.index(topology.rank), len(neighbours)
+
+    @property
+    def library(self) -> str:
+        """The MPI library and its version."""
+        return library_name()
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.label!r}, rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes})"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of its node's cores.
+
+    Attributes:
+        cores: How many it may run on.
+        ranks: How many ranks have those between them, this one included.
+        threads: Hardware threads of these cores; 0: as many as cores.
+    """
+
+    cores: int
+    ranks: int
+    threads: int = 0
+
+    @property
+    def each(self) -> int:
+        """Cores of one rank; at least 1, also where ranks take turns."""
+        return max(1, self.cores // self.ranks)
+
+    @property
+    def spare(self) -> int:
+        """Cores beyond one a rank, for communication threads. It is negative where ranks have no hardware thread."""
+        beyond = self.cores - self.ranks
+        return beyond if beyond >= 0 else min(0, max(self.threads, self.cores) - self.ranks)
+
+
+def siblings(root: Path = Path("/")) -> dict[int, int]:
+    """Return for each hardware thread the first one of its core, by the numbers that the system gives them.
+
+    Args:
+        root: Folder above sys/.
+
+    Returns:
+        An empty dict where the system does not tell.
+    """
+    found: dict[int, int] = {}
+    for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
+        with suppress(OSError, ValueError):
+            first = re.split("[-,]", path.read_text().strip())[0]
+            found[int(path.parts[-3].removeprefix("cpu"))] = int(first)
+    return found
+
+
+def cores_of(threads: Collection[int], core_of: Mapping[int, int]) -> set[int]:
+    """Return the cores of some hardware threads, each by its first one. core_of: as `siblings` returns it."""
+    return {core_of.get(thread, thread) for thread in threads}
+
+
+def sharing(allowed: Sequence[Collection[int]]) -> Iterator[tuple[list[int], set[int]]]:
+    """Ranks of a node that have cores between them, and these.
+
+    Args:
+        allowed: The cores that each of the node's ranks may run on.
+    """
+    left = list(range(len(allowed)))
+    while left:
+        ranks, cores = [left.pop(0)], set[int]()
+        for rank in ranks:  # grows meanwhile
+            cores |= set(allowed[rank])
+            met = [other for other in left if not cores.isdisjoint(allowed[other])]
+            left = [other for other in left if other not in met]
+            ranks += met
+        yield ranks, cores
+
+
+def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int, int]) -> Share:
+    """What one of the ranks of a node has.
+
+    Args:
+        rank: Its number among them.
+        allowed: The hardware threads that each of them may run on.
+        core_of: Cores of these, as `siblings` returns them.
+    """
+    groups = sharing([cores_of(threads, core_of) for threads in allowed])
+    ranks, cores = next((ranks, cores) for ranks, cores in groups if rank in ranks)
+    return Share(len(cores), len(ranks), len(set().union(*(allowed[rank] for rank in ranks))))
+
+
+def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
+    """What this rank has. Collective over the world."""
+    mine = os.sched_getaffinity(0)
+    width = np.array([max(mine) + 1])
+    comm.Allreduce(MPI.IN_PLACE, width, MPI.MAX)
+    row = np.zeros(int(width[0]), dtype=np.uint8)
+    row[list(mine)] = 1
+    packed = np.packbits(row)
+    everyone = np.empty((comm.size, packed.size), dtype=np.uint8)
+    comm.Allgather(packed, everyone)
+    allowed = [np.flatnonzero(np.unpackbits(everyone[rank])).tolist() for rank in topology.neighbours]
+    return share_of(topology.neighbours.index(topology.rank), allowed, siblings())
+
+
+def spare_cores(comm: MPI.Intracomm, share: Share) -> int:
+    """`Share.spare` of the rank that has least. Collective.
+
+    MPITRAIN_SPARE_CORES overrides it on ranks that have that. It is never more than 0 where MPI lets one thread alone
+    call it.
+    """
+    spare = np.array([int(os.environ.get(_OVERRIDE) or share.spare)])
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        spare[0] = min(spare[0], 0)
+    comm.Allreduce(MPI.IN_PLACE, spare, MPI.MIN)
+    return int(spare[0])

@@ -25,8 +25,7 @@ from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.buffers import memory_at, tensor_at
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
-from mpitrain.comm.memory.mapped import MappedMemory
-from mpitrain.comm.memory.sharing import all_agree, map_each_other
+from mpitrain.comm.memory.sharing import MappedMemory, all_agree, map_each_other
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import SHARED_MEMORY
 

@@ -15,8 +15,7 @@ import torch
 
 from mpitrain.comm.job.mpi import MPI
 from mpitrain.comm.memory.device import current_stream, foreign_stream, recorded
-from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES
-from mpitrain.comm.memory.wrapped import inner_tensors
+from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT, NAMES, inner_tensors
 from mpitrain.errors import InputError
 
 MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {dtype: getattr(MPI, name) for dtype, name in NAMES.items()}

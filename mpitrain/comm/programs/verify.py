@@ -18,7 +18,7 @@ phases of different runs mixed as far as the vectors allow.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mpitrain.comm.programs.program import (
@@ -41,6 +41,8 @@ from mpitrain.comm.programs.program import (
     Step,
     Tell,
 )
+
+_MOST = 256  # chunks of all ranks together: a proof takes a millisecond for each
 
 Order = Callable[[int], Iterable[tuple[int, int]]]
 """The caller's doing: for a rank, (run, phase) in the order in which it comes to them."""
@@ -392,3 +394,22 @@ def _steps(program: Program, rank: int, order: Order) -> list[tuple[int, _Step]]
             mine += [_End(), Fence()] if program.meets_between else [_End()]
         steps += [(run, step) for step in mine]
     return steps
+
+
+class Proofs:
+    """The programs that a process has proved, each of which is proved once; for the debug mode."""
+
+    def __init__(self) -> None:
+        self._proved: set[Hashable] = set()
+
+    def require(self, program: Program) -> None:
+        """Prove a program unless that was done before; one that is too large to be proved here is passed.
+
+        Raises:
+            ProgramError: The program is wrong.
+        """
+        shape = program.name, program.size, program.nodes, program.blocks, program.segments
+        if shape in self._proved or program.size * program.chunks > _MOST:
+            return
+        verify(program)
+        self._proved.add(shape)

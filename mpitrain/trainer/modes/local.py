@@ -26,7 +26,7 @@ from mpitrain.data import Batch
 from mpitrain.data.on_device import on_device
 from mpitrain.errors import refusal
 from mpitrain.layout import split
-from mpitrain.loose.groups import Grouping
+from mpitrain.loose.averaging import Grouping
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step

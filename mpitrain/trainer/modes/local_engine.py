@@ -27,10 +27,7 @@ from mpitrain.comm.compression import Bucket, from_name
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.errors import refusal
 from mpitrain.layout import Slice
-from mpitrain.loose.averaging import Averaging
-from mpitrain.loose.flat_slice import FlatSlice, by_kind
-from mpitrain.loose.groups import Grouping
-from mpitrain.loose.outer import make_outer
+from mpitrain.loose.averaging import Averaging, FlatSlice, Grouping, OuterOptimizer, by_kind
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.flat import numbered
@@ -93,7 +90,7 @@ class LocalEngine(Engine):
         settings = among.parallel
         name = settings.local_compression
         self._compression = None if name == "none" else from_name(name)
-        outer = make_outer(settings.outer, [s.empty() for s in slices], settings.outer_lr, settings.outer_momentum)
+        outer = OuterOptimizer(settings.outer, [s.empty() for s in slices], settings.outer_lr, settings.outer_momentum)
         self.averaging = Averaging(
             slices,
             peers,

@@ -27,10 +27,8 @@ from mpitrain.data.on_device import on_device, pin
 from mpitrain.errors import refusal
 from mpitrain.layout import split
 from mpitrain.loose.clock import Clock, Portion
-from mpitrain.loose.letters import Commit, LetterKind, StepRecord
+from mpitrain.loose.letters import Commit, LetterKind, Remembered, Rules, StepRecord
 from mpitrain.loose.memory import OwnShares, Roles
-from mpitrain.loose.pending import Rules
-from mpitrain.loose.remembered import Remembered
 from mpitrain.loose.server import Server
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.loose.remembered import Remembered
+from mpitrain.loose.letters import Remembered
 from mpitrain.trainer.callback import Restored, Step
 from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.modes.served_engine import ServedEngine
