@@ -32,17 +32,62 @@ from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
-from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
+from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
 from mpitrain.trainer.optimizing.optimizer import state_bytes
-from mpitrain.trainer.pipeline_parts import PipelineMeter, counting
-from mpitrain.trainer.precision import LossScale
 from mpitrain.trainer.state import EngineState, merged
 
 if TYPE_CHECKING:
     from mpitrain.pipe.pipeline import Pipeline
 
+
 Loss = Callable[[Any, Any], torch.Tensor]
 Seen = Callable[[Any, Any], None]  # of an output and its targets
+
+
+@dataclass
+class LossScale:
+    """The number losses are multiplied by: halved when gradients overflow, doubled after `patience` good steps.
+
+    With it small gradients do not become zero in fp16 (Micikevicius et al. 2018, Mixed Precision Training).
+
+    spare: overflows that are let pass before it is halved, counted anew once it is doubled; refill: at each good step.
+    """
+
+    value: float = 1.0
+    dynamic: bool = False
+    patience: int = 2000
+    good: int = 0
+    least: float = 1.0
+    spare: int = 0
+    refill: bool = False
+    passed: int = 0
+
+    @staticmethod
+    def of(precision: Precision, initial: float = 2.0**16) -> LossScale:
+        return LossScale(initial, dynamic=True) if precision == "fp16" else LossScale()
+
+    def update(self, overflowed: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good = 0 if overflowed else self.good + 1
+        if overflowed and self.passed < self.spare:
+            self.passed += 1
+        elif overflowed:
+            self.value = max(self.least, self.value / 2)
+        elif self.good == self.patience:
+            self.value, self.good, self.passed = self.value * 2, 0, 0
+        elif self.refill:
+            self.passed = 0
+
+    def explains(self, overflows: int) -> bool:
+        """Whether so many overflows in a row are no more than its adjustment takes."""
+        return self.dynamic and overflows <= 1 + self.spare
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.value, "good": self.good, "passed": self.passed}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.value, self.good, self.passed = float(state["scale"]), int(state["good"]), int(state.get("passed", 0))
 
 
 @dataclass(frozen=True)
