@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,10 +35,6 @@ from mpitrain.shard.virtual_workers import TreeSum
 from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
 from mpitrain.trainer.optimizing.optimizer import state_bytes
 from mpitrain.trainer.state import EngineState, merged
-
-if TYPE_CHECKING:
-    from mpitrain.pipe.pipeline import Pipeline
-
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Seen = Callable[[Any, Any], None]  # of an output and its targets
@@ -123,6 +119,7 @@ class Engine:
         synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
         note: What is to be said about the state that was loaded; empty for nothing.
         clock: Counts the time of forward, backward and update.
+        pipeline: What takes microbatches through the stages of the model; None where it is whole.
     """
 
     note: str = ""
@@ -146,7 +143,7 @@ class Engine:
         others = [other for other in axes.others if other.size > 1]
         if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
             refuse_unless_elementwise(optimizer, gathered=True, otherwise="parallel.tensor 1")
-        self._pipeline = axes.pipeline
+        self.pipeline = axes.pipeline
         broadcast_state(module, comm)
         convert(module, precision)
         self.sharding = self._place(axes)
@@ -161,10 +158,11 @@ class Engine:
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
         self._metering = True  # in the next forward pass that autograd keeps anything of
-        self.clock = StepClock(_waited(comm), self.device)
-        if self._pipeline is not None:
+        journal = comm.journal
+        self.clock = StepClock(lambda: journal.waited, self.device)
+        if self.pipeline is not None:
             self._meter = PipelineMeter(module)
-            self._pipeline.watched = counting(self.clock, self._meter)
+            self.pipeline.watched = counting(self.clock, self._meter)
         self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
 
     def _place(self, axes: Axes) -> Sharding:
@@ -175,11 +173,6 @@ class Engine:
     def _make_state(self, axes: Axes, *, first: bool) -> EngineState:
         """What knows the tensors of a checkpoint. first: whether this rank is the first along all axes but data."""
         return EngineState(self.sharding, axes, first=first)
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """What takes microbatches through the stages of the model; None where it is whole."""
-        return self._pipeline
 
     # -- the pieces of a step
 
@@ -254,7 +247,7 @@ class Engine:
             The parts of the loss, float64 [workers], on the device, which may still be at work on them.
         """
         self.sharding.gradients.zero()
-        if self._pipeline is not None:
+        if self.pipeline is not None:
             before(0)
             microbatches = [m for worker in workers for m in worker]
             told = self.through_pipeline(microbatches, [len(x) / samples for x, _ in microbatches])
@@ -286,7 +279,7 @@ class Engine:
         Returns:
             The sum of weights[i] * loss_i over this rank's microbatches, on every rank of the pipeline.
         """
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         assert pipeline is not None
         self.sharding.reducer.enabled = False
         scaled = [weight * self.scale.value for weight in weights]
@@ -370,8 +363,8 @@ class Engine:
             if not self.sharding.parameters.gathers:
                 return torch.zeros(())
             x, y = self._some_example()
-        if self._pipeline is not None:
-            return torch.tensor(self.compute(self._pipeline.evaluate, x, y, seen), dtype=torch.float64)
+        if self.pipeline is not None:
+            return torch.tensor(self.compute(self.pipeline.evaluate, x, y, seen), dtype=torch.float64)
         was_training = self.module.training
         self.module.eval()
         try:
@@ -400,7 +393,7 @@ class Engine:
     def checkpoint_bytes(self) -> int:
         """Bytes of what this rank writes into a checkpoint, with the optimizer's states that the first step makes."""
         parts, _ = self._state.parts()
-        nbytes = sum(part.data.numel() * part.data.element_size() for part in parts)
+        nbytes = sum(part.data.nbytes for part in parts)
         if any(self.optimizer.state.values()):
             return nbytes
         return nbytes + self._state.trained() * state_bytes(self.optimizer) // self.sharding.comm.size
@@ -439,9 +432,3 @@ class Engine:
     def close(self) -> None:
         """Give the module's parameters memory of their own again. Collective; the engine is of no use afterwards."""
         self.sharding.close()
-
-
-def _waited(comm: Communicator) -> Callable[[], float]:
-    """What gives the seconds that this process' main thread has waited for other ranks."""
-    journal = comm.journal
-    return lambda: journal.waited

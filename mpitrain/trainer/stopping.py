@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mpitrain import early
 from mpitrain.checkpoint import FRUITLESS
-from mpitrain.comm import Communicator
 from mpitrain.errors import NothingLearned, refusal
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.engine import LossScale
@@ -40,30 +37,35 @@ FIRST = 3  # losses in a row that are not finite, from a run's first step on, af
 _SLACK = 3.0  # how many of the longest steps or saves seen fit before the end
 
 
-class Stopping:
-    """Whether this rank has reason to stop. Installs the handlers of SIGUSR1 and SIGTERM until `close`.
+class StopInTime(Callback):
+    """Makes a step the last one where there is reason to stop; the run is saved and can go on.
 
     A SIGUSR1 that came while the program was being imported counts.
-
-    watches: whether this rank looks at the file and the clock (one rank does). margin: seconds before the end of the
-    batch job's time at which to stop; more where steps or saves take long.
     """
 
-    def __init__(self, folder: Path, *, watches: bool, margin: float) -> None:
-        self._watches, self._margin = False, margin
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}  # those of the signals before; empty where none of ours are there
         self._asked = ""
+        self._file: Path | None = None  # which asks to stop; None on ranks that do not look at it and the clock
         self._end: float | None = None
-        self._looked = 0.0
-        self._longest = 0.0
-        if watches:
-            self.watch(folder)
+        self._margin = self._longest = self._looked = 0.0
+        self._last = 0.0  # time.monotonic() of the last update, or of the start
+
+    def setup(self, trainer: Trainer) -> None:
+        self.begin(trainer.config.run.stop_before)
+
+    def begin(self, margin: float) -> None:
+        """Install the handlers of SIGUSR1 and SIGTERM until `close`.
+
+        margin: seconds before the end of the batch job's time at which to stop; more where steps or saves take long.
+        """
+        self._margin, self._longest, self._file, self._asked = margin, 0.0, None, ""
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
         self._asked = self._asked or early.asked()
 
     def watch(self, folder: Path) -> None:
-        """Look at the folder's file and the clock from now on."""
-        self._watches, self._file = True, folder / STOP_FILE
-        self._end = end_of_job(os.environ)
+        """Look at the folder's file and the clock from now on; one rank does."""
+        self._file, self._end = folder / STOP_FILE, end_of_job(os.environ)
 
     def _ask(self, number: int, frame: object) -> None:
         self._asked = signal.Signals(number).name  # nothing more in a handler
@@ -74,7 +76,7 @@ class Stopping:
 
     def reason(self) -> str:
         """Why to stop, in a few words; empty while there is no reason."""
-        if not self._asked and self._watches:
+        if not self._asked and self._file is not None:
             if self._end is not None and time.time() > self._end - max(self._margin, _SLACK * self._longest):
                 self._asked = "the job's time is up"
             elif time.monotonic() - self._looked > _LOOK_EVERY:
@@ -84,39 +86,27 @@ class Stopping:
         return self._asked
 
     def close(self) -> None:
+        """Put the handlers of before back, and remove the file that was heeded."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._watches and self._asked:  # done as asked; the next start shall not stop at once
+        if self._file is not None and self._asked:  # done as asked; the next start shall not stop at once
             self._file.unlink(missing_ok=True)
-
-
-class StopInTime(Callback):
-    """Makes a step the last one where there is reason to stop (see `Stopping`); the run is saved and can go on."""
-
-    def __init__(self) -> None:
-        self._stopping: Stopping | None = None
-        self._last = 0.0  # time.monotonic() of the last update, or of the start
-
-    def setup(self, trainer: Trainer) -> None:
-        self._stopping = Stopping(trainer.folder.path, watches=False, margin=trainer.config.run.stop_before)
+        self._handlers, self._file = {}, None
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._last = time.monotonic()
-        if self._stopping is not None and trainer.world.rank == 0:
-            self._stopping.watch(trainer.folder.path)
+        if trainer.world.rank == 0:
+            self.watch(trainer.folder.path)
 
     def on_update(self, trainer: Trainer, step: Step) -> None:
-        assert self._stopping is not None
         now = time.monotonic()
-        self._stopping.took(now - self._last)
+        self.took(now - self._last)
         self._last = now
-        if reason := self._stopping.reason():
+        if reason := self.reason():
             trainer.request_stop(reason)
 
     def teardown(self, trainer: Trainer) -> None:
-        if self._stopping is not None:
-            self._stopping.close()
-            self._stopping = None
+        self.close()
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
@@ -149,13 +139,6 @@ def seconds_of(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def any_rank(world: Communicator, *flags: bool) -> list[bool]:
-    """Whether each flag is set on any rank. Collective."""
-    found = torch.tensor(flags, dtype=torch.uint8)
-    world.all_reduce(found, "max")
-    return [bool(flag) for flag in found]
 
 
 @dataclass(frozen=True)

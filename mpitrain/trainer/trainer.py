@@ -33,27 +33,24 @@ from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
-from mpitrain.trainer.class_weights import class_weights
-from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker, with_microbatch
+from mpitrain.trainer.data import class_weights, microbatch_size, microbatches, open_data, seed_worker, with_microbatch
 from mpitrain.trainer.device import choose, full_told, set_threads
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import RunFolder, together
-from mpitrain.trainer.held_out.evaluation import evaluated
 from mpitrain.trainer.held_out.improving import BestCheckpoint, EarlyStopping, LowerRate
-from mpitrain.trainer.held_out.measuring import LOSS, Meter, meter_of
+from mpitrain.trainer.held_out.measuring import LOSS, Meter, evaluated, meter_of
 from mpitrain.trainer.modes.local import Local
 from mpitrain.trainer.modes.served import Served
 from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy, Synchronous
 from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer
 from mpitrain.trainer.optimizing.schedules import RateSchedule, next_rate, schedule_of
-from mpitrain.trainer.recording.console import Console
-from mpitrain.trainer.recording.events import EventRecords
+from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.rank_records import RankRecords
 from mpitrain.trainer.recording.records import Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
 from mpitrain.trainer.saving import SaveSchedule, due, load_newest, require_given, saves_after
 from mpitrain.trainer.settings import config_of, planned, shared_config
-from mpitrain.trainer.stopping import LearningCheck, StopInTime, any_rank
+from mpitrain.trainer.stopping import LearningCheck, StopInTime
 
 STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 
@@ -419,7 +416,9 @@ class Trainer:
 
     def _agree_to_stop(self) -> None:
         """Whether any rank is to stop, and whether a save in the background failed anywhere, which is raised here."""
-        stop, failing = any_rank(self.world, bool(self._stop), self.store.failing)
+        flags = torch.tensor([bool(self._stop), self.store.failing], dtype=torch.uint8)
+        self.world.all_reduce(flags, "max")
+        stop, failing = flags.tolist()
         if stop:
             self._ending = True
             self._stop = self._stop or "another rank was asked to"

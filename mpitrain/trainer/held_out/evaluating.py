@@ -30,7 +30,7 @@ from mpitrain.models.metrics import Confusion
 from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import full_told, set_threads
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.held_out.evaluation import evaluated
+from mpitrain.trainer.held_out.measuring import evaluated
 from mpitrain.trainer.settings import shared_config
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer

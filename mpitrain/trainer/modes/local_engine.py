@@ -278,8 +278,8 @@ class LocalEngine(Engine):
         own = f"{LEFT_OUT}{self.among.world.rank}/"
         return [Holding(own + n, Slice.whole(t.shape), 0, t.numel(), t, True) for n, t in tensors.items()]
 
-    def _outer(self, momenta: Sequence[torch.Tensor] | None = None) -> list[Holding]:
-        return self._holdings(MOMENTUM, self.averaging.outer.momenta if momenta is None else momenta)
+    def _outer(self) -> list[Holding]:
+        return self._holdings(MOMENTUM, self.averaging.outer.momenta)
 
     def _ahead(self) -> list[Holding]:
         return self._holdings(self._prefix + MASTER, self.averaging.ahead or [])

@@ -90,10 +90,12 @@ class Served(Strategy):
         self.session = Session(trainer, self.roles, self._rules, remembered)
         with self.session.open():
             while True:
-                yield from self.session.until(next_meeting(trainer))
+                yield from self.session.until(self.next_meeting(trainer))
 
     def next_meeting(self, trainer: Trainer) -> int:
-        return next_meeting(trainer)
+        step, train = trainer.step, trainer.config.train
+        evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
+        return min(found for found in (train.steps, evaluated, trainer.saving.next_after(step)) if found is not None)
 
     def role(self, rank: int) -> str:
         return "worker" if rank in self.roles.workers else "server"
@@ -149,13 +151,6 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
             f"{sizes.key(least)} {least} has less than a sample for each of {ranks - parallel.servers} workers; "
             "raise it, or start fewer ranks"
         )
-
-
-def next_meeting(trainer: Trainer) -> int:
-    """The step after which all ranks meet next: to evaluate, to save or to end."""
-    step, train = trainer.step, trainer.config.train
-    evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
-    return min(found for found in (train.steps, evaluated, trainer.saving.next_after(step)) if found is not None)
 
 
 class Session:

@@ -18,7 +18,7 @@ from torch import nn
 from mpitrain.config.groups import OWN, patterns_of
 from mpitrain.config.named import find
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon
 from mpitrain.shard.trust_ratio import Lamb, Lars
@@ -29,6 +29,7 @@ from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
 _Kind = type[torch.optim.Optimizer]
 _NEED_A_CLOSURE = ("LBFGS",)
 _SPARSE_ONLY = ("SparseAdam",)
+_SET_APART = ("params", "lr", "weight_decay")  # options that keys of their own set
 _OURS: dict[str, _Kind] = {
     "muon": Muon,
     "lion": Lion,
@@ -129,7 +130,7 @@ def make_optimizer(
         own = section.groups[number] if number is not None else {}
         group: dict[str, Any] = {"params": chosen[kind, number, decays], **_rate(section, own)}
         options = {key: value for key, value in own.items() if key not in OWN}
-        _refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options)
+        refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options, _SET_APART)
         if "weight_decay" in inspect.signature(kind).parameters:
             group["weight_decay"] = section.weight_decay if decays else 0.0
         groups.setdefault(kind, []).append(group | options)
@@ -173,13 +174,11 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
     if issubclass(main, Muon):  # and AdamW for the rest: what both have is Muon's
         adamw = inspect.signature(torch.optim.AdamW).parameters
         of_muon = inspect.signature(Muon).parameters
-        unknown = sorted(set(options) - set(adamw) - set(of_muon))
-        if unknown:
-            raise _unknown_option("optim.options", Muon, unknown)
+        refuse_unknown("optim.options", Muon, set(options) - set(adamw), _SET_APART)
         theirs = set(of_muon) if kind is main else set(adamw) - set(of_muon)
         options = {key: value for key, value in options.items() if key in theirs and key in accepted}
     elif kind is main:
-        _refuse_unknown("optim.options", kind, options)
+        refuse_unknown("optim.options", kind, options, _SET_APART)
     else:
         options = {}
     if "fused" in accepted and not ({"foreach", "differentiable", "fused"} & set(options)):
@@ -192,17 +191,12 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
         raise refusal(f"optim: {kind.__name__} refuses its options: {error}") from None
 
 
-def _refuse_unknown(where: str, kind: _Kind, options: Mapping[str, Any]) -> None:
-    """Raise InputError for options that the class does not have."""
-    unknown = sorted(set(options) - set(inspect.signature(kind).parameters))
-    if unknown:
-        raise _unknown_option(where, kind, unknown)
-
-
-def _unknown_option(where: str, kind: _Kind, unknown: Sequence[str]) -> InputError:
+def refuse_unknown(where: str, kind: type, options: Iterable[str], unnamed: Sequence[str]) -> None:
+    """Raise InputError for options that a class of torch.optim does not have. unnamed: what it has and is not told."""
     accepted = inspect.signature(kind).parameters
-    known = ", ".join(name for name in accepted if name not in ("params", "lr", "weight_decay"))
-    return refusal(f"{where}: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
+    if unknown := sorted(set(options) - set(accepted)):
+        known = ", ".join(name for name in accepted if name not in unnamed)
+        raise refusal(f"{where}: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import lr_scheduler
@@ -20,7 +20,7 @@ from mpitrain.config.cycles import CYCLES, OneCycle, cycle_of
 from mpitrain.config.learning_rate import DECAYS, LearningRate
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
-from mpitrain.trainer.optimizing.optimizer import optimizer_class
+from mpitrain.trainer.optimizing.optimizer import optimizer_class, refuse_unknown
 
 PLATEAU = ReduceLROnPlateau.__name__
 _STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -28,6 +28,7 @@ _NEED_MORE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
 _CALL_A_FUNCTION = ("LambdaLR", "MultiplicativeLR")
 _OF_DEEPSPEED = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
 _OF_DEEPSPEED |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+S = TypeVar("S", bound=lr_scheduler.LRScheduler)
 SECOND_BETA = 0.99  # beside a first one that goes round, as DeepSpeed has it
 
 
@@ -103,22 +104,14 @@ class TorchSchedule:
         }
         options = {key: value for key, value in options.items() if key in accepted}
         options |= section.schedule_options
-        unknown = sorted(set(options) - set(accepted))
-        if unknown:
-            known = ", ".join(name for name in accepted if name not in ("optimizer", "last_epoch"))
-            raise refusal(f"optim.schedule_options: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
+        refuse_unknown("optim.schedule_options", kind, options, ("optimizer", "last_epoch"))
         if options.get("cycle_momentum"):
             raise refusal(
                 f"optim.schedule_options: {kind.__name__} has no cycle_momentum here; leave it out, or use one-cycle"
             )
         if "cycle_momentum" in accepted:
             options["cycle_momentum"] = False
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        self._optimizer = torch.optim.SGD([parameter], lr=section.lr)
-        try:
-            self._scheduler = kind(self._optimizer, **options)
-        except (TypeError, ValueError) as error:
-            raise refusal(f"optim.schedule: {kind.__name__} refuses optim.schedule_options: {error}") from None
+        self._optimizer, self._scheduler = _following(kind, section.lr, options)
         self._rates = [self._current()]
 
     def _current(self) -> float:
@@ -134,6 +127,16 @@ class TorchSchedule:
                 raise refusal(f"optim.schedule: {self._kind.__name__} ends before train.steps: {error}") from None
             self._rates.append(self._current())
         return self._rates[step]
+
+
+def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
+    """An optimizer of one number, and a scheduler that sets its rate."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    make: Any = kind
+    try:
+        return optimizer, make(optimizer, **options)
+    except (TypeError, ValueError) as error:
+        raise refusal(f"optim.schedule: {kind.__name__} refuses optim.schedule_options: {error}") from None
 
 
 def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -182,18 +185,12 @@ class PlateauSchedule:
 
     def __init__(self, section: OptimSection) -> None:
         options = {"min_lr": section.lr_end} | section.schedule_options
-        known = [name for name in inspect.signature(ReduceLROnPlateau).parameters if name not in ("optimizer", "mode")]
         if options.pop("mode", "min") != "min":
             raise refusal(
                 f"optim.schedule_options: {PLATEAU} follows the held-out loss, which is to fall; use mode min"
             )
-        if unknown := sorted(set(options) - set(known)):
-            raise refusal(f"optim.schedule_options: {PLATEAU} has no {', '.join(unknown)}; it has {', '.join(known)}")
-        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=section.lr)
-        try:
-            self._plateau = ReduceLROnPlateau(self._optimizer, **options)
-        except (TypeError, ValueError) as error:
-            raise refusal(f"optim.schedule: {PLATEAU} refuses optim.schedule_options: {error}") from None
+        refuse_unknown("optim.schedule_options", ReduceLROnPlateau, options, ("optimizer", "mode"))
+        self._optimizer, self._plateau = _following(ReduceLROnPlateau, section.lr, options)
 
     def rate(self, step: int) -> float:
         """The rate of the steps up to the next evaluation."""

@@ -113,16 +113,9 @@ def memory(trainer: Trainer) -> dict[str, int]:
     account, device = trainer.engine.memory(), trainer.device
     host, on_device = host_memory_bytes(), is_accelerator(device)
     known = account.host if on_device else account.total
-    return {
-        "parameters": account.parameters,
-        "gradients": account.gradients,
-        "states": account.states,
-        "activations": account.activations,
-        "buffers": account.buffers,
-        "other": max(0, host - known),
-        "host": host,
-        "device": memory_bytes(device) if on_device else 0,
-    }
+    categories = ("parameters", "gradients", "states", "activations", "buffers")
+    told = {category: getattr(account, category) for category in categories}
+    return told | {"other": max(0, host - known), "host": host, "device": memory_bytes(device) if on_device else 0}
 
 
 def expected_bytes(trainer: Trainer, samples: int) -> dict[str, float]:
