@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,7 @@ class Engine:
         synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
         note: What is to be said about the state that was loaded; empty for nothing.
         clock: Counts the time of forward, backward and update.
+        metering: Whether to count what autograd keeps, in the next forward pass that it keeps anything of.
         pipeline: What takes microbatches through the stages of the model; None where it is whole.
     """
 
@@ -157,7 +158,7 @@ class Engine:
         self._state = self._make_state(axes, first=all(other.rank == 0 for other in others))
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
-        self._metering = True  # in the next forward pass that autograd keeps anything of
+        self.metering = True
         journal = comm.journal
         self.clock = StepClock(lambda: journal.waited, self.device)
         if self.pipeline is not None:
@@ -204,12 +205,12 @@ class Engine:
     @contextmanager
     def _metered(self) -> Iterator[None]:
         """Count what autograd keeps, where that was asked for."""
-        if not self._metering or not torch.is_grad_enabled():
+        if not self.metering or not torch.is_grad_enabled():
             yield
             return
         with self._meter.counting(self.sharding.parameters):
             yield
-        self._metering = False
+        self.metering = False
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
         """Add the gradients of a scalar.
@@ -412,21 +413,13 @@ class Engine:
 
     # -- for people
 
-    def meter_activations(self) -> None:
-        """Count anew what autograd keeps, in the next forward pass that it keeps anything of."""
-        self._metering = True
-
     def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, as they are, and by formula."""
         return measure(self.sharding, self._meter.nbytes)
 
-    def whole_parameters(self) -> AbstractContextManager[None]:
-        """All of the module's parameters can be read inside. Collective."""
-        return self.sharding.parameters.whole()
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of the module's whole state, on every rank, for torch's load_state_dict. Collective."""
-        with self.whole_parameters():
+        with self.sharding.parameters.whole():
             return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
     def close(self) -> None:

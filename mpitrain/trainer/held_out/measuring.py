@@ -70,11 +70,8 @@ class OwnMetric(Metric):
         self.higher = getattr(function, DIRECTION, None)
 
     def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
-        try:
-            value = self.function(output, y)
-        except Exception as error:
-            raise InputError(f"train.metrics {self.path} raised {told(error)}; mend it") from error
-        return summed(f"train.metrics {self.path}", value, y)
+        named = f"train.metrics {self.path}"
+        return summed(named, _tried(named, lambda: self.function(output, y)), y)
 
     def value(self, sums: torch.Tensor) -> float:
         total, count = sums.tolist()
@@ -293,13 +290,18 @@ def summed(named: str, value: Any, y: Any) -> torch.Tensor:
     return torch.stack([total, torch.full_like(total, samples)])
 
 
+def _tried(named: str, act: Callable[[], Any]) -> Any:
+    """Call what is the user's. Raises InputError, with its name, where it raises anything."""
+    try:
+        return act()
+    except Exception as error:
+        raise InputError(f"{named} raised {told(error)}; mend it") from error
+
+
 def _of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor]:
     """What the model's own `metrics` says, by name."""
     named = "the model's metrics(output, y)"
-    try:
-        values = function(output, y)
-    except Exception as error:
-        raise InputError(f"{named} raised {told(error)}; mend it") from error
+    values = _tried(named, lambda: function(output, y))
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise InputError(f"{named} returned {type(values).__name__}; return a dict of names and values")
     return {name: summed(f"{named}: {name!r}", value, y) for name, value in values.items()}
@@ -372,10 +374,7 @@ class LibraryMetric(Collected):
             )
 
     def _tried(self, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except Exception as error:
-            raise InputError(f"train.metrics {self.path} raised {told(error)}; mend it") from error
+        return _tried(f"train.metrics {self.path}", act)
 
 
 def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:

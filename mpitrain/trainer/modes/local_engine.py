@@ -296,7 +296,7 @@ class LocalEngine(Engine):
         more = [h for h in self._outer() if not self.among.grouping.number]
         if self.among.parallel.overlap:
             more += self._holdings("", [s.empty() for s in self.averaging.slices])
-        return super().checkpoint_bytes() + sum(h.data.numel() * h.data.element_size() for h in more)
+        return super().checkpoint_bytes() + sum(h.data.nbytes for h in more)
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         averaging, grouping = self.averaging, self.among.grouping

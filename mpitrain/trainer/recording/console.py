@@ -85,7 +85,7 @@ class Console(Callback):
             return
         steps, row, start = trainer.config.train.steps, self._learning.row, self._start or 0
         stopped, early = not trainer.done, trainer.done and trainer.step < steps
-        resume = trainer.folder.resume_command(trainer.config, trainer.world.size)
+        resume = trainer.folder.resume_command()
         resume += " --train.patience 0" if early else ""
         commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
         # a script of jobs/ has an environment of its own, which is not active in the shell

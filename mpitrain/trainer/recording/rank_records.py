@@ -79,7 +79,7 @@ class RankRecords(Callback):
             took = time.monotonic() - now
             self._remember = now + max(_MEMORY_EVERY, _MEMORY_COST * took)
         if now - self._metered >= _METER_EVERY:
-            trainer.engine.meter_activations()
+            trainer.engine.metering = True
             self._metered = now
         writer.write(trainer.step, self._steps, **told)
         self._steps = 0
