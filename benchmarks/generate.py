@@ -72,7 +72,7 @@ def _generators(family: str, sizes: dict[str, int]) -> dict[str, Callable[[torch
     from mpitrain.inference.placing import placed
     from mpitrain.inference.sampling import Draws, Sampling
     from mpitrain.models.hugging_face.folder import quiet
-    from mpitrain.trainer.weights.huggingface import import_folder
+    from mpitrain.trainer.weights import import_folder
 
     tokens = sizes["tokens"]
     torch.manual_seed(1)

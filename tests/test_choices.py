@@ -21,7 +21,7 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.models.build import MODELS
 from mpitrain.models.resnet import STAGES
 from mpitrain.pipe.schedules import SCHEDULES
-from mpitrain.trainer.modes.strategies import STRATEGIES
+from mpitrain.trainer.trainer import STRATEGIES
 
 
 def test_every_model_every_depth_every_schedule_and_every_precision_is_implemented():

@@ -48,8 +48,7 @@ from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.models.task import Task
 from mpitrain.monitor.metrics import read_metrics
 from mpitrain.trainer.callback import Step
-from mpitrain.trainer.modes.strategies import STRATEGIES
-from mpitrain.trainer.trainer import Trainer
+from mpitrain.trainer.trainer import STRATEGIES, Trainer
 
 SLOW = 1  # the rank
 STEPS, QUICK_STEPS = 64, 12

@@ -108,7 +108,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     folder = contents.only(arguments.path)
     if arguments.format == "hf":
-        from mpitrain.trainer.weights.huggingface import export_folder
+        from mpitrain.trainer.weights import export_folder
 
         count = export_folder(folder, arguments.out, arguments.shard_size)
     else:
@@ -121,11 +121,11 @@ def _import(arguments: argparse.Namespace) -> int:
     arguments.run.mkdir(parents=True, exist_ok=True)
     with _occupied(arguments.run):
         if arguments.format == "hf":
-            from mpitrain.trainer.weights.huggingface import import_folder
+            from mpitrain.trainer.weights import import_folder
 
             folder = import_folder(arguments.file, arguments.run, arguments.settings)
         else:
-            from mpitrain.trainer.weights.importing import import_plain
+            from mpitrain.trainer.weights import import_plain
 
             folder = import_plain(arguments.file, arguments.run, arguments.settings)
     settings = arguments.run / CONFIG

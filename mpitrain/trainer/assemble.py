@@ -2,35 +2,55 @@
 
 task -> tensor parallel layers -> pipeline stages -> data parallel or ZeRO
         over mesh.tensor          over mesh.pipeline    over mesh.data
+
+`mpitrain.initialize` divides a model by the same functions.
+
+Reference:
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (`recompute_blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from mpitrain.comm.memory.device import CPU
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import CPU, is_accelerator
+from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config
 from mpitrain.data import Dataset
+from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
-from mpitrain.mesh import Mesh
+from mpitrain.layout import is_replicated
+from mpitrain.mesh import Mesh, conflict, uncompiled
 from mpitrain.models.task import Task
 from mpitrain.pipe.partition import check_slices, listed_blocks, require_look_back, time_costs
-from mpitrain.tensor import plan_for
-from mpitrain.trainer.compiling import compile_blocks
+from mpitrain.pipe.pipeline import Pipeline
+from mpitrain.pipe.schedules import default_microbatches
+from mpitrain.shard import placement
+from mpitrain.shard.axes import Axes
+from mpitrain.shard.units import blocks_of
+from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
-from mpitrain.trainer.dividing import Cut, divide, refuse_divisions
 from mpitrain.trainer.engine import Engine
+from mpitrain.trainer.folder import together
 from mpitrain.trainer.options import options_of
+from mpitrain.trainer.state import tied_names
 
+Cut = str | Sequence[float]
+Plan = Mapping[str, str | ParallelStyle]
+Criterion = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -118,3 +138,195 @@ def _criterion(task: Task) -> Callable[[Any, Any], torch.Tensor]:
     """The loss of an output and a target, by itself where it can be had: a method would keep its whole model."""
     criterion: Callable[[Any, Any], torch.Tensor] = getattr(task.module, "criterion", task.loss)
     return criterion
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """This rank's part of a model.
+
+    Attributes:
+        module: The part, with the names of the whole model.
+        axes: Its place in the mesh.
+        blocks: Of the model, as `mpitrain.shard.units.blocks_of` finds them before it is divided.
+    """
+
+    module: nn.Module
+    axes: Axes
+    blocks: list[nn.Module]
+
+
+def divide(
+    model: nn.Module,
+    mesh: Mesh,
+    parallel: ParallelSection,
+    *,
+    plan: Plan,
+    criterion: Callable[[], Criterion],
+    cut: Cut,
+    recompute: bool,
+    device: torch.device,
+    blocks: Sequence[str] = (),
+) -> DividedModel:
+    """Divide a model over the tensor and the pipeline axis, and move this rank's part to its device. Collective.
+
+    Args:
+        model: The whole model, the same on all ranks; it is changed in place.
+        mesh: The ranks.
+        parallel: How stages and layers are cut.
+        plan: How layers are divided (see `mpitrain.tensor.plan`), where there are tensor ranks.
+        criterion: Gives the loss of an output and a target, once layers are divided, where there are stages.
+        cut: What stages have equally much of, where it is not numbers of blocks.
+        recompute: Whether activations are computed again in backward.
+        device: What this rank computes on.
+        blocks: Names of the modules that one after the other are the model; empty: as the model says.
+    """
+    found, aliases = blocks_of(model), tied_names(model)
+    if mesh.tensor.size > 1:
+        parallelize(model, mesh.tensor, plan, sequence=parallel.sequence, whole=parallel.whole)
+    pipeline, elsewhere, module = None, set[str](), model
+    if mesh.pipeline.size > 1:
+        listed = listed_blocks(model, blocks)
+        pipeline = make_pipeline(parallel, mesh, model, listed, criterion(), cut, recompute, device)
+        elsewhere, module = pipeline.counted_elsewhere(), pipeline.module
+    elif recompute:
+        recompute_blocks(module)
+    move(module, device)
+    uncounted = {p for name, p in module.named_parameters() if name in elsewhere}
+
+    def counted(parameter: nn.Parameter) -> bool:
+        once = is_replicated(parameter) and mesh.tensor.rank > 0
+        return not once and parameter not in uncounted
+
+    return DividedModel(module, Axes((mesh.pipeline, mesh.tensor), counted, pipeline, aliases), found)
+
+
+def make_pipeline(
+    parallel: ParallelSection,
+    mesh: Mesh,
+    model: nn.Module,
+    listed: Sequence[tuple[str, nn.Module]],
+    criterion: Criterion,
+    cut: Cut,
+    recompute: bool,
+    device: torch.device,
+) -> Pipeline:
+    """The stages of a model whose blocks are listed. Raises InputError where one would have nothing to train."""
+    require_look_back(model, listed, parallel.slices)
+    pipeline = Pipeline(
+        listed,
+        criterion,
+        mesh,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        slices=parallel.slices,
+        cut=cut,
+        blocks=() if isinstance(parallel.cut, str) else parallel.cut,
+        microbatches=default_microbatches(mesh.pipeline.size),
+        recompute=recompute,
+        device=device,
+    )
+    trains = mesh.pipeline.all_gather_object(any(p.requires_grad for p in pipeline.module.parameters()))
+    if not all(trains):
+        raise refusal(
+            f"rank {trains.index(False)} of the pipeline would have no parameter to train; use fewer stages "
+            "(parallel.pipeline x parallel.chunks), or set parallel.cut to parameters"
+        )
+    return pipeline
+
+
+def refuse_divisions(
+    parallel: ParallelSection, mesh: Mesh, *, compiled: bool = False, reproducible: bool = False
+) -> None:
+    """Raise InputError for ways to divide a model that do not go together (see `mesh` and `shard.placement`)."""
+    staged, shared = parallel.pipeline > 1, parallel.share_node
+    why = conflict(parallel, compiled=compiled, reproducible=reproducible)
+    if why := why or placement.conflict(parallel.zero, mesh.data.size, staged=staged, one_copy=shared):
+        raise refusal(why)
+
+
+def recompute_blocks(module: nn.Module) -> int:
+    """Let every block of a model keep its input alone, and be computed again in backward. Changes the module.
+
+    Dropout draws the same numbers again.
+
+    Args:
+        module: The model; `mpitrain.shard.units.blocks_of` says what its blocks are.
+
+    Returns:
+        The number of blocks.
+
+    Raises:
+        InputError: The model has none.
+    """
+    blocks = blocks_of(module)
+    if not blocks:
+        raise refusal(
+            "train.recompute finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it "
+            "to false"
+        )
+    for block in blocks:
+        block.forward = partial(_recomputed, block, block.forward)
+    return len(blocks)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The block's forward in training, which keeps its input alone."""
+    if not block.training:
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communicator) -> None:
+    """Compile the blocks of an engine's module (`model.compile`). Collective.
+
+    Each block is compiled in place when it is called first, so that names in the model's state stay as they are. What
+    lies between blocks, and the hooks on parameters, which reduce gradients, run as ever. What was tried and does not
+    compile is refused here.
+
+    Args:
+        blocks: Of the model before it was divided; those on this rank are meant.
+        engine: What trains them.
+        world: All ranks that train the model.
+
+    Raises:
+        InputError: There are no blocks, they do not compile under this engine, or a compiler is missing somewhere.
+    """
+    if not blocks:
+        raise refusal(
+            "model.compile finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it to "
+            "false"
+        )
+    if why := uncompiled(engine.sharding.parameters.gathers, engine.synchronous and engine.comm.size > 1):
+        raise refusal(why)
+    together(world, lambda: require_compiler(engine.device))
+    import torch._inductor.config as inductor
+
+    inductor.fallback_random = True  # dropout draws the numbers that it draws without the compiler
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = 1  # else each rank starts a process for every core
+    mine = set(engine.module.modules())
+    for block in blocks:
+        if block in mine:
+            block.compile()
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raise InputError where what torch.compile needs for a kind of device is not there."""
+    if is_accelerator(device):
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise InputError(
+                f"model.compile needs Triton for {device.type} devices, and PyTorch finds none; install it, or set "
+                "model.compile to false"
+            )
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # of several kinds, in a part of PyTorch that is not documented
+        raise InputError(
+            f"model.compile needs a C++ compiler on the CPU, and PyTorch finds none ({type(error).__name__}); load one "
+            "(g++ or clang, or name it in CXX), or set model.compile to false"
+        ) from error

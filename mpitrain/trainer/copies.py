@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,9 @@ from mpitrain.checkpoint.snapshot import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
 from mpitrain.storage.crc import crc32
+from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.folder import together
 from mpitrain.trainer.state import merged
-
-if TYPE_CHECKING:
-    from mpitrain.trainer.engine import Engine
 
 _TAG = 31_000  # apart from those of training's and checkpoints' messages
 _KEPT = 2  # sets

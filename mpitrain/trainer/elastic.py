@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpitrain.checkpoint import Store
 from mpitrain.comm.faults import ulfm
 from mpitrain.comm.job.abort import exit_code, say
 from mpitrain.config.batch_sizes import BatchSizes
@@ -35,10 +36,9 @@ from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.storage.text import counted
 from mpitrain.trainer.callback import Callback, Restored, Step
 from mpitrain.trainer.copies import Copies, Key
+from mpitrain.trainer.engine import Engine
 
 if TYPE_CHECKING:
-    from mpitrain.checkpoint import Store
-    from mpitrain.trainer.engine import Engine
     from mpitrain.trainer.trainer import Trainer
 
 _TAG = 31_500  # apart from those of training's messages, of copies and of checkpoints

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,17 +32,58 @@ from mpitrain.shard.offload import HOST, MappedFiles
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.shard.update import Updater, set_rate
 from mpitrain.shard.virtual_workers import TreeSum
-from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, measure
+from mpitrain.trainer.memory import ActivationMeter, MemoryAccount, PipelineMeter, counting, measure
 from mpitrain.trainer.optimizing.optimizer import state_bytes
-from mpitrain.trainer.pipeline_parts import PipelineMeter, counting
-from mpitrain.trainer.precision import LossScale
 from mpitrain.trainer.state import EngineState, merged
-
-if TYPE_CHECKING:
-    from mpitrain.pipe.pipeline import Pipeline
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Seen = Callable[[Any, Any], None]  # of an output and its targets
+
+
+@dataclass
+class LossScale:
+    """The number losses are multiplied by: halved when gradients overflow, doubled after `patience` good steps.
+
+    With it small gradients do not become zero in fp16 (Micikevicius et al. 2018, Mixed Precision Training).
+
+    spare: overflows that are let pass before it is halved, counted anew once it is doubled; refill: at each good step.
+    """
+
+    value: float = 1.0
+    dynamic: bool = False
+    patience: int = 2000
+    good: int = 0
+    least: float = 1.0
+    spare: int = 0
+    refill: bool = False
+    passed: int = 0
+
+    @staticmethod
+    def of(precision: Precision, initial: float = 2.0**16) -> LossScale:
+        return LossScale(initial, dynamic=True) if precision == "fp16" else LossScale()
+
+    def update(self, overflowed: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good = 0 if overflowed else self.good + 1
+        if overflowed and self.passed < self.spare:
+            self.passed += 1
+        elif overflowed:
+            self.value = max(self.least, self.value / 2)
+        elif self.good == self.patience:
+            self.value, self.good, self.passed = self.value * 2, 0, 0
+        elif self.refill:
+            self.passed = 0
+
+    def explains(self, overflows: int) -> bool:
+        """Whether so many overflows in a row are no more than its adjustment takes."""
+        return self.dynamic and overflows <= 1 + self.spare
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.value, "good": self.good, "passed": self.passed}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.value, self.good, self.passed = float(state["scale"]), int(state["good"]), int(state.get("passed", 0))
 
 
 @dataclass(frozen=True)
@@ -78,6 +119,8 @@ class Engine:
         synchronous: Whether layers communicate, so that every rank needs as many microbatches as any other.
         note: What is to be said about the state that was loaded; empty for nothing.
         clock: Counts the time of forward, backward and update.
+        metering: Whether to count what autograd keeps, in the next forward pass that it keeps anything of.
+        pipeline: What takes microbatches through the stages of the model; None where it is whole.
     """
 
     note: str = ""
@@ -101,7 +144,7 @@ class Engine:
         others = [other for other in axes.others if other.size > 1]
         if any(other.label.split("/")[-1] == "tensor" for other in others):  # which have parts of matrices
             refuse_unless_elementwise(optimizer, gathered=True, otherwise="parallel.tensor 1")
-        self._pipeline = axes.pipeline
+        self.pipeline = axes.pipeline
         broadcast_state(module, comm)
         convert(module, precision)
         self.sharding = self._place(axes)
@@ -115,11 +158,12 @@ class Engine:
         self._state = self._make_state(axes, first=all(other.rank == 0 for other in others))
         self.synchronous = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._meter: ActivationMeter | PipelineMeter = ActivationMeter(module)
-        self._metering = True  # in the next forward pass that autograd keeps anything of
-        self.clock = StepClock(_waited(comm), self.device)
-        if self._pipeline is not None:
+        self.metering = True
+        journal = comm.journal
+        self.clock = StepClock(lambda: journal.waited, self.device)
+        if self.pipeline is not None:
             self._meter = PipelineMeter(module)
-            self._pipeline.watched = counting(self.clock, self._meter)
+            self.pipeline.watched = counting(self.clock, self._meter)
         self._example: Microbatch | None = None  # for passes that other ranks need and this one has no samples for
 
     def _place(self, axes: Axes) -> Sharding:
@@ -130,11 +174,6 @@ class Engine:
     def _make_state(self, axes: Axes, *, first: bool) -> EngineState:
         """What knows the tensors of a checkpoint. first: whether this rank is the first along all axes but data."""
         return EngineState(self.sharding, axes, first=first)
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """What takes microbatches through the stages of the model; None where it is whole."""
-        return self._pipeline
 
     # -- the pieces of a step
 
@@ -166,12 +205,12 @@ class Engine:
     @contextmanager
     def _metered(self) -> Iterator[None]:
         """Count what autograd keeps, where that was asked for."""
-        if not self._metering or not torch.is_grad_enabled():
+        if not self.metering or not torch.is_grad_enabled():
             yield
             return
         with self._meter.counting(self.sharding.parameters):
             yield
-        self._metering = False
+        self.metering = False
 
     def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
         """Add the gradients of a scalar.
@@ -209,7 +248,7 @@ class Engine:
             The parts of the loss, float64 [workers], on the device, which may still be at work on them.
         """
         self.sharding.gradients.zero()
-        if self._pipeline is not None:
+        if self.pipeline is not None:
             before(0)
             microbatches = [m for worker in workers for m in worker]
             told = self.through_pipeline(microbatches, [len(x) / samples for x, _ in microbatches])
@@ -241,7 +280,7 @@ class Engine:
         Returns:
             The sum of weights[i] * loss_i over this rank's microbatches, on every rank of the pipeline.
         """
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         assert pipeline is not None
         self.sharding.reducer.enabled = False
         scaled = [weight * self.scale.value for weight in weights]
@@ -325,8 +364,8 @@ class Engine:
             if not self.sharding.parameters.gathers:
                 return torch.zeros(())
             x, y = self._some_example()
-        if self._pipeline is not None:
-            return torch.tensor(self.compute(self._pipeline.evaluate, x, y, seen), dtype=torch.float64)
+        if self.pipeline is not None:
+            return torch.tensor(self.compute(self.pipeline.evaluate, x, y, seen), dtype=torch.float64)
         was_training = self.module.training
         self.module.eval()
         try:
@@ -355,7 +394,7 @@ class Engine:
     def checkpoint_bytes(self) -> int:
         """Bytes of what this rank writes into a checkpoint, with the optimizer's states that the first step makes."""
         parts, _ = self._state.parts()
-        nbytes = sum(part.data.numel() * part.data.element_size() for part in parts)
+        nbytes = sum(part.data.nbytes for part in parts)
         if any(self.optimizer.state.values()):
             return nbytes
         return nbytes + self._state.trained() * state_bytes(self.optimizer) // self.sharding.comm.size
@@ -374,29 +413,15 @@ class Engine:
 
     # -- for people
 
-    def meter_activations(self) -> None:
-        """Count anew what autograd keeps, in the next forward pass that it keeps anything of."""
-        self._metering = True
-
     def memory(self) -> MemoryAccount:
         """Bytes by category on this rank, as they are, and by formula."""
         return measure(self.sharding, self._meter.nbytes)
 
-    def whole_parameters(self) -> AbstractContextManager[None]:
-        """All of the module's parameters can be read inside. Collective."""
-        return self.sharding.parameters.whole()
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of the module's whole state, on every rank, for torch's load_state_dict. Collective."""
-        with self.whole_parameters():
+        with self.sharding.parameters.whole():
             return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
     def close(self) -> None:
         """Give the module's parameters memory of their own again. Collective; the engine is of no use afterwards."""
         self.sharding.close()
-
-
-def _waited(comm: Communicator) -> Callable[[], float]:
-    """What gives the seconds that this process' main thread has waited for other ranks."""
-    journal = comm.journal
-    return lambda: journal.waited

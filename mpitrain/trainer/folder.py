@@ -96,8 +96,7 @@ class RunFolder:
             self.log.info("interrupted at step %d", self.step)
             if not self.made:
                 raise Interrupted("interrupted before training began") from None
-            again = self.resume_command(self.config, self.world.size)
-            raise Interrupted(f"interrupted at step {self.step}; go on with: {again}") from None
+            raise Interrupted(f"interrupted at step {self.step}; go on with: {self.resume_command()}") from None
         if error is not None:
             self.log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, SystemExit):  # Python would wait in MPI_Finalize for ranks that wait for this one
@@ -191,16 +190,16 @@ class RunFolder:
                 os.rename(path, free_name(path))
             write_whole(path, text)
 
-    def resume_command(self, config: Config, ranks: int) -> str:
+    def resume_command(self) -> str:
         """What to type for the run to go on, or for longer."""
-        train, more = config.train, ""
+        train, more = self.config.train, ""
         if self.step >= train.steps:
             more = f" --train.epochs {2 * train.epochs:g}" if train.epochs else f" --train.steps {2 * train.steps}"
         settings = f"{shlex.quote(str(self.path / CONFIG))}{more}"
         if AGAIN in os.environ:
             return f"{os.environ[AGAIN]} {settings}"
         under_slurm = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
-        launcher = "srun" if under_slurm else f"mpirun -n {ranks}"
+        launcher = "srun" if under_slurm else f"mpirun -n {self.world.size}"
         return f"{launcher} python -m mpitrain.train {settings}"
 
 

@@ -16,8 +16,8 @@ from mpitrain.layers.precision import DTYPES
 from mpitrain.mesh import mesh_shape
 from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.shard.sharding import Options
+from mpitrain.trainer.engine import LossScale
 from mpitrain.trainer.optimizing.schedules import RateSchedule, schedule_of
-from mpitrain.trainer.precision import LossScale
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""When a run is saved next: after every so many steps, or when it costs least time (`checkpoint.every = "auto"`).
+"""When a run is saved, and which checkpoint it goes on from: the newest one that is whole and of these data.
+
+It is saved after every so many steps, or when that costs least time (`checkpoint.every = "auto"`).
 
 With "auto" the first checkpoint comes after a few steps, and tells what a save costs here. From then on the interval is
 that of Daly (see `mpitrain.planner.restart`), reckoned anew after each save by rank 0, which all ranks take over:
@@ -12,17 +14,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.checkpoint import Manifest, Part, folders
 from mpitrain.config.settings import Config
+from mpitrain.errors import CheckpointError, refusal
+from mpitrain.models.alike import require_same_model
 from mpitrain.planner.restart import steps_between
 from mpitrain.storage.text import counted, lasting
-from mpitrain.trainer.callback import Callback, Step
-from mpitrain.trainer.due import due
+from mpitrain.trainer.callback import Callback, Restored, Step
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
+
 
 _FIRST = 20  # steps until the first save, as long as nothing is known: few to lose, and many beside a save
 _SAVES = 4  # whose mean is taken
@@ -100,3 +106,65 @@ class SaveSchedule(Callback):
         who = "this node" if nodes == 1 else f"of {nodes} nodes one"
         why = f"{cost}, and {who} fails every {lasting(mtbf)} (Daly 2006)"
         return every, f"checkpoints every {counted(every, 'step')}: {why}"
+
+
+def due(since: int, step: int, every: int) -> bool:
+    """Whether one of every `every`-th steps is after step `since`, and not after this one; 0: none is."""
+    return every > 0 and step // every > since // every
+
+
+def saves_after(step: int, config: Config) -> int:
+    """Checkpoints still to be written after this step, if the run is not stopped; with "auto" the most there may be."""
+    steps, every = config.train.steps, config.checkpoint.every
+    if step >= steps:
+        return 0
+    if every == "auto":
+        return steps - step
+    evaluated = config.train.evaluate_every if config.checkpoint.best else 0
+    best = steps // evaluated - step // evaluated if evaluated else 0
+    return best + (steps // every - step // every + (steps % every > 0) if every else 1)
+
+
+def _named(config: Config) -> str:
+    return f"data.mix {config.data.mix}" if config.data.mix else f"data.path {config.data.path!r}"
+
+
+def require_given(trainer: Trainer) -> None:
+    """Raise InputError where checkpoint.resume names a checkpoint and there is none. Collective."""
+    resume = trainer.config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        trainer.world.on_root(lambda: len(folders.require(Path(resume))))
+
+
+def load_newest(trainer: Trainer) -> Restored:
+    """The state of the newest checkpoint that is whole, loaded; of the start, where there is none. Collective."""
+    resume, reasons = trainer.config.checkpoint.resume, []
+    candidates = trainer.store.newest_first() if resume == "auto" else trainer.store.at(Path(resume))
+    for folder in candidates:
+        try:
+            manifest = trainer.store.load(folder, partial(_wanted, trainer, folder))
+            of, _ = manifest.value("data"), manifest.value("position")
+        except CheckpointError as error:
+            reasons.append(str(error))
+            trainer.say(f"passed over {folder}: {error}")
+            continue
+        if of not in (None, trainer.data.description.identity):  # None: imported weights
+            raise refusal(
+                f"{folder} was trained on another data set than {_named(trainer.config)}; give that "
+                "one, or another run.dir"
+            )
+        trainer.engine.finish_load(manifest)
+        for repaired in trainer.store.repairs:
+            trainer.say(repaired)
+        trainer.say(f"resumed from {folder}")
+        return Restored(manifest.step, manifest.values, own=trainer.store.owns(folder))
+    if reasons:
+        raise CheckpointError(f"none of {len(reasons)} checkpoints can be used: {reasons[0]}", agreed=True)
+    return Restored(0, {}, own=False)
+
+
+def _wanted(trainer: Trainer, folder: Path, manifest: Manifest) -> list[Part]:
+    """What this rank fills from a checkpoint, once it is known to be of the run's model."""
+    told = manifest.values.get("task") or {}
+    require_same_model(trainer.config.model.model_dump(), told.get("model") or {}, folder)
+    return trainer.engine.parts_to_load(manifest)

@@ -1,13 +1,39 @@
-"""The settings of a run, from what the caller of the trainer gives, the same on all ranks."""
+"""The settings of a run: the same on all ranks, with the layout that the planner chooses where `parallel.auto` asks.
+
+With `parallel.auto` rank 0 plans: it reads the profile of the machine, measures the model's blocks by processes of its
+own where ranks compute on the processors, and searches; the other ranks sleep meanwhile, so that what is measured has
+all cores. Its choice is that of all ranks, and is what config.toml in the run folder says.
+
+What the configuration sets explicitly is kept (see `planner.search.best_with`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpitrain.comm import Communicator
+from mpitrain.comm.memory import device as devices
 from mpitrain.config.settings import Config
+from mpitrain.errors import refusal
+from mpitrain.planner.candidates import rules_of
+from mpitrain.planner.layouts import text as layout_text
+from mpitrain.planner.machine import MachineProfile
+from mpitrain.planner.machine_file import profile_of as profile_of_values
+from mpitrain.planner.machine_file import read_machine
+from mpitrain.planner.subject import description_of
+from mpitrain.speeds import kept
+from mpitrain.storage.text import lasting
+
+_MEASURING = 5.0  # seconds, after which costs of divided models are reckoned from those that were measured
+_TAG = 31_600  # apart from those of training's messages
+_PAUSE = 0.01  # seconds between two looks of a rank that waits
 
 
 def shared_config(world: Communicator, make: Callable[[], Config]) -> Config:
@@ -23,3 +49,128 @@ def config_of(config: Config | Mapping[str, Any] | str | Path) -> Config:
     if isinstance(config, Config):
         return config
     return Config.from_dict(config) if isinstance(config, Mapping) else Config.from_args([str(config)])
+
+
+def planned(config: Config, world: Communicator, device: torch.device) -> Config:
+    """All settings, with the layout that the planner chooses where they ask for that. Collective.
+
+    Args:
+        config: The same on all ranks, with what was set explicitly in `model_fields_set` of its sections.
+        world: The ranks that train.
+        device: On which this rank computes.
+
+    Raises:
+        InputError: On all ranks, where no layout fits, or a profile or the data cannot be read.
+    """
+    if not config.parallel.auto:
+        return Config.from_dict(config.to_dict())
+    began = time.perf_counter()
+    each = world.size // world.num_nodes
+    if any(world.nodes.count(node) != each for node in range(world.num_nodes)):
+        raise refusal(
+            f"parallel.auto plans for as many ranks on each node, and {world.size} ranks are on {world.num_nodes} "
+            "nodes; start as many on each, or set parallel.auto to false"
+        )
+    on_device = devices.is_accelerator(device)
+    machine = _machine(config, world, device)
+    values, text = while_others_sleep(world, lambda: _chosen(config, machine(), world.num_nodes, each, on_device))
+    if world.rank == 0:
+        print(f"parallel.auto: {text} (planned in {lasting(time.perf_counter() - began)})", flush=True)
+    return Config.from_dict(values, "parallel.auto")
+
+
+def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
+    """As `world.on_root`, for what takes seconds and needs the cores: ranks that wait leave them. Collective."""
+    found, error = None, None
+    word = torch.zeros(1)
+    if world.rank == 0:
+        try:
+            found = act()
+        except Exception as caught:  # raised on all ranks below
+            error = caught
+        for sent in [world.isend(word, rank, _TAG) for rank in range(1, world.size)]:
+            sent.wait()
+    else:
+        arriving = world.irecv(word, 0, _TAG)
+        while not arriving.done():
+            time.sleep(_PAUSE)
+        arriving.wait()
+
+    def told() -> Any:
+        if error is not None:
+            raise error
+        return found
+
+    return world.on_root(told)
+
+
+def _chosen(
+    config: Config, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
+) -> tuple[dict[str, Any], str]:
+    """The values of the configuration with the best layout, and what is to be said of it."""
+    from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
+    from mpitrain.planner.predictor import Predictor
+    from mpitrain.planner.profile import profile_of
+    from mpitrain.planner.report import nothing_fits
+
+    measure = not on_device and machine.origin.startswith("measured")
+    wanted = given(config)
+    description = description_of(config)
+    with (
+        _all_cores(),
+        closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model,
+    ):
+        predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
+        plan = best_with(predictor, rules_of(config), wanted, 1)
+    if not plan.found:
+        raise refusal(f"parallel.auto: {nothing_fits(plan)}; take a smaller model or more nodes")
+    best = plan.found[0]
+    values = config.to_dict()
+    for section, keys in settings(best.layout, wanted).items():
+        values[section].update(keys)
+    if config.elastic.mode == "shrink" and "data" not in wanted:
+        values["parallel"]["data"] = "auto"  # ranks that are left make fewer
+    values["parallel"]["auto"] = False
+    return values, f"{layout_text(best.layout)}, predicted {lasting(best.seconds)} a step"
+
+
+def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
+    """What gives rank 0 the profile to plan with, once what is not known is measured. Collective."""
+    file, on_device = config.parallel.machine, devices.is_accelerator(device)
+    if file:
+        return lambda: fitting(read_machine(file), f"parallel.machine {file}", config.run.device, device)
+    values = kept.kept() if world.rank == 0 else {}
+    if not world.on_root(lambda: kept.tells(values, world, on_device)):
+        values = kept.measured(world, on_device, config.run.device)
+    if not on_device:
+        values = {name: value for name, value in values.items() if name != "device"}
+    return lambda: profile_of_values(values, str(kept.profile_path()))
+
+
+def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device) -> MachineProfile:
+    """Return a given profile if it has what ranks compute on. Raises InputError otherwise."""
+    on_device = devices.is_accelerator(device)
+    if machine.device is not None and on_device and machine.device.kind != device.type:
+        raise refusal(
+            f"{where} has devices of kind {machine.device.kind}, and this job computes on {device.type}; give another "
+            "profile, or leave it out to have this machine measured"
+        )
+    if (machine.device is not None) != on_device:
+        has = "no device" if machine.device is None else "devices"
+        raise refusal(
+            f"{where} has {has}, and run.device {kind} is {'one' if on_device else 'none'} here; give another profile, "
+            "or leave it out to have this machine measured"
+        )
+    return machine
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let this process have all cores inside, whichever its launcher has bound it to."""
+    bound = os.sched_getaffinity(0)
+    with suppress(OSError):  # it may not
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)

@@ -1,57 +1,71 @@
-"""When a run is to save and stop before it is done: asked by a signal or a file, or because its time is up.
+"""When a run stops before it is done: asked by a signal or a file, because its time is up, or as it learns nothing.
 
-Everybody may be asked; the ranks agree on it at the end of a step.
+In the first cases it is saved and can go on. Everybody may be asked; the ranks agree on it at the end of a step.
+
+Steps that teach nothing are skipped because their gradients are not finite, or have a loss that is not. A step now and
+then that fp16's loss scale makes overflow is none of them. What counts is the row of such steps that has not ended:
+after it began, checkpoints are marked, so that they push out none from before, and a run that ends in it has failed. A
+run whose very first losses are not finite ends at once: there is nothing that more of them could mend.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mpitrain import early
-from mpitrain.comm import Communicator
+from mpitrain.checkpoint import FRUITLESS
+from mpitrain.errors import NothingLearned, refusal
 from mpitrain.trainer.callback import Callback, Step
+from mpitrain.trainer.engine import LossScale
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
 
+
 STOP_FILE = "stop"  # in the run folder: `touch RUN/stop`
 _LOOK_EVERY = 2.0  # seconds between looks at the file, which may lie on a slow file system
+FIRST = 3  # losses in a row that are not finite, from a run's first step on, after which it is given up
 _SLACK = 3.0  # how many of the longest steps or saves seen fit before the end
 
 
-class Stopping:
-    """Whether this rank has reason to stop. Installs the handlers of SIGUSR1 and SIGTERM until `close`.
+class StopInTime(Callback):
+    """Makes a step the last one where there is reason to stop; the run is saved and can go on.
 
     A SIGUSR1 that came while the program was being imported counts.
-
-    watches: whether this rank looks at the file and the clock (one rank does). margin: seconds before the end of the
-    batch job's time at which to stop; more where steps or saves take long.
     """
 
-    def __init__(self, folder: Path, *, watches: bool, margin: float) -> None:
-        self._watches, self._margin = False, margin
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}  # those of the signals before; empty where none of ours are there
         self._asked = ""
+        self._file: Path | None = None  # which asks to stop; None on ranks that do not look at it and the clock
         self._end: float | None = None
-        self._looked = 0.0
-        self._longest = 0.0
-        if watches:
-            self.watch(folder)
+        self._margin = self._longest = self._looked = 0.0
+        self._last = 0.0  # time.monotonic() of the last update, or of the start
+
+    def setup(self, trainer: Trainer) -> None:
+        self.begin(trainer.config.run.stop_before)
+
+    def begin(self, margin: float) -> None:
+        """Install the handlers of SIGUSR1 and SIGTERM until `close`.
+
+        margin: seconds before the end of the batch job's time at which to stop; more where steps or saves take long.
+        """
+        self._margin, self._longest, self._file, self._asked = margin, 0.0, None, ""
         self._handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGUSR1, signal.SIGTERM)}
         self._asked = self._asked or early.asked()
 
     def watch(self, folder: Path) -> None:
-        """Look at the folder's file and the clock from now on."""
-        self._watches, self._file = True, folder / STOP_FILE
-        self._end = end_of_job(os.environ)
+        """Look at the folder's file and the clock from now on; one rank does."""
+        self._file, self._end = folder / STOP_FILE, end_of_job(os.environ)
 
     def _ask(self, number: int, frame: object) -> None:
         self._asked = signal.Signals(number).name  # nothing more in a handler
@@ -62,7 +76,7 @@ class Stopping:
 
     def reason(self) -> str:
         """Why to stop, in a few words; empty while there is no reason."""
-        if not self._asked and self._watches:
+        if not self._asked and self._file is not None:
             if self._end is not None and time.time() > self._end - max(self._margin, _SLACK * self._longest):
                 self._asked = "the job's time is up"
             elif time.monotonic() - self._looked > _LOOK_EVERY:
@@ -72,39 +86,27 @@ class Stopping:
         return self._asked
 
     def close(self) -> None:
+        """Put the handlers of before back, and remove the file that was heeded."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._watches and self._asked:  # done as asked; the next start shall not stop at once
+        if self._file is not None and self._asked:  # done as asked; the next start shall not stop at once
             self._file.unlink(missing_ok=True)
-
-
-class StopInTime(Callback):
-    """Makes a step the last one where there is reason to stop (see `Stopping`); the run is saved and can go on."""
-
-    def __init__(self) -> None:
-        self._stopping: Stopping | None = None
-        self._last = 0.0  # time.monotonic() of the last update, or of the start
-
-    def setup(self, trainer: Trainer) -> None:
-        self._stopping = Stopping(trainer.folder.path, watches=False, margin=trainer.config.run.stop_before)
+        self._handlers, self._file = {}, None
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._last = time.monotonic()
-        if self._stopping is not None and trainer.world.rank == 0:
-            self._stopping.watch(trainer.folder.path)
+        if trainer.world.rank == 0:
+            self.watch(trainer.folder.path)
 
     def on_update(self, trainer: Trainer, step: Step) -> None:
-        assert self._stopping is not None
         now = time.monotonic()
-        self._stopping.took(now - self._last)
+        self.took(now - self._last)
         self._last = now
-        if reason := self._stopping.reason():
+        if reason := self.reason():
             trainer.request_stop(reason)
 
     def teardown(self, trainer: Trainer) -> None:
-        if self._stopping is not None:
-            self._stopping.close()
-            self._stopping = None
+        self.close()
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
@@ -139,8 +141,82 @@ def seconds_of(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def any_rank(world: Communicator, *flags: bool) -> list[bool]:
-    """Whether each flag is set on any rank. Collective."""
-    found = torch.tensor(flags, dtype=torch.uint8)
-    world.all_reduce(found, "max")
-    return [bool(flag) for flag in found]
+@dataclass(frozen=True)
+class Fruitless:
+    """A row of such steps up to the last step done. since: the first of them; 0: the last step was a good one.
+
+    expected: whether it may be the search for a loss scale. skipped, loss: of the last of them.
+    """
+
+    since: int = 0
+    expected: bool = False
+    skipped: bool = True
+    loss: float = math.nan
+
+    def after(self, step: int, loss: float, skipped: bool, scale: LossScale) -> Fruitless:
+        """The row after one more step."""
+        finite = math.isfinite(loss)
+        if finite and not skipped:
+            return Fruitless()
+        since = self.since or step
+        return Fruitless(since, finite and scale.explains(step - since + 1), skipped, loss)
+
+    @property
+    def bad(self) -> bool:
+        return self.since > 0 and not self.expected
+
+    def count(self, step: int) -> int:
+        """Its length, the last step done being `step`."""
+        return step - self.since + 1 if self.since else 0
+
+    def hopeless(self, step: int, most: int) -> bool:
+        """Whether the run is to be given up, the last step done being `step`. most: steps of a row; 0: no limit."""
+        from_the_start = self.since == 1 and not math.isfinite(self.loss)
+        return 0 < (min(FIRST, most) if from_the_start else most) <= self.count(step)
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, as half a sentence."""
+        if self.since == 1 and not math.isfinite(self.loss):
+            return f"the loss is {self.loss} from the first step on, so that nothing was learned"
+        if self.skipped:
+            return f"nothing was learned since step {self.since}, because the gradients are not finite"
+        return f"the loss is {self.loss} since step {self.since}"
+
+
+class LearningCheck(Callback):
+    """Fails a run whose last steps taught nothing, and marks the checkpoints made meanwhile.
+
+    row: the row of such steps up to the last step done.
+    """
+
+    def __init__(self) -> None:
+        self.row = Fruitless()
+
+    def on_restore(self, trainer: Trainer, values: dict[str, Any]) -> None:
+        self.row = Fruitless(values.get(FRUITLESS, 0))
+
+    def on_update(self, trainer: Trainer, step: Step) -> None:
+        before, self.row = self.row, self.row.after(step.number, step.loss, step.skipped, trainer.engine.scale)
+        if self.row.hopeless(step.number, trainer.config.train.abort_after):
+            raise refusal(f"{self.row.reason}; {_mend(trainer.store.newest_fruitful(), self.row.since)}")
+        if self.row.bad and not before.bad:
+            trainer.say(self.row.reason)
+
+    def state(self, trainer: Trainer) -> dict[str, Any]:
+        return {FRUITLESS: self.row.since if self.row.bad else 0}
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Raise NothingLearned where the run is over; one that is only interrupted may learn yet."""
+        if self.row.bad and trainer.done:
+            raise NothingLearned(
+                f"{self.row.reason}; {_mend(trainer.store.newest_fruitful(), self.row.since)}", agreed=True
+            )
+
+
+def _mend(good: Path | None, since: int) -> str:
+    """What to do about a run that learns nothing since a step. good: its newest checkpoint from before."""
+    if since == 1:
+        return "look for values that are not finite in data.path, lower optim.lr, or use another train.precision"
+    again = f"start from --checkpoint.resume {good} in another run.dir" if good is not None else "start again"
+    return f"lower optim.lr, or look for values that are not finite in data.path, and {again}"

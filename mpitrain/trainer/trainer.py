@@ -21,43 +21,38 @@ import torch
 from torch import nn
 
 from mpitrain.checkpoint import Store
+from mpitrain.choices import Mode
 from mpitrain.comm import Communicator, carry_device_memory, init, set_timeout
 from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.settings import Config
 from mpitrain.data import Batch, Dataset
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
-from mpitrain.loading import TASK, task_values
+from mpitrain.loading import TASK, build_task, task_values
 from mpitrain.mesh import Mesh
 from mpitrain.models.task import Task
 from mpitrain.trainer import elastic
 from mpitrain.trainer.assemble import assemble
 from mpitrain.trainer.callback import Callback, Restored, Step
-from mpitrain.trainer.class_weights import class_weights
-from mpitrain.trainer.data import microbatch_size, microbatches, open_data, seed_worker, with_microbatch
+from mpitrain.trainer.data import class_weights, microbatch_size, microbatches, open_data, seed_worker, with_microbatch
 from mpitrain.trainer.device import choose, full_told, set_threads
-from mpitrain.trainer.due import due, saves_after
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.folder import RunFolder
-from mpitrain.trainer.fruitless import LearningCheck
-from mpitrain.trainer.held_out.evaluation import evaluated
+from mpitrain.trainer.folder import RunFolder, together
 from mpitrain.trainer.held_out.improving import BestCheckpoint, EarlyStopping, LowerRate
-from mpitrain.trainer.held_out.measuring import LOSS, Meter, meter_of
-from mpitrain.trainer.modes.strategies import strategy_of
-from mpitrain.trainer.modes.strategy import GroupPlaces
-from mpitrain.trainer.optimizing.optimizer import make_optimizer
-from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
+from mpitrain.trainer.held_out.measuring import LOSS, Meter, evaluated, meter_of
+from mpitrain.trainer.modes.local import Local
+from mpitrain.trainer.modes.served import Served
+from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy, Synchronous
+from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer
 from mpitrain.trainer.optimizing.schedules import RateSchedule, next_rate, schedule_of
-from mpitrain.trainer.planned import planned
-from mpitrain.trainer.recording.console import Console
-from mpitrain.trainer.recording.events import EventRecords
+from mpitrain.trainer.recording.console import Console, EventRecords
 from mpitrain.trainer.recording.rank_records import RankRecords
 from mpitrain.trainer.recording.records import Records, SampleIds
 from mpitrain.trainer.recording.timeline import TimelineRecorder
-from mpitrain.trainer.resuming import load_newest, require_given
-from mpitrain.trainer.saving import SaveSchedule
-from mpitrain.trainer.settings import config_of, shared_config
-from mpitrain.trainer.stopping import StopInTime, any_rank
-from mpitrain.trainer.weights.base import make_task
+from mpitrain.trainer.saving import SaveSchedule, due, load_newest, require_given, saves_after
+from mpitrain.trainer.settings import config_of, planned, shared_config
+from mpitrain.trainer.stopping import LearningCheck, StopInTime
+
+STRATEGIES: dict[Mode, type[Strategy]] = {"sync": Synchronous, "server": Served, "local": Local}
 
 
 class Trainer:
@@ -107,7 +102,7 @@ class Trainer:
         place = choose(asked.run.device, self.world)
         self.device, self.devices = place.device, place.text
         self.config = with_microbatch(planned(asked, self.world, self.device), self.world.size)
-        self.strategy = strategy_of(self.config, self.world)
+        self.strategy = STRATEGIES[self.config.parallel.mode](self.config, self.world)
         self.folder = RunFolder(self.config, self.world)
         self.print: Callable[[str], None] = partial(print, flush=True)
         learning, self.records, self.saving = LearningCheck(), Records(), SaveSchedule(self.config)
@@ -245,8 +240,14 @@ class Trainer:
         return open_data(self.config, self.world)
 
     def make_model(self) -> Task:
-        """The whole model and its loss, the same on every rank: torch's generator was seeded alike just before."""
-        return make_task(self.config.model, self.data.description, self.world)
+        """The whole model and its loss, the same on every rank: torch's generator was seeded alike just before.
+
+        Collective with model.base, whose trained weights every rank reads.
+        """
+        section, about = self.config.model, self.data.description
+        if not section.base:
+            return build_task(section, about)
+        return together(self.world, lambda: build_task(section, about))
 
     def make_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of this rank's part of the model. named: its parameters."""
@@ -415,7 +416,9 @@ class Trainer:
 
     def _agree_to_stop(self) -> None:
         """Whether any rank is to stop, and whether a save in the background failed anywhere, which is raised here."""
-        stop, failing = any_rank(self.world, bool(self._stop), self.store.failing)
+        flags = torch.tensor([bool(self._stop), self.store.failing], dtype=torch.uint8)
+        self.world.all_reduce(flags, "max")
+        stop, failing = flags.tolist()
         if stop:
             self._ending = True
             self._stop = self._stop or "another rank was asked to"

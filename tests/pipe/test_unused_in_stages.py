@@ -10,7 +10,7 @@ from torch import nn
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.mesh import Mesh
 from mpitrain.shard.sharding import Options
-from mpitrain.trainer.dividing import divide
+from mpitrain.trainer.assemble import divide
 from mpitrain.trainer.engine import Engine
 
 BLOCKS = 8

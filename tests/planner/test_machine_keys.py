@@ -18,7 +18,7 @@ from mpitrain.planner.machine import SECONDS, SECTIONS, derived
 from mpitrain.planner.machine_file import profile_of as machine_of
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import BlockProfile, profile_of
-from mpitrain.trainer.planned import fitting
+from mpitrain.trainer.settings import fitting
 
 INT = np.dtype("int64")
 TOKENS = Description("tokens", "train", 1000, (32,), INT, (32,), INT, 256, None, "x")

@@ -37,10 +37,8 @@ from mpitrain.shard.parameters import shard_order
 from mpitrain.shard.units import blocks_of
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.tensor import parallelize, plan_for
-from mpitrain.trainer.assemble import tried_out
+from mpitrain.trainer.assemble import recompute_blocks, refuse_divisions, tried_out
 from mpitrain.trainer.data import microbatch_size
-from mpitrain.trainer.dividing import refuse_divisions
-from mpitrain.trainer.recompute import recompute_blocks
 
 INT, FLOAT = np.dtype("int64"), np.dtype("float32")
 TOKENS = Description("tokens", "train", 1000, (16,), INT, (16,), INT, 64, None, "x")

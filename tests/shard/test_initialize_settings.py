@@ -12,8 +12,8 @@ import mpitrain as mt
 from mpitrain.config.deepspeed import read_deepspeed
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError
+from mpitrain.trainer.engine import LossScale
 from mpitrain.trainer.options import from_config, from_deepspeed
-from mpitrain.trainer.precision import LossScale
 
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}
 

@@ -11,7 +11,7 @@ from mpitrain.errors import InputError
 from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.models.gpt import GPT
 from mpitrain.shard.units import members, units_of
-from mpitrain.trainer.recompute import recompute_blocks
+from mpitrain.trainer.assemble import recompute_blocks
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (5, 7)])

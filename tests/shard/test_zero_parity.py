@@ -500,6 +500,6 @@ def test_sharded_parameters_look_missing_not_wrong_between_passes(world):
     steps_of(engine, world, tokens, steps=1)
     weight = engine.module.blocks[0].mlp.up.weight
     assert weight.shape == (48, 12) and bool(weight.isnan().all())
-    with engine.whole_parameters():
+    with engine.sharding.parameters.whole():
         assert bool(engine.module.blocks[0].mlp.up.weight.isfinite().all())
     engine.close()

@@ -8,7 +8,7 @@ from train.jobs import run
 
 import mpitrain as mt
 from mpitrain.errors import InputError
-from mpitrain.trainer.compiling import require_compiler
+from mpitrain.trainer.assemble import require_compiler
 
 GPT = {"layers": 1, "width": 32, "heads": 2, "sequence": 8}
 

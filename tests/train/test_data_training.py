@@ -20,7 +20,7 @@ from mpitrain.models import build_model
 from mpitrain.monitor import read_metrics
 from mpitrain.monitor.report.summary import summary
 from mpitrain.trainer.callback import Callback
-from mpitrain.trainer.held_out.evaluation import evaluated
+from mpitrain.trainer.held_out.measuring import evaluated
 from mpitrain.trainer.recording.records import figures_text
 from mpitrain.trainer.trainer import Trainer
 

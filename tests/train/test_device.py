@@ -16,7 +16,7 @@ from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.comm.memory import device as devices
 from mpitrain.errors import InputError
 from mpitrain.trainer import device as placement
-from mpitrain.trainer.precision import LossScale
+from mpitrain.trainer.engine import LossScale
 
 STEPS, BATCH, CLIP = 8, 8, 0.3
 GPT = {"layers": 2, "width": 32, "heads": 4, "sequence": 16}

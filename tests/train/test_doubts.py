@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.config.settings import Config
-from mpitrain.trainer.doubts import doubts
+from mpitrain.trainer.recording.console import doubts
 
 
 @pytest.mark.parametrize(

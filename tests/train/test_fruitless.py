@@ -10,8 +10,8 @@ from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import FRUITLESS, read_manifest
 from mpitrain.errors import EXIT_FAILED, NothingLearned
 from mpitrain.monitor.report.summary import summary
-from mpitrain.trainer.fruitless import Fruitless
-from mpitrain.trainer.precision import LossScale
+from mpitrain.trainer.engine import LossScale
+from mpitrain.trainer.stopping import Fruitless
 
 
 def sections(text, options, parallel=None, steps=14, **checkpoint):

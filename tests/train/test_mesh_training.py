@@ -175,7 +175,7 @@ def assembled(world, sections):
 def test_measured_stages_are_the_same_on_all_ranks_and_go_on_from_another_cut(world, place, text):
     measured = settings(text, pipeline=2, cut="time") | {"model": SLOW}
     engine = assembled(world, measured)
-    bounds = world.all_gather_object(list(engine._pipeline.bounds))
+    bounds = world.all_gather_object(list(engine.pipeline.bounds))
     assert bounds == [[0, 2, 7]] * world.size  # block 1 takes longer than the five after it
     engine.close()
     whole, first, then = place / "slow", place / "slow-uniform", place / "slow-measured"

@@ -98,7 +98,7 @@ def test_figures_are_those_of_scikit_learn_for_all_samples_at_once(world, folder
     trainer = trained(world, folder / task, **sections)
     data = open_dataset(arrays[task], "held_out")
     x, y = map(torch.from_numpy, data.read(np.arange(11) * len(data) // 11))
-    with trainer.engine.whole_parameters(), torch.no_grad():
+    with trainer.engine.sharding.parameters.whole(), torch.no_grad():
         output = trainer.engine.module.eval()(x)
     found = trainer.figures
     if task == "classes":

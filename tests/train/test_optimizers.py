@@ -12,8 +12,7 @@ from mpitrain.data import open_dataset
 from mpitrain.errors import InputError
 from mpitrain.models import build_model
 from mpitrain.trainer.data import batches
-from mpitrain.trainer.optimizing.optimizer import make_optimizer
-from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
+from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer
 
 STEPS = 4
 GROUPS = [

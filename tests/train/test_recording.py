@@ -19,7 +19,7 @@ import mpitrain as mt
 from mpitrain.config.settings import Config
 from mpitrain.monitor import read_metrics
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.trainer.recompute import recompute_blocks
+from mpitrain.trainer.assemble import recompute_blocks
 from mpitrain.trainer.recording.clock_offsets import measure
 from mpitrain.trainer.recording.module_hooks import ModuleHooks, levels_of
 from mpitrain.trainer.recording.timeline import TimelineRecorder

@@ -12,8 +12,7 @@ from mpitrain.planner.restart import daly
 from mpitrain.storage.text import lasting
 from mpitrain.trainer import saving
 from mpitrain.trainer.callback import Step
-from mpitrain.trainer.due import saves_after
-from mpitrain.trainer.saving import SaveSchedule
+from mpitrain.trainer.saving import SaveSchedule, saves_after
 
 HOUR = 3600.0
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 import mpitrain as mt
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE
-from mpitrain.trainer.stopping import Stopping, end_of_job, seconds_of
+from mpitrain.trainer.stopping import StopInTime, end_of_job, seconds_of
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,16 @@ def test_the_end_of_the_job_is_what_the_batch_system_says():
     assert end_of_job({"PBS_WALLTIME": "60"}) == pytest.approx(time.time() + 60, abs=5)
 
 
+def stopping_in(folder: Path | None, margin: float = 0) -> StopInTime:
+    stopping = StopInTime()
+    stopping.begin(margin)
+    if folder is not None:
+        stopping.watch(folder)
+    return stopping
+
+
 def test_a_file_stops_and_is_gone_afterwards(tmp_path):
-    stopping = Stopping(tmp_path, watches=True, margin=60)
+    stopping = stopping_in(tmp_path, 60)
     assert stopping.reason() == ""
     (tmp_path / "stop").touch()
     stopping._looked = 0.0  # as if a while had passed
@@ -39,7 +48,7 @@ def test_a_file_stops_and_is_gone_afterwards(tmp_path):
 
 def test_time_that_is_nearly_up_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
-    early, late = (Stopping(tmp_path, watches=True, margin=margin) for margin in (60, 120))
+    early, late = (stopping_in(tmp_path, margin) for margin in (60, 120))
     assert early.reason() == "" and late.reason() == "the job's time is up"
     early.took(50)  # three more such steps would not fit
     assert early.reason() == "the job's time is up"
@@ -49,7 +58,7 @@ def test_time_that_is_nearly_up_stops(tmp_path, monkeypatch):
 
 def test_a_signal_stops(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
-    stopping = Stopping(tmp_path, watches=False, margin=0)
+    stopping = stopping_in(None)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert stopping.reason() == "SIGUSR1"
     stopping.close()

@@ -30,7 +30,7 @@ from mpitrain.models.metrics import Confusion
 from mpitrain.storage.run_folder import CONFIG
 from mpitrain.trainer.device import full_told, set_threads
 from mpitrain.trainer.folder import together
-from mpitrain.trainer.held_out.evaluation import evaluated
+from mpitrain.trainer.held_out.measuring import evaluated
 from mpitrain.trainer.settings import shared_config
 from mpitrain.trainer.state import OPTIMIZER
 from mpitrain.trainer.trainer import Trainer
@@ -110,7 +110,7 @@ class Evaluator(Trainer):
         carry_device_memory(self.config.comm.device)
         set_threads(self.world, self.config.run.reproducible)
         with full_told(self.device), self.open_store() as self.store:
-            folder, manifest = self._look()
+            folder, manifest = self._first(lambda manifest: [])  # what is likely to be evaluated
             self._require_alike(manifest)
             self.prepare()
             folder, manifest = self._load(folder)
@@ -158,13 +158,6 @@ class Evaluator(Trainer):
             if ":" in metric:
                 require_outside("train.metrics", metric, self.asked.run)
 
-    def _candidates(self) -> list[Path]:
-        return [self.asked.checkpoint] if self.asked.checkpoint is not None else self.store.newest_first()
-
-    def _look(self) -> tuple[Path, Manifest]:
-        """The checkpoint that is likely to be evaluated, of which only what it says of itself is read."""
-        return self._first(lambda manifest: [])
-
     def _load(self, likely: Path) -> tuple[Path, Manifest]:
         """Put a checkpoint into the model; another one than was likely, if that is damaged or gone."""
         folder, manifest = self._first(lambda manifest: self.engine.parts_to_load(_without_states(manifest)), likely)
@@ -175,7 +168,9 @@ class Evaluator(Trainer):
         """The newest checkpoint of which those parts can be read."""
         reasons: list[str] = []
         for _ in range(_AGAIN):
-            for folder in dict.fromkeys(([likely] if likely is not None else []) + self._candidates()):
+            asked = self.asked.checkpoint
+            folders = [asked] if asked is not None else self.store.newest_first()
+            for folder in dict.fromkeys(folders if likely is None else [likely, *folders]):
                 try:
                     return folder, self.store.load(folder, parts_for)
                 except CheckpointError as error:

@@ -18,7 +18,7 @@ from mpitrain.monitor.metrics import HELD_OUT
 from mpitrain.storage.text import counted, spoken
 from mpitrain.trainer.callback import Callback
 from mpitrain.trainer.held_out.measuring import DIRECTION, LOSS
-from mpitrain.trainer.optimizing.plateau import PLATEAU, PlateauSchedule
+from mpitrain.trainer.optimizing.schedules import PLATEAU, PlateauSchedule
 from mpitrain.trainer.recording.records import figure
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""Metrics of a model on the ranks: shown each output where the model ends, summed, and told to all ranks.
+"""The loss and the metrics of a trained model on held-out samples, the same on all ranks.
+
+Metrics are shown each output where the model ends, summed, and told to all ranks:
 
     what is measured                    of which settings
     the task's metrics                  what the data are: see `mpitrain.models.metrics`
@@ -12,28 +14,35 @@ scores, and a rank may have no samples at all: afterwards all have the same figu
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
+from mpitrain.comm import Communicator
+from mpitrain.comm.memory.device import CPU
 from mpitrain.config.named import find, told
 from mpitrain.config.settings import Config
-from mpitrain.data import Description
+from mpitrain.data import Dataset, Description, evaluation_batches
+from mpitrain.data.on_device import on_device
 from mpitrain.errors import InputError, refusal
 from mpitrain.models.measures import measures_of, named_measures
-from mpitrain.models.metrics import IGNORED, Collected, Judged, Measure, Metric, OfScores, fits, judged
+from mpitrain.models.metrics import IGNORED, Collected, Gather, Judged, Measure, Metric, OfScores, fits, judged
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.judging import judge, whole
+from mpitrain.trainer.data import microbatches
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.held_out.library_metric import LibraryMetric, gathered_from, is_library_metric
 from mpitrain.trainer.modes.strategy import GroupPlaces
 
 DIRECTION = "higher_is_better"  # the attribute by which one's own metric says so
 Function = Callable[[Any, Any], Any]
+Spare = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # what a rank without samples computes with
+_METHODS = ("update", "compute", "reset")  # of a metric of torchmetrics, which is not imported here
 LOSS = "loss"  # the figure that is no metric
 
 
@@ -61,11 +70,8 @@ class OwnMetric(Metric):
         self.higher = getattr(function, DIRECTION, None)
 
     def sums(self, output: Any, y: torch.Tensor) -> torch.Tensor:
-        try:
-            value = self.function(output, y)
-        except Exception as error:
-            raise InputError(f"train.metrics {self.path} raised {told(error)}; mend it") from error
-        return summed(f"train.metrics {self.path}", value, y)
+        named = f"train.metrics {self.path}"
+        return summed(named, _tried(named, lambda: self.function(output, y)), y)
 
     def value(self, sums: torch.Tensor) -> float:
         total, count = sums.tolist()
@@ -79,7 +85,6 @@ class Meter:
         metrics: What is measured.
         description: Of the data.
         own: The model's own function, which returns a dict; None where it has none.
-        directions: Of the names in that dict, whether more is better.
         ends_here: Whether outputs come to this rank; elsewhere functions of one's own are let go.
         divided: The ranks that have parts of the scores, and how many classes these have together; None: all whole.
 
@@ -96,14 +101,12 @@ class Meter:
         description: Description,
         own: Function | None = None,
         *,
-        directions: Mapping[str, bool] | None = None,
         ends_here: bool = True,
         divided: tuple[Axis, int] | None = None,
     ) -> None:
         self.metrics, self.worker = list[Measure](), 0
         self.directions: dict[str, bool | None] = {LOSS: False}
         self.add(metrics)
-        self.directions |= directions or {}
         self.counts: dict[str, torch.Tensor] = {}
         self._y_numbers = max(1, math.prod(description.y_shape))
         self._divided = divided
@@ -261,10 +264,11 @@ def meter_of(config: Config, task: Task, description: Description, engine: Engin
         metrics,
         description,
         of_model if callable(of_model) and not isinstance(of_model, nn.Module) else None,
-        directions=getattr(task.module, DIRECTION, None) if of_model is not None else None,
         ends_here=pipeline is None or pipeline.comm.rank == pipeline.last_rank,
         divided=divided,
     )
+    if of_model is not None:
+        meter.directions |= getattr(task.module, DIRECTION, None) or {}
     meter.directions |= dict.fromkeys((f"{LOSS} of {name}" for name in config.data.mix), False)
     return meter
 
@@ -286,13 +290,241 @@ def summed(named: str, value: Any, y: Any) -> torch.Tensor:
     return torch.stack([total, torch.full_like(total, samples)])
 
 
+def _tried(named: str, act: Callable[[], Any]) -> Any:
+    """Call what is the user's. Raises InputError, with its name, where it raises anything."""
+    try:
+        return act()
+    except Exception as error:
+        raise InputError(f"{named} raised {told(error)}; mend it") from error
+
+
 def _of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor]:
     """What the model's own `metrics` says, by name."""
     named = "the model's metrics(output, y)"
-    try:
-        values = function(output, y)
-    except Exception as error:
-        raise InputError(f"{named} raised {told(error)}; mend it") from error
+    values = _tried(named, lambda: function(output, y))
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise InputError(f"{named} returned {type(values).__name__}; return a dict of names and values")
     return {name: summed(f"{named}: {name!r}", value, y) for name, value in values.items()}
+
+
+def is_library_metric(found: object) -> bool:
+    """Return whether something that train.metrics names is a metric of torchmetrics, or a class of one."""
+    module = isinstance(found, nn.Module) or (isinstance(found, type) and issubclass(found, nn.Module))
+    return module and all(callable(getattr(found, name, None)) for name in _METHODS)
+
+
+class LibraryMetric(Collected):
+    """A torchmetrics.Metric or MetricCollection of the user's.
+
+    It is updated with the model's output and the targets, on the device of the output. Its states are gathered from all
+    ranks, and reduced as they say themselves. A figure is what it computes: a
+    number, a number for each class, or a dict of these.
+
+    Args:
+        path: package.module:name, for messages; the figure has that name.
+        found: The metric, which is copied, or a class that needs no arguments.
+        classes: Names of the classes; empty where there are none.
+    """
+
+    def __init__(self, path: str, found: Any, classes: Sequence[str]) -> None:
+        self.path, self.name, self._classes = path, path.rpartition(":")[2], tuple(classes)
+        self._metric = self._tried(lambda: found() if isinstance(found, type) else copy.deepcopy(found))
+        self.higher = getattr(self._metric, "higher_is_better", None)
+        for metric in self._metrics():
+            metric.sync_on_compute = metric._to_sync = False  # over torch.distributed, which need not be there
+        self._seen = 0  # samples
+
+    def begin(self) -> None:
+        self._metric.reset()
+        self._seen = 0
+
+    def see(self, output: Any, y: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self._metric.to(output.device)
+        self._tried(lambda: self._metric.update(output, y))
+        self._seen += len(y)
+
+    def figures(self, gather: Gather) -> dict[str, float]:
+        if not sum(int(seen) for seen in gather(torch.tensor([self._seen]))):
+            return {}
+        for metric in self._metrics():
+            for state, reduce in metric._reductions.items():
+                setattr(metric, state, _reduced(getattr(metric, state), reduce, gather))
+            metric._update_count = max(metric._update_count, 1)
+            metric._computed = None
+        value = self._tried(self._metric.compute)
+        return dict(self._named(self.name, value))
+
+    def _metrics(self) -> Iterator[Any]:
+        """Every metric in this one, which have the states."""
+        return (part for part in self._metric.modules() if hasattr(part, "_reductions"))
+
+    def _named(self, name: str, value: Any) -> Iterator[tuple[str, float]]:
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                yield from self._named(f"{name}_{key}", part)
+        elif isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            yield name, float(value)
+        elif isinstance(value, torch.Tensor) and value.shape == (len(self._classes),):
+            yield from ((f"{name} of {each}", float(part)) for each, part in zip(self._classes, value, strict=True))
+        else:
+            what = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise InputError(
+                f"train.metrics {self.path} computed {what}; have it compute a number, one for each class, or a dict"
+            )
+
+    def _tried(self, act: Callable[[], Any]) -> Any:
+        return _tried(f"train.metrics {self.path}", act)
+
+
+def _reduced(state: Any, reduce: Any, gather: Gather) -> Any:
+    """Return a state of all ranks together: reduced, or one after the other where the metric keeps a list."""
+    if isinstance(state, torch.Tensor):
+        stacked = torch.stack([part.to(state.device) for part in gather(state)])
+        return reduce(stacked) if reduce is not None else stacked
+    counts = [int(count) for count in gather(torch.tensor([len(state)]))]
+    items: list[list[torch.Tensor]] = [[] for _ in counts]
+    for number in range(max(counts)):
+        parts = gather(state[number] if number < len(state) else torch.empty(0))
+        for of_rank, part, count in zip(items, parts, counts, strict=True):
+            if number < count:
+                of_rank.append(part)
+    flat = [item for of_rank in items for item in of_rank]
+    if reduce is None or not flat:
+        return flat
+    return [torch.cat([item.reshape(1) if item.dim() == 0 else item for item in flat])]
+
+
+def gathered_from(comm: Communicator) -> Gather:
+    """Return what gathers a tensor from every rank, in order, on the host. The sizes may differ, and be 0."""
+
+    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+        own = tensor.detach().cpu()
+        about = comm.all_gather_object([list(own.shape), str(own.dtype).removeprefix("torch."), own.numel()])
+        counts = [count for _, _, count in about]
+        names = [name for _, name, count in about if count] or [about[0][1]]
+        dtype = getattr(torch, names[0])  # a rank without anything may not know
+        carried = torch.uint8 if dtype == torch.bool else dtype
+        everything = torch.empty(sum(counts), dtype=carried)
+        if len(everything):
+            comm.all_gather(everything, own.reshape(-1).to(carried).contiguous(), counts=counts)
+        parts = everything.to(dtype).split(counts)
+        return [part.reshape(shape) for part, (shape, _, _) in zip(parts, about, strict=True)]
+
+    return gather
+
+
+def evaluated(
+    config: Config,
+    places: GroupPlaces,
+    engine: Engine,
+    samples: Dataset,
+    meter: Meter,
+    *,
+    most: int = 0,
+    spare: Spare = (),
+) -> dict[str, float]:
+    """The mean loss, and the metrics, of samples that are each counted once. Collective.
+
+    The host waits for the device once, at the end.
+
+    Args:
+        samples: Of which so many are taken, spread evenly.
+        meter: Of the metrics.
+        most: How many samples are taken at most; 0: train.evaluate_samples.
+        spare: (x, y) that a rank without samples computes with, where others need it to; empty: samples that it was
+            trained on.
+
+    Returns:
+        "loss", each metric, and of a mix "loss of NAME" of each data set, by name, the same on all ranks.
+    """
+    workers = places.evaluating
+    chosen = min(most or config.train.evaluate_samples, len(samples))
+    pipeline = places.mesh.pipeline.size > 1  # it cuts batches itself, and tells the host the loss of each
+    microbatch = 0 if pipeline else config.train.microbatch
+    losses = torch.zeros(len(workers.own), 1, dtype=torch.float64, device=CPU if pipeline else engine.device)
+    meter.begin(losses)
+    parts = LossOfParts(samples.parts(chosen), losses)
+    batches = evaluation_batches(samples, samples=chosen, batch=config.train.batch, share=workers.share)
+    for batch in on_device(batches, engine.device):
+        size = min(config.train.batch, chosen - batch.position)
+        done = 0
+        for worker, (lo, hi) in enumerate(workers.within(size)):
+            meter.worker, place = worker, batch.position + batch.first + lo
+            for x, y in microbatches(batch.x[lo:hi], batch.y[lo:hi], microbatch):
+                loss = engine.evaluate(x, y, meter.see)
+                losses[worker] += loss.double() * len(x)
+                parts.add(worker, place, x, y, loss)
+                place, done = place + len(x), done + 1
+        for _ in range(done, workers.rounds(size, microbatch)):
+            engine.evaluate(*spare)
+        parts.end_batch(engine, batch.position, size, spare)
+    sums = meter.gathered(places, engine)
+    total, *totals = workers.totals(places.everyone, torch.cat([losses, sums, parts.sums], 1))
+    measured = sums.shape[1]
+    return {LOSS: total / chosen} | meter.values(totals[:measured]) | parts.values(totals[measured:])
+
+
+# -- The held-out loss of each data set of a mix, beside that of all of them together
+# Held-out samples come one data set after the other, so that few microbatches have samples of several. The loss of
+# every other one counts for its data set as it is; those few are computed once more in pieces, after the batch:
+#
+#     places      0  1  2  3 | 4  5  6  7 | 8  9 10 11      microbatches of 4
+#     data set    a  a  a  a | a  a  b  b | b  b  b  b      in pieces: 4 5, 6 7
+
+
+class LossOfParts:
+    """Adds up losses by data set on one rank.
+
+    Args:
+        parts: By the name of a data set, how many of the samples are its own; in their order.
+        like: float64 [workers, 1]; where the sums are to be.
+
+    Attributes:
+        sums: Of losses times samples, float64 [workers, data sets]; no columns for a single data set.
+    """
+
+    def __init__(self, parts: Mapping[str, int], like: torch.Tensor) -> None:
+        self._parts = dict(parts) if len(parts) > 1 else {}
+        self._bounds = list(accumulate(self._parts.values(), initial=0))
+        self._mixed: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []  # worker, place and samples
+        self.sums = like.new_zeros(len(like), len(self._parts))
+
+    def add(self, worker: int, place: int, x: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
+        """Take a microbatch whose mean loss was computed. place: of its first sample among all."""
+        pieces = list(self._pieces(place, len(x)))
+        if len(pieces) == 1:
+            self.sums[worker, pieces[0][0]] += loss.double() * len(x)
+        elif pieces:
+            self._mixed.append((worker, place, x, y))
+
+    def end_batch(self, engine: Engine, position: int, size: int, spare: Spare) -> None:
+        """Compute what has samples of several data sets in pieces. Collective: every rank computes as often.
+
+        Args:
+            engine: Of the model.
+            position: Of the global batch among the samples.
+            size: How many it has.
+            spare: What a rank without samples computes with.
+        """
+        done = 0
+        for worker, place, x, y in self._mixed:
+            for number, lo, hi in self._pieces(place, len(x)):
+                self.sums[worker, number] += engine.evaluate(x[lo:hi], y[lo:hi]).double() * (hi - lo)
+                done += 1
+        self._mixed.clear()
+        inside = {bound for bound in self._bounds if position < bound < position + size}
+        for _ in range(done, 2 * len(inside)):  # so many pieces there are at most, each bound in another microbatch
+            engine.evaluate(*spare)
+
+    def values(self, totals: Sequence[float]) -> dict[str, float]:
+        """The figures by name. totals: of `sums`, over all virtual workers."""
+        named = zip(self._parts.items(), totals, strict=True)
+        return {f"{LOSS} of {name}": total / count for (name, count), total in named if count}
+
+    def _pieces(self, place: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """(data set, first, last) of the samples of each data set in a stretch of places, counted from its first."""
+        for number, (begin, end) in enumerate(zip(self._bounds, self._bounds[1:], strict=False)):
+            lo, hi = max(begin, place), min(end, place + size)
+            if lo < hi:
+                yield number, lo - place, hi - place

@@ -32,8 +32,7 @@ from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import batches
 from mpitrain.trainer.modes.local_engine import Among, LocalEngine
-from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy
-from mpitrain.trainer.uneven import require_samples
+from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy, require_samples
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer

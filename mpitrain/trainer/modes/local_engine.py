@@ -275,8 +275,8 @@ class LocalEngine(Engine):
         own = f"{LEFT_OUT}{self.among.world.rank}/"
         return [Holding(own + n, Slice.whole(t.shape), 0, t.numel(), t, True) for n, t in tensors.items()]
 
-    def _outer(self, momenta: Sequence[torch.Tensor] | None = None) -> list[Holding]:
-        return self._holdings(MOMENTUM, self.averaging.outer.momenta if momenta is None else momenta)
+    def _outer(self) -> list[Holding]:
+        return self._holdings(MOMENTUM, self.averaging.outer.momenta)
 
     def _ahead(self) -> list[Holding]:
         return self._holdings(self._prefix + MASTER, self.averaging.ahead or [])
@@ -293,7 +293,7 @@ class LocalEngine(Engine):
         more = [h for h in self._outer() if not self.among.grouping.number]
         if self.among.parallel.overlap:
             more += self._holdings("", [s.empty() for s in self.averaging.slices])
-        return super().checkpoint_bytes() + sum(h.data.numel() * h.data.element_size() for h in more)
+        return super().checkpoint_bytes() + sum(h.data.nbytes for h in more)
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
         averaging, grouping = self.averaging, self.among.grouping

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,11 +33,10 @@ from mpitrain.loose.server import Server
 from mpitrain.loose.worker import ServedWorker
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
-from mpitrain.trainer.callback import Step
+from mpitrain.trainer.callback import Restored, Step
 from mpitrain.trainer.data import augment_of
-from mpitrain.trainer.elastic import Survivors
+from mpitrain.trainer.elastic import Survivors, TooFewLeft
 from mpitrain.trainer.modes.served_engine import ServedEngine
-from mpitrain.trainer.modes.served_survivors import ServedSurvivors
 from mpitrain.trainer.modes.strategy import GroupPlaces, Strategy
 
 if TYPE_CHECKING:
@@ -89,10 +88,12 @@ class Served(Strategy):
         self.session = Session(trainer, self.roles, self._rules, remembered)
         with self.session.open():
             while True:
-                yield from self.session.until(next_meeting(trainer))
+                yield from self.session.until(self.next_meeting(trainer))
 
     def next_meeting(self, trainer: Trainer) -> int:
-        return next_meeting(trainer)
+        step, train = trainer.step, trainer.config.train
+        evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
+        return min(found for found in (train.steps, evaluated, trainer.saving.next_after(step)) if found is not None)
 
     def role(self, rank: int) -> str:
         return "worker" if rank in self.roles.workers else "server"
@@ -148,13 +149,6 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
             f"{sizes.key(least)} {least} has less than a sample for each of {ranks - parallel.servers} workers; "
             "raise it, or start fewer ranks"
         )
-
-
-def next_meeting(trainer: Trainer) -> int:
-    """The step after which all ranks meet next: to evaluate, to save or to end."""
-    step, train = trainer.step, trainer.config.train
-    evaluated = train.evaluate_every * (step // train.evaluate_every + 1) if train.evaluate_every else None
-    return min(found for found in (train.steps, evaluated, trainer.saving.next_after(step)) if found is not None)
 
 
 class Session:
@@ -332,3 +326,96 @@ class Session:
             step.extras["ahead_max"] = int(record.ahead_max)
         step.extras["between_nodes_bytes"] = int(record.between_nodes)
         return step
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a rank keeps of the time before ranks died.
+
+    Attributes:
+        engine: With its memory.
+        step: Which all ranks know to be complete.
+        values: What is kept with the model, of that step.
+        remembered: What was applied.
+    """
+
+    engine: ServedEngine
+    step: int
+    values: dict[str, Any]
+    remembered: Remembered
+
+
+class ServedSurvivors(Survivors):
+    """What of a run with servers outlives the death of workers: the servers have all there is, and keep it.
+
+    No copies are made. Those that are left make a smaller world with the same servers, whose shares, optimizer states
+    and count of what was applied the new engine takes over; the parts that a dead worker had are given to others. What
+    it was pushing may count on some servers and not on others. A server that dies takes its shares along: then the job
+    ends, and is to be started again from the last checkpoint.
+
+    Args:
+        trainer: Whose run it is.
+        strategy: Its own.
+    """
+
+    def __init__(self, trainer: Trainer, strategy: Served) -> None:
+        super().__init__(trainer)
+        self._strategy = strategy
+        self._left: Left | None = None
+        self._servers = set(strategy.roles.servers)  # numbers in the first world
+        self._completed = 0  # steps that were complete when ranks died
+
+    def copy(self, trainer: Trainer) -> None:
+        """Nothing is to be copied."""
+
+    def on_update(self, trainer: Trainer, step: Step) -> None:
+        """Nothing is to be noted: the servers know."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        super().on_fit_start(trainer)
+        self._step = max(self._step, self._completed)
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        if step.number > self._completed:  # others are told once more, to those who did not know them
+            super().on_step_end(trainer, step)
+
+    def close_ranks(self) -> None:
+        self._leave_out_the_dead(None)  # the servers are to stay the last
+        dead = sorted(self._servers & set(self._lost))
+        if dead:
+            which = f"rank {dead[0]}, a server," if len(dead) == 1 else f"ranks {', '.join(map(str, dead))}, servers,"
+            raise TooFewLeft(
+                f"{which} died with a part of the parameters; start the job again, it goes on from the last checkpoint",
+                agreed=True,
+            )
+        if self.everyone.size == len(self._servers):
+            raise TooFewLeft("all workers died; start the job again, it goes on from the last checkpoint", agreed=True)
+        self._take_stock()
+        self._trainer.let_go()
+        self._begin_anew()
+        self._trainer.world = self.everyone
+        self._trainer.folder.move_to(self.everyone)
+
+    def _take_stock(self) -> None:
+        trainer, session = self._trainer, self._strategy.session
+        if session is None:
+            return
+        own = session.remembered  # None but on the server that gives out samples
+        was = trainer.world.rank
+        told = self.everyone.all_gather_object([was, session.known, own.to_json() if own is not None else None])
+        remembered = Remembered.from_json(next(found for _, _, found in told if found is not None))
+        step = min(int(known) for _, known, _ in told[: -len(self._servers)])  # servers know nothing before they meet
+        if told[0][0] != 0 and remembered.records:  # nobody knows what the first rank has recorded
+            step = int(remembered.records[0].step) - 1
+        values = trainer.state() | {"position": session.position(step)}
+        self._left, self._completed = Left(session.engine, step, values, remembered), remembered.completed
+
+    def restore(self, trainer: Trainer) -> Restored | None:
+        left, self._store = self._left, trainer.store
+        if left is None:
+            return None
+        assert isinstance(trainer.engine, ServedEngine)
+        trainer.engine.take_over(left.engine)
+        self._strategy.remembered = left.remembered
+        self._left = None
+        return Restored(left.step, left.values)

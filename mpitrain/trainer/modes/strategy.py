@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpitrain.comm import Communicator
 from mpitrain.config.settings import Config
 from mpitrain.data.on_device import on_device
+from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.data import batches
 from mpitrain.trainer.elastic import Survivors
 from mpitrain.trainer.engine import Engine
-from mpitrain.trainer.uneven import require_samples
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
@@ -124,3 +124,21 @@ class Synchronous(Strategy):
                 step = trainer.train_step(batch)
                 step.began = began
                 yield step
+
+
+def require_samples(config: Config, engine: Engine, workers: VirtualWorkers, sizes: Iterable[int]) -> None:
+    """Raise InputError on all ranks where a batch to come gives some of them too few samples for the others.
+
+    Args:
+        config: Says how large microbatches are.
+        engine: Of this rank.
+        workers: How a group divides its part of a batch.
+        sizes: Of these parts, of every group.
+    """
+    if engine.pipeline is not None:
+        return
+    gathers = engine.sharding.parameters.gathers
+    for size in sizes:
+        microbatch = config.train.microbatch
+        if why := workers.conflict(size, microbatch, synchronous=engine.synchronous, gathers=gathers):
+            raise refusal(why)

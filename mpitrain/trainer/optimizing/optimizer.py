@@ -8,26 +8,28 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from mpitrain.config.groups import OWN
+from mpitrain.config.groups import OWN, patterns_of
 from mpitrain.config.named import find
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import InputError, refusal
+from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon
 from mpitrain.shard.trust_ratio import Lamb, Lars
 from mpitrain.shard.update import SCALE, optimizer_step
 from mpitrain.storage.text import counted
 from mpitrain.trainer.optimizing.element_wise import Lion, UncorrectedAdamW
-from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
 
 _Kind = type[torch.optim.Optimizer]
 _NEED_A_CLOSURE = ("LBFGS",)
 _SPARSE_ONLY = ("SparseAdam",)
+_SET_APART = ("params", "lr", "weight_decay")  # options that keys of their own set
 _OURS: dict[str, _Kind] = {
     "muon": Muon,
     "lion": Lion,
@@ -35,6 +37,64 @@ _OURS: dict[str, _Kind] = {
     "lars": Lars,
     "uncorrectedadamw": UncorrectedAdamW,
 }
+
+
+@dataclass(frozen=True)
+class ParameterRoles:
+    """Roles of parameters, by every name that they have in the whole model.
+
+    They are found before the model is cut: a stage of a pipeline has other modules and not all names, and a copy of a
+    tied parameter on another stage must have the role of the first.
+
+    Attributes:
+        groups: The number of the entry of optim.groups that each of them matches; missing for none.
+        embeddings: Those of nn.Embedding.
+        hidden: Matrices that are neither of an embedding nor of the last layer (what Jordan et al. 2024 give to Muon).
+    """
+
+    groups: Mapping[str, int] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
+    hidden: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(section: OptimSection, module: nn.Module) -> ParameterRoles:
+        """The roles in a whole model.
+
+        Raises:
+            InputError: A pattern matches no parameter that is trained.
+        """
+        every = list(module.named_parameters(remove_duplicate=False))
+        first = {p: name for name, p in module.named_parameters()}
+        trained = [name for p, name in first.items() if p.requires_grad]
+        matched = {name: number for name in trained if (number := _first_match(section, name)) is not None}
+        _refuse_unmatched(section, trained)
+        tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+        matrices = [p for _, p in every if p.dim() == 2]
+        hidden = set(matrices[:-1]) - tables - {matrices[-1]} if matrices else set()
+        return ParameterRoles(
+            {name: matched[first[p]] for name, p in every if first[p] in matched},
+            frozenset(name for name, p in every if p in tables),
+            frozenset(name for name, p in every if p in hidden),
+        )
+
+
+def _first_match(section: OptimSection, name: str) -> int | None:
+    for number, group in enumerate(section.groups):
+        if any(fnmatchcase(name, pattern) for pattern in patterns_of(group)):
+            return number
+    return None
+
+
+def _refuse_unmatched(section: OptimSection, names: list[str]) -> None:
+    """Raise InputError for a pattern that matches none of the names."""
+    for group in section.groups:
+        for pattern in patterns_of(group):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
+                raise refusal(
+                    f"optim.groups: match = {pattern!r} is the name of no parameter that is trained; there are "
+                    f"{', '.join(near)} and others; * stands for any letters"
+                )
 
 
 def make_optimizer(
@@ -70,7 +130,7 @@ def make_optimizer(
         own = section.groups[number] if number is not None else {}
         group: dict[str, Any] = {"params": chosen[kind, number, decays], **_rate(section, own)}
         options = {key: value for key, value in own.items() if key not in OWN}
-        _refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options)
+        refuse_unknown(f"optim.groups, match = {own.get('match')!r}", kind, options, _SET_APART)
         if "weight_decay" in inspect.signature(kind).parameters:
             group["weight_decay"] = section.weight_decay if decays else 0.0
         groups.setdefault(kind, []).append(group | options)
@@ -114,13 +174,11 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
     if issubclass(main, Muon):  # and AdamW for the rest: what both have is Muon's
         adamw = inspect.signature(torch.optim.AdamW).parameters
         of_muon = inspect.signature(Muon).parameters
-        unknown = sorted(set(options) - set(adamw) - set(of_muon))
-        if unknown:
-            raise _unknown_option("optim.options", Muon, unknown)
+        refuse_unknown("optim.options", Muon, set(options) - set(adamw), _SET_APART)
         theirs = set(of_muon) if kind is main else set(adamw) - set(of_muon)
         options = {key: value for key, value in options.items() if key in theirs and key in accepted}
     elif kind is main:
-        _refuse_unknown("optim.options", kind, options)
+        refuse_unknown("optim.options", kind, options, _SET_APART)
     else:
         options = {}
     if "fused" in accepted and not ({"foreach", "differentiable", "fused"} & set(options)):
@@ -133,17 +191,12 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
         raise refusal(f"optim: {kind.__name__} refuses its options: {error}") from None
 
 
-def _refuse_unknown(where: str, kind: _Kind, options: Mapping[str, Any]) -> None:
-    """Raise InputError for options that the class does not have."""
-    unknown = sorted(set(options) - set(inspect.signature(kind).parameters))
-    if unknown:
-        raise _unknown_option(where, kind, unknown)
-
-
-def _unknown_option(where: str, kind: _Kind, unknown: Sequence[str]) -> InputError:
+def refuse_unknown(where: str, kind: type, options: Iterable[str], unnamed: Sequence[str]) -> None:
+    """Raise InputError for options that a class of torch.optim does not have. unnamed: what it has and is not told."""
     accepted = inspect.signature(kind).parameters
-    known = ", ".join(name for name in accepted if name not in ("params", "lr", "weight_decay"))
-    return refusal(f"{where}: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
+    if unknown := sorted(set(options) - set(accepted)):
+        known = ", ".join(name for name in accepted if name not in unnamed)
+        raise refusal(f"{where}: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

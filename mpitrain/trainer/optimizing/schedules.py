@@ -1,30 +1,34 @@
 """The learning rate over the steps: a curve or a cycle of ours, or a class of torch.optim.lr_scheduler.
 
 Each is a function of the step, so that a run that goes on from a checkpoint needs nothing but the number of that; but
-for ReduceLROnPlateau, which has a state (see `plateau`).
+for ReduceLROnPlateau, which has a state (see `PlateauSchedule`).
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpitrain.config.cycles import CYCLES, OneCycle, cycle_of
 from mpitrain.config.learning_rate import DECAYS, LearningRate
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
-from mpitrain.trainer.optimizing.optimizer import optimizer_class
-from mpitrain.trainer.optimizing.plateau import PLATEAU, PlateauSchedule
+from mpitrain.trainer.optimizing.optimizer import optimizer_class, refuse_unknown
 
+PLATEAU = ReduceLROnPlateau.__name__
+_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 _NEED_MORE = ("LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler")
 _CALL_A_FUNCTION = ("LambdaLR", "MultiplicativeLR")
 _OF_DEEPSPEED = {"OneCycle": "one-cycle", "LRRangeTest": "range-test", "WarmupLR": "constant"}
 _OF_DEEPSPEED |= {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+S = TypeVar("S", bound=lr_scheduler.LRScheduler)
 SECOND_BETA = 0.99  # beside a first one that goes round, as DeepSpeed has it
 
 
@@ -100,22 +104,14 @@ class TorchSchedule:
         }
         options = {key: value for key, value in options.items() if key in accepted}
         options |= section.schedule_options
-        unknown = sorted(set(options) - set(accepted))
-        if unknown:
-            known = ", ".join(name for name in accepted if name not in ("optimizer", "last_epoch"))
-            raise refusal(f"optim.schedule_options: {kind.__name__} has no {', '.join(unknown)}; it has {known}")
+        refuse_unknown("optim.schedule_options", kind, options, ("optimizer", "last_epoch"))
         if options.get("cycle_momentum"):
             raise refusal(
                 f"optim.schedule_options: {kind.__name__} has no cycle_momentum here; leave it out, or use one-cycle"
             )
         if "cycle_momentum" in accepted:
             options["cycle_momentum"] = False
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        self._optimizer = torch.optim.SGD([parameter], lr=section.lr)
-        try:
-            self._scheduler = kind(self._optimizer, **options)
-        except (TypeError, ValueError) as error:
-            raise refusal(f"optim.schedule: {kind.__name__} refuses optim.schedule_options: {error}") from None
+        self._optimizer, self._scheduler = _following(kind, section.lr, options)
         self._rates = [self._current()]
 
     def _current(self) -> float:
@@ -131,6 +127,16 @@ class TorchSchedule:
                 raise refusal(f"optim.schedule: {self._kind.__name__} ends before train.steps: {error}") from None
             self._rates.append(self._current())
         return self._rates[step]
+
+
+def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
+    """An optimizer of one number, and a scheduler that sets its rate."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    make: Any = kind
+    try:
+        return optimizer, make(optimizer, **options)
+    except (TypeError, ValueError) as error:
+        raise refusal(f"optim.schedule: {kind.__name__} refuses optim.schedule_options: {error}") from None
 
 
 def make_scheduler(name: str, options: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -163,3 +169,45 @@ def _class_of(key: str, name: str) -> type[lr_scheduler.LRScheduler]:
         lacks = "needs what a configuration cannot say" if name in _NEED_MORE else "is not in torch.optim.lr_scheduler"
         raise refusal(f"{key} {name!r} {lacks}; did you mean {near!r}?")
     return kinds[name]
+
+
+class PlateauSchedule:
+    """The rate that torch's ReduceLROnPlateau gives, told the held-out loss of each evaluation.
+
+    `min_lr` is optim.lr_end where the options lack it. Unlike other schedules it has a state, which checkpoints keep.
+
+    Args:
+        section: Its options, and the first rate.
+
+    Raises:
+        InputError: It has no such option, or refuses one.
+    """
+
+    def __init__(self, section: OptimSection) -> None:
+        options = {"min_lr": section.lr_end} | section.schedule_options
+        if options.pop("mode", "min") != "min":
+            raise refusal(
+                f"optim.schedule_options: {PLATEAU} follows the held-out loss, which is to fall; use mode min"
+            )
+        refuse_unknown("optim.schedule_options", ReduceLROnPlateau, options, ("optimizer", "mode"))
+        self._optimizer, self._plateau = _following(ReduceLROnPlateau, section.lr, options)
+
+    def rate(self, step: int) -> float:
+        """The rate of the steps up to the next evaluation."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def observe(self, loss: float) -> None:
+        """Take the loss of an evaluation into account."""
+        self._plateau.step(loss)
+
+    def state(self) -> dict[str, Any]:
+        """What `load` goes on from, as JSON has it, which knows no infinity."""
+        kept = {name: getattr(self._plateau, name) for name in _STATE}
+        return kept | {"rate": self.rate(0), "best": kept["best"] if math.isfinite(kept["best"]) else None}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        for name in _STATE:
+            setattr(self._plateau, name, state[name])
+        self._plateau.best = math.inf if state["best"] is None else state["best"]
+        self._optimizer.param_groups[0]["lr"] = state["rate"]

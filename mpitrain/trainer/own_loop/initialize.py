@@ -26,11 +26,9 @@ from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.shard.ddp import DistributedDataParallel
-from mpitrain.trainer.compiling import compile_blocks
-from mpitrain.trainer.dividing import Plan
+from mpitrain.trainer.assemble import Plan, compile_blocks
 from mpitrain.trainer.engine import Engine, Loss
-from mpitrain.trainer.optimizing.optimizer import make_optimizer, optimizer_class
-from mpitrain.trainer.optimizing.parameter_roles import ParameterRoles
+from mpitrain.trainer.optimizing.optimizer import ParameterRoles, make_optimizer, optimizer_class
 from mpitrain.trainer.optimizing.schedules import make_scheduler
 from mpitrain.trainer.options import Settings, from_config, from_deepspeed
 from mpitrain.trainer.own_loop.alike import groups_told, model_told, require_alike, settings_told

@@ -17,11 +17,10 @@ from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state
 from mpitrain.shard.units import blocks_of
 from mpitrain.tensor import plan_for
+from mpitrain.trainer.assemble import DividedModel, Plan, divide, recompute_blocks, refuse_divisions
 from mpitrain.trainer.device import found_on, move, place
-from mpitrain.trainer.dividing import DividedModel, Plan, divide, refuse_divisions
 from mpitrain.trainer.engine import Loss
 from mpitrain.trainer.options import Settings
-from mpitrain.trainer.recompute import recompute_blocks
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Offset:
     within: float
 
 
-def measure(world: Communicator, clock: Clock = time.perf_counter) -> Offset:
+def measure(world: Communicator, clock: Clock) -> Offset:
     """This rank's offset from rank 0. Collective.
 
     Args:
@@ -93,9 +93,9 @@ def _ask(world: Communicator, rank: int, clock: Clock) -> None:
         coming = world.irecv(answer, rank, _ASK)
         begin = clock()
         sent = world.isend(question, rank, _ASK)
-        _poll(world, coming)
+        _wait(world, coming)
         end = clock()
-        _poll(world, sent)
+        _wait(world, sent)
         if end - begin < best:
             best, at = end - begin, float(answer[0])
             seconds = (begin + end) / 2 - at
@@ -107,17 +107,13 @@ def _ask(world: Communicator, rank: int, clock: Clock) -> None:
 def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
     """Answer a rank's questions; returns the offset from it that it has found."""
     question, answer = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
-    first = True
+    wait: Callable[[Communicator, Work], None] = _sleep_until  # for the first question
     while True:
-        coming = world.irecv(question, asker, _ASK)
-        if first:
-            _sleep_until(world, coming)
-        else:
-            _poll(world, coming)
-        first = False
+        wait(world, world.irecv(question, asker, _ASK))
+        wait = _wait
         answer[0] = clock()
         sent = world.isend(answer, asker, _ASK)
-        _poll(world, sent)
+        _wait(world, sent)
         if question[0]:
             break
     told = torch.empty(3, dtype=torch.float64)
@@ -125,21 +121,17 @@ def _answer(world: Communicator, asker: int, clock: Clock) -> Offset:
     return Offset(*told.tolist())
 
 
-def _poll(world: Communicator, work: Work) -> None:
-    """Wait without a pause; with pauses where it takes long, as the other rank may need this core."""
+def _wait(world: Communicator, work: Work, *, spin: float = _SPIN, pause: float = _SPIN / 3) -> None:
+    """Wait, at first without a pause; then with pauses, as the other rank may need this core."""
     began = time.monotonic()
-    deadline = began + world.process.watchdog.timeout
     while not work.done():
-        if time.monotonic() - began > _SPIN:
-            time.sleep(_SPIN / 3)
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > world.process.watchdog.timeout:
             raise CommunicationError("another rank did not answer when clocks were compared; is it still there?")
+        if waited > spin:
+            time.sleep(pause)
 
 
 def _sleep_until(world: Communicator, work: Work) -> None:
     """Wait without taking time from others."""
-    deadline = time.monotonic() + world.process.watchdog.timeout
-    while not work.done():
-        time.sleep(_PAUSE)
-        if time.monotonic() > deadline:
-            raise CommunicationError("another rank did not come when clocks were compared; is it still there?")
+    _wait(world, work, spin=0.0, pause=_PAUSE)

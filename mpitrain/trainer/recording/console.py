@@ -1,32 +1,47 @@
-"""The callback that says how a run begins and how it ended."""
+"""The callbacks that say how a run begins, goes on and ended: on the terminal, and in RUN/events.jsonl."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
+import re
 import shlex
+import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpitrain.comm.job.topology import processor_name
 from mpitrain.comm.memory.device import is_accelerator
+from mpitrain.config.batch_sizes import BatchSizes
+from mpitrain.config.learning_rate import DECAYS
 from mpitrain.config.settings import Config
 from mpitrain.data.configured import data_paths
 from mpitrain.data.defaults import tokenizer_of
 from mpitrain.early import __version__
-from mpitrain.errors import tell
-from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
+from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
+from mpitrain.models.build import loss_unit
+from mpitrain.monitor import EventLog, Outcome, RunFacts, banner, closing, peak_memory_bytes
+from mpitrain.storage import proc
 from mpitrain.storage.text import spoken
 from mpitrain.trainer.callback import Callback, Step
-from mpitrain.trainer.doubts import doubts
 from mpitrain.trainer.folder import AGAIN
-from mpitrain.trainer.fruitless import LearningCheck
+from mpitrain.trainer.held_out.measuring import LOSS
 from mpitrain.trainer.recording.records import figure
+from mpitrain.trainer.stopping import LearningCheck
 
 if TYPE_CHECKING:
     from mpitrain.trainer.trainer import Trainer
+
+# of what the banner tells, what the event `start` has too
+_FACTS = "version", "ranks", "nodes", "threads", "device", "mpi", "model", "parameters", "precision", "steps"
+# what /proc/cpuinfo calls instructions that multiply matrices of 16-bit numbers, on x86 and on Arm
+_FAST = {"bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 
 
 class Console(Callback):
@@ -70,7 +85,7 @@ class Console(Callback):
             return
         steps, row, start = trainer.config.train.steps, self._learning.row, self._start or 0
         stopped, early = not trainer.done, trainer.done and trainer.step < steps
-        resume = trainer.folder.resume_command(trainer.config, trainer.world.size)
+        resume = trainer.folder.resume_command()
         resume += " --train.patience 0" if early else ""
         commands = [("resume" if stopped else "go on", resume)] if stopped or not row.bad else []
         # a script of jobs/ has an environment of its own, which is not active in the shell
@@ -108,6 +123,11 @@ def facts(trainer: Trainer) -> RunFacts:
     config, world = trainer.config, trainer.world
     columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
     share = -(-config.train.batch // columns)
+    notes = {
+        "warm-up": trainer.batch_sizes.describe(),
+        "parallel": parallel_text(config, world.size),
+        "mode": trainer.strategy.describe(),
+    }
     return RunFacts(
         version=__version__,
         ranks=world.size,
@@ -128,15 +148,8 @@ def facts(trainer: Trainer) -> RunFacts:
         start_step=trainer.step,
         precision=config.train.precision,
         run_dir=str(trainer.folder.path),
-        notes=notes(trainer),
+        notes=tuple((label, text) for label, text in notes.items() if text),
     )
-
-
-def notes(trainer: Trainer) -> tuple[tuple[str, str], ...]:
-    """Further labels and texts of the banner."""
-    told = {"warm-up": trainer.batch_sizes.describe()}
-    told |= {"parallel": parallel_text(trainer.config, trainer.world.size), "mode": trainer.strategy.describe()}
-    return tuple((label, text) for label, text in told.items() if text)
 
 
 def parallel_text(config: Config, ranks: int) -> str:
@@ -156,3 +169,164 @@ def parallel_text(config: Config, ranks: int) -> str:
     if config.run.reproducible:
         words.append(f"sums over {config.run.workers} virtual workers")
     return ", ".join(words)
+
+
+class EventRecords(Callback):
+    """Writes rank 0's events. After ranks were lost another rank may be the first one, and goes on with the file.
+
+    A line that cannot be written is left out and training goes on: that it is missing is said once, in the rank's log.
+    To be the last callback, so that the time between the end of a step and its save is that of the save.
+    """
+
+    def __init__(self) -> None:
+        self._log: EventLog | None = None
+        self._began = time.monotonic()
+        self._marked = 0.0  # time.perf_counter() when all of the last step was done but saving
+        self._first_start = True  # of this job
+        self._outcome = ""  # with which training came to its end; empty as long as it did not
+        self._peak = 0  # bytes of the rank that held most
+        self._error: BaseException | None = None
+        self._told = False  # that a line is missing
+
+    def setup(self, trainer: Trainer) -> None:
+        self._began = time.monotonic()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._outcome, self._error = "", None
+        if trainer.world.rank:
+            self._close()
+        elif self._log is None:
+            self._log = EventLog(trainer.folder.path)
+        if self._first_start:
+            self._first_start = False
+            self._write(trainer, "start", **start_fields(trainer))
+
+    def on_evaluate(self, trainer: Trainer, loss: float) -> None:
+        metrics = {name: value for name, value in trainer.figures.items() if name != LOSS}
+        self._write(trainer, "evaluate", loss=loss, metrics=metrics)
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        if step.lost:
+            self._write(trainer, "lost", ranks=list(step.lost), recovered_s=step.extras.get("recovered_s"))
+        if step.together and trainer.last_step and trainer.step < trainer.config.train.steps:
+            self._write(trainer, "stop", reason=trainer.stop_reason)
+        self._marked = time.perf_counter()
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        self._write(trainer, "save", folder=folder.name, seconds=time.perf_counter() - self._marked)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._peak = peak_of_ranks(trainer)
+        self._outcome = "done" if trainer.done else "stopped"
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._outcome, self._error = "", error  # known to be the end in `teardown`: training may go on with fewer ranks
+
+    def teardown(self, trainer: Trainer) -> None:
+        if trainer.world.rank == 0:
+            outcome, message = self._outcome, trainer.stop_reason if self._outcome == "stopped" else ""
+            if not outcome:
+                outcome, message = _of_error(sys.exc_info()[1] or self._error)
+            if self._log is None and trainer.folder.made:  # the first step was never reached
+                with suppress(InputError):  # what is to be told is how the run failed, and not this
+                    self._log = EventLog(trainer.folder.path)
+            peak = self._peak or _own_peak(trainer)
+            seconds = time.monotonic() - self._began
+            self._write(trainer, "end", outcome=outcome, message=message, seconds=seconds, peak_memory_bytes=peak)
+        self._close()
+
+    def _write(self, trainer: Trainer, event: str, **fields: Any) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(event, trainer.step, **fields)
+        except InputError as error:
+            if not self._told:
+                self._told = True
+                trainer.folder.log.warning("%s; training goes on without what is missing there", error)
+
+    def _close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def start_fields(trainer: Trainer) -> dict[str, Any]:
+    """What the event `start` tells of the run and the machine. Collective."""
+    config, told = trainer.config, facts(trainer)
+    hosts = trainer.world.all_gather_object(socket.gethostname())
+    return {name: getattr(told, name) for name in _FACTS} | {
+        "hosts": list(dict.fromkeys(hosts)),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cpu": processor_name() or platform.machine(),
+        "cores": os.cpu_count() or 0,
+        "loss_unit": loss_unit(config.model, trainer.data.description),
+        "parallel": parallel_text(config, trainer.world.size),
+        "resumed_step": trainer.resumed_step,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _of_error(error: BaseException | None) -> tuple[str, str]:
+    """How a run ended that did not come to its end, and the first line of why."""
+    if error is None:
+        return "failed", ""
+    if isinstance(error, KeyboardInterrupt):
+        return "failed", "interrupted"
+    text = next(iter(str(error).splitlines()), "")
+    if isinstance(error, MpitrainError):
+        return "stopped" if error.exit_code == EXIT_REQUEUE else "failed", text
+    return "failed", f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _own_peak(trainer: Trainer) -> int | None:
+    """What this rank held at most; None where its device has failed and does not say."""
+    try:
+        return peak_memory_bytes(trainer.device)
+    except RuntimeError:
+        return None
+
+
+def doubts(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] | None = None) -> list[str]:
+    """What is doubtful, a line each.
+
+    Args:
+        config: The settings.
+        columns: Data-parallel ranks of a group.
+        on_cpu: Whether ranks compute on the CPU.
+        flags: What the CPU can do; None: as the system says.
+    """
+    train, optim, found = config.train, config.optim, []
+    flags = cpu_flags() if flags is None else flags
+    if on_cpu and train.precision in _FAST and flags and not flags & _FAST[train.precision]:
+        found.append(
+            f"train.precision {train.precision} is slower than fp32 on this CPU, which has no instructions for it; "
+            "it saves memory alone"
+        )
+    warmup = optim.warmup if optim.schedule in DECAYS else 0
+    if warmup >= train.steps > 0:
+        found.append(
+            f"optim.warmup {warmup} takes all of train.steps {train.steps}: optim.lr is hardly reached; lower it"
+        )
+    elif optim.schedule == "wsd":
+        decay = optim.decay_steps if optim.decay_steps >= 1 else math.ceil(optim.decay_steps * train.steps)
+        if warmup + decay > train.steps:
+            found.append(
+                f"optim.warmup {warmup} and optim.decay_steps {decay:g} are more than train.steps {train.steps}"
+            )
+    if optim.lr_end > optim.lr:
+        found.append(f"optim.lr_end {optim.lr_end:g} is above optim.lr {optim.lr:g}: the rate rises to the end")
+    sizes = BatchSizes.of(train)
+    least = min(sizes.after(0))
+    if least < columns:
+        found.append(f"{sizes.key(least)} {least} has no sample for {columns - least} of {columns} ranks; raise it")
+    if sum(steps for steps, _ in sizes.warmup) >= train.steps > 0:
+        found.append(f"train.batch_warmup takes all of train.steps {train.steps}, none is left for train.batch")
+    return found
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, as Linux names it; empty where that is not known."""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", proc.read("cpuinfo"), re.MULTILINE)
+    return frozenset(line[1].split()) if line else frozenset()

@@ -47,13 +47,10 @@ class ModuleHooks:
     Args:
         modules: Their names, and they.
         tell: Is told of each call and each backward pass.
-        now: Gives the time.
     """
 
-    def __init__(
-        self, modules: Sequence[tuple[str, nn.Module]], tell: Tell, now: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._tell, self._now, self._on = tell, now, True
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], tell: Tell) -> None:
+        self._tell, self._on = tell, True
         self._forward: list[_Call] = []  # calls under way
         self._backward: list[tuple[_Call, float]] = []  # whose backward is under way, and since when
         self._handles: list[Any] = []
@@ -82,7 +79,7 @@ class ModuleHooks:
         self._end_down_to(0, end)
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        call = _Call(name, self._forward[-1] if self._forward else None, self._now())
+        call = _Call(name, self._forward[-1] if self._forward else None, time.perf_counter())
         self._forward.append(call)
         if torch.is_grad_enabled():
             x: Any = args[0] if args and isinstance(args[0], torch.Tensor) else next(_tensors(args), None)
@@ -94,7 +91,7 @@ class ModuleHooks:
         if not self._forward:
             return
         call = self._forward.pop()
-        self._tell(call.name, "forward", call.begin, self._now())
+        self._tell(call.name, "forward", call.begin, time.perf_counter())
         if torch.is_grad_enabled():
             y: Any = output if isinstance(output, torch.Tensor) else next(_tensors(output), None)
             if y is not None and y.grad_fn is not None:
@@ -124,7 +121,7 @@ class ModuleHooks:
         """Backward of a call begins."""
         if not self._on:
             return
-        now, under_way = self._now(), self._backward
+        now, under_way = time.perf_counter(), self._backward
         kept = len(under_way)
         while kept and not (call.inside(under_way[kept - 1][0]) or under_way[kept - 1][0].inside(call)):
             kept -= 1
@@ -141,7 +138,7 @@ class ModuleHooks:
         """Backward of a call is over."""
         for number, (other, _) in enumerate(self._backward):
             if other is call:
-                self._end_down_to(number, self._now())
+                self._end_down_to(number, time.perf_counter())
                 return
 
     def _end_down_to(self, kept: int, end: float) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.comm.memory.device import is_accelerator
@@ -180,15 +179,11 @@ class TimelineRecorder(Callback):
         folder = recording_folder(trainer.folder.path, self._wanted)
         together(trainer.world, lambda: write_rank(folder, recorded))
         if trainer.world.rank == 0:
-            for line in merged_lines(folder):
+            try:
+                lines = told(merge(folder))
+            except InputError as error:
+                lines = [f"timeline: {error}"]
+            for line in lines:
                 trainer.say(line)
         trainer.world.barrier()  # here, and not in the next step, which would count what rank 0 has drawn as a wait
         trainer.engine.clock.leave_out()
-
-
-def merged_lines(folder: Path) -> list[str]:
-    """Make one timeline of what the ranks have written; returns what is to be said of it."""
-    try:
-        return told(merge(folder))
-    except InputError as error:
-        return [f"timeline: {error}"]

@@ -1,9 +1,13 @@
-"""Weights of Hugging Face's GPT-2, Llama, Mistral, Qwen2 and Qwen3 into a run, and a run's back into such a folder.
+"""Weights that a run begins with, of a file or a Hugging Face folder, and a run's weights as such a folder.
+
+GPT-2, Llama, Mistral, Qwen2 and Qwen3 become a run of our GPT, and such a run becomes one of these models.
 
 A run whose model.factory is hf:PATH has transformers' own model, of any family, and comes back as what it is.
 
 A folder is what `save_pretrained` writes: config.json; model.safetensors, or several such files and their index (or
 pytorch_model.bin, which is read as plain tensors alone); tokenizer.json.
+
+What does not fit the run's model is told when weights are imported, not when a job that has waited in a queue starts.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -19,11 +24,12 @@ from typing import Any
 import torch
 
 from mpitrain.checkpoint.contents import load_tensor, whole
-from mpitrain.checkpoint.convert import make_first, os_errors
+from mpitrain.checkpoint.convert import import_weights, make_first, os_errors
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
 from mpitrain.checkpoint.tensor_files import read_tensors, write_safetensors
 from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_values
 from mpitrain.config.settings import Config
+from mpitrain.data.format import TOKENIZER
 from mpitrain.errors import InputError
 from mpitrain.loading import BASE, TASK, saved_in
 from mpitrain.models.gpt.names import NamedPart, as_saved, from_theirs, named_parts
@@ -31,19 +37,111 @@ from mpitrain.models.hugging_face.build import PREFIX
 from mpitrain.models.hugging_face.facade import Facade
 from mpitrain.models.hugging_face.saving import save_folder
 from mpitrain.planner.machine import size_of
+from mpitrain.planner.subject import Subject, description_of
 from mpitrain.storage.commit import new_folder
 from mpitrain.storage.disk import sync, write_durably, write_whole
 from mpitrain.storage.run_folder import CHECKPOINTS, CONFIG
-from mpitrain.trainer.weights.importing import (
-    differences,
-    kept_settings,
-    require_model_of,
-    settings_of,
-)
 
-TOKENIZER = "tokenizer.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 3  # differences in one message
+Shapes = Mapping[str, Sequence[int]]
+
+
+def import_plain(file: Path, run: Path, arguments: Sequence[str]) -> Path:
+    """Make a run whose checkpoint of step 0 has a file's tensors, under the names that they have there.
+
+    Args:
+        file: A .safetensors file, or one that torch.save made.
+        run: The run folder. Where its settings are known, by its config.toml or by `arguments`, the tensors must be
+            those of the run's model.
+        arguments: Settings as on the command line of a training, which go to the folder's config.toml.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        InputError: See `import_weights`; or the tensors are not those of the run's model.
+    """
+    config = settings_of(run, arguments) if arguments or os.path.lexists(run / CONFIG) else None
+
+    def check(tensors: Mapping[str, torch.Tensor]) -> None:
+        if config is not None:
+            require_model_of(config, {name: tensor.shape for name, tensor in tensors.items()}, str(file))
+
+    with ExitStack() as stack:
+        if config is not None:
+            stack.enter_context(kept_settings(run, config))
+        return import_weights(file, run / CHECKPOINTS, check)
+
+
+def settings_of(run: Path, arguments: Sequence[str]) -> Config:
+    """The settings of a run: those in its folder, or those of a command line.
+
+    Raises:
+        InputError: They are wrong, or there are both.
+    """
+    file = run / CONFIG
+    if not os.path.lexists(file):
+        return Config.from_args([*arguments, "--run.dir", str(run)])
+    if arguments:
+        raise InputError(f"{file} has this run's settings already, so {arguments[0]} has no place; change it there")
+    return Config.from_args([str(file)])
+
+
+@contextmanager
+def kept_settings(run: Path, config: Config) -> Iterator[None]:
+    """Write the settings into the run's folder, where there are none yet; take them away if the import inside fails.
+
+    The checkpoint comes last: where there is one, the import has succeeded.
+    """
+    path, wrote = run / CONFIG, False
+    with os_errors(path):
+        if not os.path.lexists(path):
+            run.mkdir(parents=True, exist_ok=True)
+            write_whole(path, config.to_toml())
+            wrote = True
+    try:
+        yield
+    except BaseException:
+        if wrote:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def require_model_of(config: Config, shapes: Shapes, origin: str) -> None:
+    """Raise InputError unless tensors have the names and the shapes of the run's model.
+
+    Args:
+        config: The run's settings; its data are looked at, because they shape the model.
+        shapes: Of the tensors, by their names.
+        origin: What has them.
+    """
+    module = Subject(config, description_of(config), real=False).module
+    every = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    later = {name for name, _ in module.named_parameters(remove_duplicate=False)} - first  # tied
+    told = list(islice(differences(every, shapes, later), _SHOWN))
+    if told:
+        raise InputError(f"{origin} is not of the run's model: {'; '.join(told)}; mend [model] or give other weights")
+
+
+def differences(wanted: Shapes, given: Shapes, optional: set[str] | frozenset[str] = frozenset()) -> Iterator[str]:
+    """In words, what tensors lack, have in another shape, and have too many.
+
+    Args:
+        wanted: The shapes of the model's tensors.
+        given: The shapes of those that there are.
+        optional: Of the model's names those that may be missing.
+    """
+    for name, shape in wanted.items():
+        if name not in given:
+            if name not in optional:
+                yield f"{name} {list(shape)} is missing"
+        elif tuple(given[name]) != tuple(shape):
+            yield f"{name} is {list(given[name])} and not {list(shape)}"
+    for name in given:
+        if name not in wanted:
+            yield f"{name!r:.100} is none of the model's"
 
 
 def import_folder(source: Path, run: Path, arguments: Sequence[str]) -> Path:
