@@ -34,9 +34,10 @@ from mpitrain.checkpoint.verify import damages
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.config import deepspeed
 from mpitrain.config.settings import Config
-from mpitrain.data.dataset import open_dataset, verify
+from mpitrain.data.dataset import open_dataset
 from mpitrain.data.format import read_manifest
 from mpitrain.data.prepare import PrepareOptions, prepare
+from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import read_prompts
 from mpitrain.monitor import read_events, read_metrics

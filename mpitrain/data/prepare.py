@@ -1,6 +1,6 @@
 """`prepare`: from paths a person gives to a finished data set folder.
 
-    paths -> files -> one kind of input (the table KINDS) -> a Source -> write_dataset -> rename (commit.py)
+    paths -> files -> one kind of input (the table KINDS) -> a Source -> write_dataset -> rename (folders.py)
 
 A folder's kind is that of most of its files; the few others are skipped and counted, and more than a tenth of
 others is an error. Files and folders whose names begin with a dot are never looked at.
@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from mpitrain.data.choices import Categories, Missing, Scale
-from mpitrain.data.commit import make_dataset, os_errors
-from mpitrain.data.format import DatasetManifest, read_manifest
-from mpitrain.data.sources import idx, images, table, text, tokens, webdataset
-from mpitrain.data.sources.arrays import arrays_source
+from mpitrain.data.folders import make_dataset, os_errors
+from mpitrain.data.format import Categories, DatasetManifest, Missing, Scale, read_manifest
+from mpitrain.data.sources import images, table, text, tokens
+from mpitrain.data.sources.arrays import arrays_source, idx_source, is_idx
 from mpitrain.data.sources.documents import TextFields, documents_source, is_documents
 from mpitrain.data.sources.table_files import is_table
-from mpitrain.data.sources.text_documents import text_documents_source
+from mpitrain.data.sources.text import text_documents_source
 from mpitrain.data.writer import Progress, Source, write_dataset
 from mpitrain.errors import InputError
 
@@ -329,8 +328,8 @@ def _of_table(options: PrepareOptions) -> table.TableOptions:
 KINDS = (
     Kind(
         "IDX files",
-        idx.is_idx,
-        lambda found, options: idx.idx_source(_paths(found), allow_nonfinite=options.allow_nonfinite),
+        is_idx,
+        lambda found, options: idx_source(_paths(found), allow_nonfinite=options.allow_nonfinite),
         None,
         ("allow_nonfinite",),
     ),
@@ -359,8 +358,8 @@ KINDS = (
     ),
     Kind(
         "archives of images",
-        webdataset.is_archive,
-        lambda found, options: webdataset.archives_source(
+        images.is_archive,
+        lambda found, options: images.archives_source(
             _paths(found), options.size, skip_bad=options.skip_bad, classes=options.classes
         ),
         "size",

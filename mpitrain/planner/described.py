@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.data.configured import check_data, open_split
 from mpitrain.data.format import TRAIN
+from mpitrain.data.mix import check_data, open_split
 from mpitrain.errors import InputError, refusal
 
 

@@ -13,10 +13,9 @@ import pytest
 from support import one_line
 
 from mpitrain.data import open_dataset, resolve
-from mpitrain.data.commit import make_dataset
-from mpitrain.data.dataset import verify
-from mpitrain.data.defaults import python_files
+from mpitrain.data.folders import make_dataset, python_files
 from mpitrain.data.format import MANIFEST, read_manifest
+from mpitrain.data.shards import verify
 from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import write_dataset
 from mpitrain.errors import InputError
@@ -49,7 +48,7 @@ def is_whole(folder):
 RACE = """if True:
     import os, sys, time
     from pathlib import Path
-    from mpitrain.data.commit import make_dataset
+    from mpitrain.data.folders import make_dataset
     from mpitrain.data.sources.text import text_source
     from mpitrain.data.writer import write_dataset
     root, text, half_way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'half-way'
@@ -378,9 +377,9 @@ def test_a_folder_called_digits_is_reached_by_its_path(tmp_path, tokens_set, mon
 
 
 def test_a_library_without_source_is_told(tmp_path, monkeypatch):
-    from mpitrain.data import defaults
+    from mpitrain.data import folders
 
-    monkeypatch.setattr(defaults.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
+    monkeypatch.setattr(folders.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
     with pytest.raises(InputError, match=r"Python's standard library has no source in .*; give data.path"):
         resolve("", tmp_path / "data")
 

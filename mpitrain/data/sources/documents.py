@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
-from mpitrain.data.sources.encoder import Encoder, Tokens, make_encoder
-from mpitrain.data.sources.packing import Packer
+from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
 from mpitrain.data.sources.split import held_out_mask
 from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, os_errors_of, plain_stem, plain_suffix
 from mpitrain.data.writer import Block, Source

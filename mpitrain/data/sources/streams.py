@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mpitrain.data.commit import os_errors
+from mpitrain.data.folders import os_errors
 from mpitrain.errors import InputError
 
 CHUNK = 1 << 20

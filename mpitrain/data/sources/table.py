@@ -21,21 +21,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.choices import Categories, Missing, Scale
-from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
-from mpitrain.data.sources.columns import (
+from mpitrain.data.format import Categories, ColumnSpec, DatasetManifest, FieldSpec, Missing, Scale, read_manifest
+from mpitrain.data.sources.split import held_out_mask, partition
+from mpitrain.data.sources.table_files import (
+    Cell,
     Floats,
+    TableFile,
     UnfitCell,
     category,
     encoded,
+    is_missing,
     is_nonfinite,
+    is_number,
     is_odd,
     is_plain,
+    look,
     places,
     width,
 )
-from mpitrain.data.sources.split import held_out_mask, partition
-from mpitrain.data.sources.table_files import Cell, TableFile, is_missing, is_number, look
 from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
 from mpitrain.errors import InputError
 

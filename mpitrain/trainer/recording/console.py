@@ -13,8 +13,8 @@ import torch
 
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.settings import Config
-from mpitrain.data.configured import data_paths
-from mpitrain.data.defaults import tokenizer_of
+from mpitrain.data.folders import tokenizer_of
+from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
 from mpitrain.errors import tell
 from mpitrain.monitor import Outcome, RunFacts, banner, closing, peak_memory_bytes
