@@ -47,8 +47,8 @@ from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.report.summary import summary
 from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import write_rank
-from mpitrain.monitor.watch.view import frame, line
-from mpitrain.monitor.watch.watched import Watched
+from mpitrain.monitor.watch import frame, line
+from mpitrain.monitor.watched import Watched
 from mpitrain.planner.machine_file import read_machine
 
 ODD = (
