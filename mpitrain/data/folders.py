@@ -169,6 +169,7 @@ def tokenizer_of(data_path: str) -> Path | None:
 
 
 def _fill_python_source(folder: Path) -> None:
+    from mpitrain.data.sources import PrepareOptions
     from mpitrain.data.sources.text import text_source
     from mpitrain.data.writer import write_dataset
 
@@ -177,7 +178,8 @@ def _fill_python_source(folder: Path) -> None:
     if not files:
         raise InputError(f"Python's standard library has no source in {library}; give data.path")
     name = f"Python {sys.version.split()[0]} standard library"
-    write_dataset(folder, text_source(files, None), names=(name,), held_out=_HELD_OUT_TEXT, shard_bytes=_SHARD_BYTES)
+    source = text_source(files, PrepareOptions())
+    write_dataset(folder, source, names=(name,), held_out=_HELD_OUT_TEXT, shard_bytes=_SHARD_BYTES)
 
 
 def python_files(library: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from mpitrain.data import open_dataset, resolve
 from mpitrain.data.folders import make_dataset, python_files
 from mpitrain.data.format import MANIFEST, read_manifest
 from mpitrain.data.shards import verify
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import write_dataset
 from mpitrain.errors import InputError
@@ -30,7 +31,7 @@ def fill(tmp_path):
     text.write_text("some text\n" * 200)
 
     def into(folder):
-        write_dataset(folder, text_source([text], None), names=("test",), held_out=0.1, shard_bytes=1000)
+        write_dataset(folder, text_source([text], PrepareOptions()), names=("test",), held_out=0.1, shard_bytes=1000)
 
     return into
 
@@ -49,6 +50,7 @@ RACE = """if True:
     import os, sys, time
     from pathlib import Path
     from mpitrain.data.folders import make_dataset
+    from mpitrain.data.sources import PrepareOptions
     from mpitrain.data.sources.text import text_source
     from mpitrain.data.writer import write_dataset
     root, text, half_way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'half-way'
@@ -60,7 +62,7 @@ RACE = """if True:
             (root.parent / 'half').touch()
             time.sleep(60)
         time.sleep(0.2)
-        write_dataset(folder, text_source([text], None), names=('test',), held_out=0.1, shard_bytes=1000)
+        write_dataset(folder, text_source([text], PrepareOptions()), names=('test',), held_out=0.1, shard_bytes=1000)
     make_dataset(root / 'made', fill, once=True)
     print('done', flush=True)
 """

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.split import partition, stream_rows
 from mpitrain.data.sources.streams import opened
 from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Columns, Source
@@ -50,7 +51,12 @@ class Array:
 Pair = tuple[Array, Array]  # of x and y, or of images and labels
 
 
-def arrays_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> Source:
+def is_array(path: Path) -> bool:
+    """Whether a file has the name of one of NumPy's."""
+    return path.suffix.lower() in (".npy", ".npz")
+
+
+def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe one .npz file, or .npy files that are named like its members."""
     archives = [path for path in files if path.suffix.lower() == ".npz"]
     if len(archives) > 1 or (archives and len(files) > 1):
@@ -65,11 +71,11 @@ def arrays_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> So
                     f"{own.label} has rows of {own.dtype} {own.shape[1:]}, {mine.label} has {mine.dtype} "
                     f"{mine.shape[1:]}; give both the same form"
                 )
-    return source_of_pairs(x, y, train, test, len(files), allow_nonfinite=allow_nonfinite)
+    return source_of_pairs(x, y, train, test, len(files), options)
 
 
 def source_of_pairs(
-    x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int, *, allow_nonfinite: bool = False
+    x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int, options: PrepareOptions
 ) -> Source:
     """A source of pairs of arrays, with a row of each for a sample.
 
@@ -79,12 +85,12 @@ def source_of_pairs(
         train: The arrays.
         test: Those of the input's own test set, if it has one.
         files: How many files the input has.
-        allow_nonfinite: Whether nan and infinite numbers are taken as they are, with their count among the notes.
+        options: Whether nan and infinite numbers are taken as they are, with their count among the notes.
     """
     nonfinite: dict[str, int] = {}
 
     def checked(array: Array) -> Iterator[npt.NDArray[Any]]:
-        return _finite(array, array.blocks(step), nonfinite if allow_nonfinite else None)
+        return _finite(array, array.blocks(step), nonfinite if options.allow_nonfinite else None)
 
     def found() -> tuple[str, ...]:
         return tuple(f"{label} has {count} numbers that are not finite" for label, count in nonfinite.items() if count)
@@ -233,7 +239,7 @@ def is_idx(path: Path) -> bool:
     return bool(_IDX_NAME.search(path.name))
 
 
-def idx_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> Source:
+def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe IDX files: a pair of images and labels, and perhaps a second pair that is held out."""
     train, test = _idx_pairs(files)
     images, labels = train
@@ -243,7 +249,7 @@ def idx_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> Sourc
     given: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
     x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=given)
     y = FieldSpec(name="y", dtype=labels.dtype.name, shape=(), given="integer")
-    return source_of_pairs(x, y, train, test, len(files), allow_nonfinite=allow_nonfinite)
+    return source_of_pairs(x, y, train, test, len(files), options)
 
 
 def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:

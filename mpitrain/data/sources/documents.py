@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
+from mpitrain.data.sources import PrepareOptions, TextFields
 from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
 from mpitrain.data.sources.split import held_out_mask
 from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, os_errors_of, plain_stem, plain_suffix
@@ -36,28 +36,6 @@ _AT_ONCE = 256  # documents encoded together
 _ROWS_AT_ONCE = 1024
 _SPLIT = re.compile(r"(train|val|valid|validation|dev|test|held[_-]out)(?![a-z])")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-
-
-@dataclass(frozen=True)
-class TextFields:
-    """Which fields of a line or row hold the text.
-
-    Attributes:
-        text: The field of the whole text; used where there is no prompt.
-        prompt: The field of what is given to the model.
-        completion: The field of what the model learns to answer.
-    """
-
-    text: str = "text"
-    prompt: str | None = None
-    completion: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The fields that are read."""
-        if self.prompt is None:
-            return (self.text,)
-        return self.prompt, self.completion or "completion"
 
 
 def is_documents(path: Path, fields: TextFields) -> bool:
@@ -92,38 +70,28 @@ def documents_of(path: Path, fields: TextFields, encoding: str | None = None) ->
 Read = Callable[[Path, TextFields, str | None], Iterator[tuple[str, ...]]]
 
 
-def documents_source(
-    files: Sequence[Path],
-    fields: TextFields,
-    tokenizer: Path | None,
-    *,
-    pack: int | None = None,
-    encoding: str | None = None,
-    end_token: str | None = None,
-    read: Read = documents_of,
-) -> Source:
+def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read = documents_of) -> Source:
     """Describe documents as a stream of tokens, or as samples that they are packed into.
 
     Args:
         files: JSON lines and parquet, in order.
-        fields: Which fields hold the text.
-        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
-        pack: Tokens of a sample that whole documents are packed into; None for a stream.
-        encoding: What the text of JSON lines is in; None for UTF-8.
-        end_token: What ends a document, see `make_encoder`.
+        options: Tokenizer, fields, encoding and end of documents; how they are packed.
         read: Gives the texts of each document of a file, as `documents_of`.
     """
-    encoder = make_encoder(tokenizer, end_token, documents=True)
-    if fields.prompt is not None:
-        pack = pack or PAIRS_PACK
-    if pack:
-        _require_end(encoder)
+    encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
+    pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
+    if pack and encoder.end is None:
+        raise InputError(
+            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
+        )
     splits = splits_by_name(files)
     packers: dict[str, Packer] = {}
 
     def blocks(held_out: float) -> Iterator[Block]:
         packers.clear()
-        for held, documents in _by_split(files, splits, lambda path: read(path, fields, encoding), held_out, encoder):
+        for held, documents in _by_split(
+            files, splits, lambda path: read(path, fields, options.encoding), held_out, encoder
+        ):
             split = HELD_OUT if held else TRAIN
             if pack:
                 assert encoder.end is not None
@@ -147,18 +115,11 @@ def documents_source(
         blocks,
         files=len(files),
         vocabulary=encoder.vocabulary,
-        tokenizer=tokenizer,
+        tokenizer=options.tokenizer,
         document_end=encoder.end,
         pack=pack,
         found=notes,
     )
-
-
-def _require_end(encoder: Encoder) -> None:
-    if encoder.end is None:
-        raise InputError(
-            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
-        )
 
 
 def _token_fields(dtype: str, *, masked: bool) -> tuple[FieldSpec, ...]:

@@ -24,21 +24,24 @@ import json
 import re
 import tarfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.split import partition
 from mpitrain.data.sources.streams import opened
 from mpitrain.data.writer import GATHER_BYTES, MOST_CLASSES, Columns, Source
 from mpitrain.errors import InputError
 
+T = TypeVar("T")
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not those for which Pillow starts programs
 _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
@@ -46,39 +49,42 @@ _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
 
 @dataclass(frozen=True)
 class _Image:
+    """An image of a folder."""
+
     path: Path
     label: str
     held_out: bool
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def place(self) -> str:
+        return f"image {self.path}"
+
+    def needed_image(self) -> Path:
+        return self.path
+
+    def needed_label(self) -> str:
+        return self.label
 
 
 class BadImage(InputError):
     """An image that cannot be read, which may be left out."""
 
 
-@dataclass
-class Skipped:
-    """Images that were left out, for people."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, error: BadImage, label: str) -> None:
-        self.count += 1
-        self.first = self.first or label
-
-    def sentences(self) -> tuple[str, ...]:
-        return (f"left out {self.count} images that cannot be read, such as {self.first}",) if self.count else ()
+def is_image(path: Path) -> bool:
+    """Whether a file has the name of an image."""
+    return path.suffix.lower() in SUFFIXES
 
 
-def images_source(
-    files: Sequence[tuple[Path, Path]], size: tuple[int, int] | None, *, skip_bad: bool = False
-) -> Source:
+def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -> Source:
     """Describe folders of images, one for each class.
 
     Args:
         files: Each image, and the folder it was found under.
-        size: The height and the width in pixels that images are scaled and cut to; None where all have one size.
-        skip_bad: Whether images that cannot be read are left out, and counted.
+        options: Size, and whether images that cannot be read are left out, and counted.
 
     Raises:
         InputError: Pillow is missing, or there is only one class.
@@ -90,33 +96,63 @@ def images_source(
         raise InputError(
             f"source {files[0][1]} has only the class {classes[0]}; put the images of each class into their own folder"
         )
-    number = {label: i for i, label in enumerate(classes)}
-    height, width = size or _first_size(images, skip_bad=skip_bad)
-    skipped = Skipped()
-    step = max(1, GATHER_BYTES // (3 * height * width))
-
-    def rows(chosen: Sequence[_Image]) -> Iterator[Columns]:
-        for start in range(0, len(chosen), step):
-            block = chosen[start : start + step]
-            pixels, labels = [], []
-            for image in block:
-                try:
-                    pixels.append(fitted(image.path, f"image {image.path}", (height, width), crop=size is not None))
-                except BadImage as error:
-                    if not skip_bad:
-                        raise
-                    skipped.add(error, str(image.path))
-                    continue
-                labels.append(number[image.label])
-            if pixels:
-                yield np.stack(pixels), np.array(labels, np.int32)
-
     train = [image for image in images if not image.held_out]
     test = [image for image in images if image.held_out]
-    blocks = partition(rows, train, test)
-    x = FieldSpec(name="x", dtype="uint8", shape=(3, height, width), given="unit")
+    size = options.size or _first_size(images, skip_bad=options.skip_bad)
+    number = {label: i for i, label in enumerate(classes)}
+    return _pixels_source(iter, train, test, number, size, options, files=len(images), classes=tuple(classes))
+
+
+def _pixels_source(
+    samples: Callable[[Sequence[T]], Iterator[_Image | _ArchiveSample]],
+    train: Sequence[T],
+    test: Sequence[T],
+    number: Mapping[str, int],
+    size: tuple[int, int],
+    options: PrepareOptions,
+    **facts: Any,
+) -> Source:
+    """Describe images with classes.
+
+    Args:
+        samples: Reads them.
+        train: Where they are read from.
+        test: The input's own test set; empty without one.
+        number: Number of each class.
+        size: Height and width of all images.
+        options: Whether images are scaled to that size, and those that cannot be read left out.
+        facts: What else is known of the source.
+    """
+    skipped: list[str] = []
+    step = max(1, GATHER_BYTES // (3 * size[0] * size[1]))
+
+    def rows(part: Sequence[T]) -> Iterator[Columns]:
+        chosen = samples(part)
+        while together := list(islice(_readable(chosen, size, options, skipped), step)):
+            pixels, labels = zip(*together, strict=True)
+            yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
+
+    def found() -> tuple[str, ...]:
+        told = f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}" if skipped else ""
+        return (told,) if told else ()
+
+    x = FieldSpec(name="x", dtype="uint8", shape=(3, *size), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
-    return Source("arrays", (x, y), blocks, files=len(images), classes=tuple(classes), found=skipped.sentences)
+    return Source("arrays", (x, y), partition(rows, train, test), found=found, **facts)
+
+
+def _readable(
+    samples: Iterator[_Image | _ArchiveSample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
+) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
+    """Yield image and class of each sample; with --skip-bad, `skipped` gets the names of others."""
+    for sample in samples:
+        try:
+            label = sample.needed_label()
+            yield fitted(sample.needed_image(), sample.place, size, crop=options.size is not None), label
+        except BadImage:
+            if not options.skip_bad:
+                raise
+            skipped.append(sample.name)
 
 
 def load_decoders() -> None:
@@ -228,16 +264,12 @@ def is_archive(path: Path) -> bool:
     return bool(_ARCHIVE.search(path.name))
 
 
-def archives_source(
-    files: Sequence[Path], size: tuple[int, int] | None, *, skip_bad: bool = False, classes: Path | None = None
-) -> Source:
+def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe archives of images.
 
     Args:
         files: The archives.
-        size: The height and the width in pixels that images are scaled and cut to; None where all have one size.
-        skip_bad: Whether samples without an image that can be read, or without a class, are left out.
-        classes: A file with the names of the classes 0, 1, ..., one a line.
+        options: Size, names of the classes, and whether samples without a readable image or a class are left out.
 
     Raises:
         InputError: Pillow is missing, an archive is damaged, or its samples have no classes.
@@ -246,39 +278,18 @@ def archives_source(
     own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
     test = own_test if len(own_test) < len(files) else []
     train = [path for path in files if path not in test]
-    seen = _ArchiveSurvey(size, skip_bad)
+    seen = _ArchiveSurvey(options.size, options.skip_bad)
     for path in files:
         seen.look_into(path)
-    number, names = seen.classes(classes, files[0])
-    height, width = seen.size or (0, 0)
+    number, names = seen.classes(options.classes, files[0])
     if seen.size is None:
         raise InputError(f"archive {files[0]} holds no images with classes; give pairs such as 0001.jpg and 0001.cls")
-    skipped = Skipped()
-    step = max(1, GATHER_BYTES // (3 * height * width))
 
-    def rows(archives: Sequence[Path]) -> Iterator[Columns]:
-        pixels, labels = [], []
-        for sample in (sample for path in archives for sample in _samples(path) if sample.is_one):
-            try:
-                label = sample.needed_label()
-                pixels.append(fitted(io.BytesIO(sample.needed_image()), sample.place, (height, width), crop=bool(size)))
-            except BadImage as error:
-                if not skip_bad:
-                    raise
-                skipped.add(error, sample.place)
-                continue
-            labels.append(number[label])
-            if len(pixels) == step:
-                yield np.stack(pixels), np.array(labels, np.int32)
-                pixels, labels = [], []
-        if pixels:
-            yield np.stack(pixels), np.array(labels, np.int32)
+    def samples(archives: Sequence[Path]) -> Iterator[_ArchiveSample]:
+        return (sample for path in archives for sample in _samples(path) if sample.is_one)
 
-    x = FieldSpec(name="x", dtype="uint8", shape=(3, height, width), given="unit")
-    y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
-    blocks = partition(rows, train, test)
-    return Source(
-        "arrays", (x, y), blocks, files=len(files), classes=names, notes=seen.notes(), found=skipped.sentences
+    return _pixels_source(
+        samples, train, test, number, seen.size, options, files=len(files), classes=names, notes=seen.notes()
     )
 
 
@@ -303,10 +314,14 @@ class _ArchiveSample:
         """Whether there is an image or a class at all."""
         return self.image is not None or bool(self.labels)
 
-    def needed_image(self) -> bytes:
+    @property
+    def name(self) -> str:
+        return self.place
+
+    def needed_image(self) -> IO[bytes]:
         if self.image is None:
             raise BadImage(f"{self.place} has a class and no image; add one, or leave such samples out with --skip-bad")
-        return self.image
+        return io.BytesIO(self.image)
 
     def needed_label(self) -> str:
         """Its class: a number or a name."""
@@ -338,7 +353,7 @@ class _ArchiveSurvey:
             try:
                 label = sample.needed_label()
                 if self.size is None:
-                    self.size = decoded(io.BytesIO(sample.needed_image()), sample.place).shape[:2]
+                    self.size = decoded(sample.needed_image(), sample.place).shape[:2]
             except BadImage:
                 if not self.skip_bad:
                     raise

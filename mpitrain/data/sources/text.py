@@ -12,7 +12,7 @@ Where documents are packed or end at blank lines, `documents` goes on with their
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, TRAIN, FieldSpec
-from mpitrain.data.sources.documents import TextFields, documents_source
+from mpitrain.data.sources import PrepareOptions, TextFields
+from mpitrain.data.sources.documents import documents_source
 from mpitrain.data.sources.encoder import Encoder, make_encoder
 from mpitrain.data.sources.split import held_out_files
 from mpitrain.data.sources.streams import (
@@ -66,19 +67,19 @@ def is_text(path: Path) -> bool:
     return b"\0" not in start or wide_encoding(start) is not None
 
 
-def text_source(
-    files: Sequence[Path], tokenizer: Path | None, encoding: str | None = None, end_token: str | None = None
-) -> Source:
+def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
 
     Args:
         files: The text files, in order.
-        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
-        encoding: What the text is in; None for UTF-8, or for bytes as they are.
-        end_token: What ends a document, see `make_encoder`.
+        options: Tokenizer, encoding and end of documents; whether these are packed or end at blank lines.
     """
-    encoding = encoding_of(files, encoding)
-    encoder = make_encoder(tokenizer, end_token, documents=False)
+    encoding = encoding_of(files, options.encoding)
+    if options.pack or options.blank_lines:
+        return documents_source(
+            files, replace(options, encoding=encoding), _blank_lines if options.blank_lines else _whole
+        )
+    encoder = make_encoder(options.tokenizer, options.end_token, documents=False)
 
     def blocks(held_out: float) -> Iterator[Block]:
         for part in _ranges(files, held_out, encoding):
@@ -94,7 +95,7 @@ def text_source(
         blocks,
         files=len(files),
         vocabulary=encoder.vocabulary,
-        tokenizer=tokenizer,
+        tokenizer=options.tokenizer,
         document_end=encoder.end,
     )
 
@@ -203,34 +204,15 @@ def _decoded(text: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def text_documents_source(
-    files: Sequence[Path],
-    tokenizer: Path | None,
-    *,
-    pack: int | None = None,
-    blank_lines: bool = False,
-    encoding: str | None = None,
-    end_token: str | None = None,
-) -> Source:
-    """Describe text files as documents, in a stream of tokens or packed into samples.
+# -- documents
 
-    Args:
-        files: The text files, in order.
-        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
-        pack: Tokens of a sample that whole documents are packed into; None for a stream.
-        blank_lines: Whether a document ends at a blank line; else with its file.
-        encoding: What the text is in; None for UTF-8.
-        end_token: What ends a document, see `make_encoder`.
-    """
-    encoding = encoding_of(files, encoding)
 
-    def read(path: Path, fields: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
-        pieces = text_pieces(path, encoding)
-        return ((text,) for text in (between_blank_lines(pieces, path) if blank_lines else [joined(pieces, path)]))
+def _whole(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    yield (joined(text_pieces(path, encoding), path),)
 
-    return documents_source(
-        files, TextFields(), tokenizer, pack=pack, encoding=encoding, end_token=end_token, read=read
-    )
+
+def _blank_lines(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    return ((text,) for text in between_blank_lines(text_pieces(path, encoding), path))
 
 
 def joined(pieces: Iterable[str], path: Path) -> str:

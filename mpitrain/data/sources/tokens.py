@@ -28,6 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, TOKENS, TRAIN, FieldSpec
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
 from mpitrain.data.sources.split import held_out_mask
@@ -50,23 +51,6 @@ _LARGEST = 1 << 32
 _LABELS = ("x", "y", "x_train", "y_train", "x_test", "y_test")  # names of arrays, as of `arrays`
 
 
-@dataclass(frozen=True)
-class TokenOptions:
-    """What a person may say about tokens.
-
-    Attributes:
-        tokenizer: The file of the tokenizer that made them, which is kept with the data.
-        dtype: Of the numbers in flat files.
-        vocabulary: How many tokens there are; None: as many as the tokenizer has, or up to the largest.
-        end_token: The token after a document: a number, or a name that the tokenizer has; or "none".
-    """
-
-    tokenizer: Path | None = None
-    dtype: str | None = None
-    vocabulary: int | None = None
-    end_token: str | None = None
-
-
 def is_tokens(path: Path) -> bool:
     """Whether a file is named .bin, is an index of Megatron's, or an array of one dimension of whole numbers."""
     suffix = plain_suffix(path)
@@ -79,7 +63,7 @@ def is_tokens(path: Path) -> bool:
     return suffix == ".bin" or (suffix == ".idx" and is_index(path))
 
 
-def token_source(files: Sequence[Path], options: TokenOptions) -> Source:
+def token_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe files of tokens, in order.
 
     Raises:
@@ -118,7 +102,7 @@ def token_source(files: Sequence[Path], options: TokenOptions) -> Source:
     )
 
 
-def _facts(options: TokenOptions) -> tuple[int | None, int | None]:
+def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
     """The size of the vocabulary and the token after a document, where they are known."""
     vocabulary, end = options.vocabulary, None
     number = options.end_token is not None and options.end_token.isdecimal()
