@@ -199,7 +199,7 @@ def _members(path: Path) -> dict[str, Array]:
 def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> Array:
     label = f"array {name[:-4]} of {path}"
     with archive.open(name) as member:
-        shape, fortran, dtype = _header(member, label)
+        shape, fortran, dtype = npy_header(member, label)
     if fortran and len(shape) > 1:
         raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
 
@@ -210,13 +210,14 @@ def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> Array:
             zipfile.ZipFile(path) as own,
             own.open(name) as member,
         ):
-            _header(member, label)
+            npy_header(member, label)
             yield from stream_rows(member, dtype, shape, step, f"{label} ends too early; save it again")
 
     return Array(label, dtype, shape, blocks)
 
 
-def _header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def npy_header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a .npy file: shape, whether columns come first, dtype. label: A message's name for it."""
     with refusing(f"{label} is not a plain array", "save it again"):
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

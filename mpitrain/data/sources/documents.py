@@ -14,7 +14,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
 from mpitrain.data.sources import PrepareOptions, TextFields
 from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
 from mpitrain.data.sources.split import held_out_mask
-from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, os_errors_of, plain_stem, plain_suffix
+from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, plain_stem, plain_suffix
+from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
 from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
@@ -248,22 +248,21 @@ def _text_in(content: dict[str, Any], name: str, where: str) -> str:
 
 
 def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
+    there = parquet_schema(path).names
+    missing = next((name for name in fields.names if name not in there), None)
+    if missing is not None:
+        _text_in(dict.fromkeys(there), missing, str(path))
     row = 0
-    with os_errors_of(path), _arrow_errors(path):
-        file = _parquet(path)
-        missing = next((name for name in fields.names if name not in file.schema_arrow.names), None)
-        if missing is not None:
-            _text_in(dict.fromkeys(file.schema_arrow.names), missing, str(path))
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(fields.names)):
-            for texts in zip(*(batch.column(name).to_pylist() for name in fields.names), strict=True):
-                row += 1
-                for name, text in zip(fields.names, texts, strict=True):
-                    _text_in({name: text}, name, f"{path}, row {row}")
-                yield texts
+    for columns in parquet_columns(path, fields.names, _ROWS_AT_ONCE):
+        for texts in zip(*columns, strict=True):
+            row += 1
+            for name, text in zip(fields.names, texts, strict=True):
+                _text_in({name: text}, name, f"{path}, row {row}")
+            yield texts
 
 
 def _has_text(path: Path, fields: TextFields) -> bool:
-    schema = _parquet(path).schema_arrow
+    schema = parquet_schema(path)
     return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
 
 
@@ -272,27 +271,3 @@ def _is_text(kind: Any) -> bool:
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-@contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
-    """Turn what is wrong with the content of parquet into an InputError of one line."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
-            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]:.120}); restore that file") from None
-        raise
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise InputError(f'{path} needs the package pyarrow; pip install "mpitrain[data]"') from None
-    try:
-        return parquet.ParquetFile(path)
-    except (ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise InputError(f"{path} is not parquet ({str(error).splitlines()[0]:.120}); restore that file") from None

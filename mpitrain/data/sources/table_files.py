@@ -18,6 +18,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -39,6 +40,7 @@ _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
 _CELLS = 1 << 17  # of a block: as Python numbers they take 32 bytes each
 _LONGEST_LINE = 16 << 20
 _TEXT_COLUMN = "text"
+_ARROW_TYPES = ("integer", "floating", "boolean", "null", "string", "large_string")  # of cells
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,16 @@ def is_table(path: Path) -> bool:
     suffix = plain_suffix(path)
     if suffix in CSV:
         return True
-    return path.suffix.lower() in PARQUET and not _has_text(path)
+    if path.suffix.lower() not in PARQUET:
+        return False
+    schema = parquet_schema(path)
+    return _TEXT_COLUMN not in schema.names or str(schema.field(_TEXT_COLUMN).type) not in ("string", "large_string")
 
 
 def look(path: Path, *, least: int = 2) -> TableFile:
     """Learn what columns a file has. least: how many there must be."""
     if path.suffix.lower() in PARQUET:
-        schema = _parquet(path).schema_arrow
+        schema = parquet_schema(path)
         if len(schema.names) < least:
             raise InputError(f"table {path} has one column; it needs inputs and a label")
         return TableFile(path, tuple(schema.names), len(schema.names), "")
@@ -192,47 +197,62 @@ def _lines(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, lis
             raise InputError(f"table {path} is not UTF-8 after line {reader.line_num}; convert it") from None
 
 
-def _parquet(path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError('Parquet needs the package pyarrow; pip install "mpitrain[data]"') from None
-    with os_errors(f"table {path} cannot be read"):
-        try:
-            return pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"table {path} is not a whole Parquet file ({reason:.200}); get it again") from None
-
-
-def _has_text(path: Path) -> bool:
-    schema = _parquet(path).schema_arrow
-    return _TEXT_COLUMN in schema.names and str(schema.field(_TEXT_COLUMN).type) in ("string", "large_string")
-
-
 def _groups(path: Path, chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Sequence[Cell]]]]:
-    import pyarrow
+    from pyarrow import types
 
-    file, start = _parquet(path), 1
-    names = [file.schema_arrow.names[i] for i in chosen]
-    for name, kind in ((name, file.schema_arrow.field(name).type) for name in names):
-        held = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        plain = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean, pyarrow.types.is_null)
-        texts = (pyarrow.types.is_string, pyarrow.types.is_large_string)
-        if not any(is_so(held) for is_so in (*plain, *texts)):
+    schema, start = parquet_schema(path), 1
+    names = [schema.names[i] for i in chosen]
+    for name, kind in ((name, schema.field(name).type) for name in names):
+        held = kind.value_type if types.is_dictionary(kind) else kind
+        if not any(getattr(types, f"is_{each}")(held) for each in _ARROW_TYPES):
             raise InputError(
                 f"table {path}, column {name}: {held} is neither a number nor text; convert it, or leave the column "
                 f"out with --drop {name}"
             )
-    with os_errors(f"table {path} cannot be read"):
+    for columns in parquet_columns(path, names, max(1, _CELLS // max(1, len(names)))):
+        yield range(start, start + len(columns[0])), columns
+        start += len(columns[0])
+
+
+# -- Parquet
+
+
+def parquet_schema(path: Path) -> Any:
+    """Return the schema of a file of Parquet, as Arrow's."""
+    return _parquet(path).schema_arrow
+
+
+def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[list[Any]]:
+    """Yield some columns of a file of Parquet, each a list of Python values, in blocks of at most so many rows."""
+    file = _parquet(path)
+    with _arrow_errors(path, "damaged"):
+        for batch in file.iter_batches(rows, columns=list(names)):
+            yield [batch.column(name).to_pylist() for name in names]
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f'{path} needs the package pyarrow; pip install "mpitrain[data]"') from None
+    with _arrow_errors(path, "not a whole Parquet file"):
+        return parquet.ParquetFile(path)
+
+
+@contextmanager
+def _arrow_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn what Arrow raises about the content of a file into an InputError of one line."""
+    with os_errors(f"{path} cannot be read"):
         try:
-            for batch in file.iter_batches(max(1, _CELLS // max(1, len(names))), columns=names):
-                columns = [batch.column(name).to_pylist() for name in names]
-                yield range(start, start + batch.num_rows), columns
-                start += batch.num_rows
-        except pyarrow.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"table {path} is damaged ({reason:.200}); get it again") from None
+            yield
+        except Exception as error:
+            if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
+                reason = str(error).splitlines()[0]
+                raise InputError(f"{path} is {what} ({reason:.120}); restore that file") from None
+            raise
+
+
+# -- columns
 
 
 Floats = npt.NDArray[np.float32]

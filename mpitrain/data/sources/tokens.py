@@ -29,6 +29,7 @@ import numpy as np
 
 from mpitrain.data.format import HELD_OUT, TOKENS, TRAIN, FieldSpec
 from mpitrain.data.sources import PrepareOptions
+from mpitrain.data.sources.arrays import npy_header
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
 from mpitrain.data.sources.split import held_out_mask
@@ -46,7 +47,6 @@ from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _LARGEST = 1 << 32
 _LABELS = ("x", "y", "x_train", "y_train", "x_test", "y_test")  # names of arrays, as of `arrays`
 
@@ -168,7 +168,7 @@ def _flat(path: Path, given: str | None) -> Iterator[Tokens]:
     dtype = _flat_dtype(path, given)
     with opened(path) as file:
         if plain_suffix(path) == ".npy":
-            _read_header(file, path)
+            npy_header(file, f"array {path}")
         rest = b""
         while chunk := file.read(CHUNK):
             rest += chunk
@@ -180,16 +180,7 @@ def _flat(path: Path, given: str | None) -> Iterator[Tokens]:
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     with opened(path) as file:
-        return _read_header(file, path)
-
-
-def _read_header(file: Any, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    try:
-        version = np.lib.format.read_magic(file)
-        shape, _, dtype = _HEADERS[version](file)
-    except (ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} is not an array of NumPy ({reason:.120}); save it with np.save") from None
+        shape, _, dtype = npy_header(file, f"array {path}")
     return shape, dtype
 
 
