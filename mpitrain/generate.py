@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import EXIT_DONE, printable, refusal
 from mpitrain.inference.commands import Job, add_run, parse, run_as_job
 from mpitrain.inference.output import json_lines, require_new
-from mpitrain.monitor.terminal import terminal_behind
+from mpitrain.monitor.progress import terminal_behind
 
 if TYPE_CHECKING:
     from mpitrain.inference.placing import LanguageModel

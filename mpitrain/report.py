@@ -80,7 +80,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
     """Print what runs did, or write it as a page or pictures, or show one that goes on."""
     folders: list[Path] = arguments.runs
     if arguments.watch or arguments.once:
-        from mpitrain.monitor.watch.command import run
+        from mpitrain.monitor.watch import run
 
         if len(folders) > 1 or arguments.out or arguments.png:
             raise InputError("--watch and --once show one run, and write nothing; give one run folder alone")

@@ -34,9 +34,10 @@ from mpitrain.checkpoint.verify import damages
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.config import deepspeed
 from mpitrain.config.settings import Config
-from mpitrain.data.dataset import open_dataset, verify
+from mpitrain.data.dataset import open_dataset
 from mpitrain.data.format import read_manifest
 from mpitrain.data.prepare import PrepareOptions, prepare
+from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 from mpitrain.inference.prompts import read_prompts
 from mpitrain.monitor import read_events, read_metrics
@@ -46,8 +47,8 @@ from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.report.summary import summary
 from mpitrain.monitor.timeline.merging import merge, told
 from mpitrain.monitor.timeline.spans import write_rank
-from mpitrain.monitor.watch.view import frame, line
-from mpitrain.monitor.watch.watched import Watched
+from mpitrain.monitor.watch import frame, line
+from mpitrain.monitor.watched import Watched
 from mpitrain.planner.machine_file import read_machine
 
 ODD = (

@@ -15,7 +15,7 @@ from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.world import WAYS
 from mpitrain.config.cycles import CYCLES
 from mpitrain.config.learning_rate import DECAYS, LearningRate
-from mpitrain.data.augment import Augment
+from mpitrain.data.on_device import Augment
 from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES
 from mpitrain.models.build import MODELS

@@ -26,7 +26,7 @@ from mpitrain.data.prepare import PrepareOptions, prepare
 from mpitrain.errors import MpitrainError, message_of
 from mpitrain.monitor.report.reading import read_run
 from mpitrain.monitor.report.summary import summary
-from mpitrain.monitor.watch.watched import Watched
+from mpitrain.monitor.watched import Watched
 from mpitrain.storage.disk import read_plain
 
 SECONDS, MEMORY = 2, 512 << 20

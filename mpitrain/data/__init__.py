@@ -5,12 +5,11 @@ turn it into batches.
 """
 
 from mpitrain.data.dataset import Dataset, Description, open_dataset
-from mpitrain.data.defaults import resolve
+from mpitrain.data.folders import resolve, stage_on_nodes, staged_folder
 from mpitrain.data.format import read_manifest
 from mpitrain.data.loader import Batch, Loader, Share, evaluation_batches
 from mpitrain.data.mix import open_mix
 from mpitrain.data.order import Ordering, SampleOrder
-from mpitrain.data.stage import stage_on_nodes, staged_folder
 
 __all__ = ["Batch", "Dataset", "Description", "Loader", "SampleOrder", "Share", "evaluation_batches", "open_dataset"]
 __all__ += ["Ordering", "open_mix", "read_manifest", "resolve", "stage_on_nodes", "staged_folder"]

@@ -13,8 +13,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from mpitrain.data.choices import Categories, Missing, Scale
-from mpitrain.data.format import HELD_OUT, TOKENIZER, TRAIN, DatasetManifest, FieldSpec, SplitSpec
+from mpitrain.data.format import (
+    HELD_OUT,
+    TOKENIZER,
+    TRAIN,
+    Categories,
+    DatasetManifest,
+    FieldSpec,
+    Missing,
+    Scale,
+    SplitSpec,
+)
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, printable, tell
 from mpitrain.storage.text import bytes_text, counted
@@ -183,8 +192,8 @@ def _tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from mpitrain.data.dataset import verify
     from mpitrain.data.format import read_manifest
+    from mpitrain.data.shards import verify
 
     folder = arguments.dir
     manifest = read_manifest(folder)

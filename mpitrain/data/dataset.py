@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.defaults import resolve
+from mpitrain.data.folders import resolve
 from mpitrain.data.format import TRAIN, UNCOUNTED, ColumnSpec, DatasetManifest, FieldSpec, SplitSpec, read_manifest
 from mpitrain.data.order import Ordering, SampleOrder
 from mpitrain.data.shards import OpenShard
@@ -366,23 +366,3 @@ class RowReader:
         """Close the files. A later read opens them again."""
         with self._lock:
             self._open_shards.clear()
-
-
-def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
-    """Read every byte of every shard.
-
-    Yields:
-        One line for each extent or file that is damaged.
-    """
-    for spec in manifest.shards:
-        try:
-            shard = OpenShard(folder, spec, manifest)
-        except InputError as error:
-            yield str(error)
-            continue
-        for field in range(len(manifest.fields)):
-            for extent in range(shard.extents(field)):
-                try:
-                    shard.checked_extent(field, extent)
-                except InputError as error:
-                    yield str(error)

@@ -54,6 +54,11 @@ TOKENS, MASK = "tokens", "mask"  # fields
 UNCOUNTED = -100  # a target that is not trained on, as torch's cross-entropy has it
 EXTENT_BYTES = 64 * 1024  # small, because the first random read of a sample reads its whole extent
 
+# what options of `prepare` choose among
+Missing = Literal["mean", "median", "zero", "drop"]
+Categories = Literal["onehot", "codes"]
+Scale = Literal["standard"]
+
 _PREPARE = "python -m mpitrain.data prepare"
 _LARGEST_MANIFEST = 256 << 20  # bytes
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
@@ -151,7 +156,7 @@ class Origin(_Part):
 
 
 class ColumnSpec(_Part):
-    """A column of a table, and what becomes of it in x; `mpitrain.data.sources.columns` applies it.
+    """A column of a table, and what becomes of it in x; `mpitrain.data.sources.table_files` applies it.
 
     Attributes:
         name: Its name, or its number from 1 in a table without a header.

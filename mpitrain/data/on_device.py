@@ -1,4 +1,4 @@
-"""Batches on their way to a device: copied while the device works on those before.
+"""Batches on their way to a device: augmented, and copied while the device works on those before.
 
     host thread      batch k is read into pinned memory
     side stream      batch k+1 is copied      batch k+2 is copied       at most `ahead` batches before they are used
@@ -6,18 +6,35 @@
 
 Copies of pinned memory go on beside computation. A pinned tensor is kept until its copy is done, and a batch's memory
 on the device is not given to another before what was asked of the consumer's stream with it is done.
+
+For training, images are shifted and mirrored at random, as data.augment says.
+
+    crop   moved by up to `padding` pixels up or down, and left or right; what comes in at the border is 0
+           (as CIFAR is trained on, He et al. 2015, section 4.2: padded, then cut to its size at a random place)
+    flip   mirrored left to right, every second time
+
+What is drawn for a sample is a function of (seed, epoch, its number): the same on any number of ranks, in any batch, by
+any thread, and after a resume.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from mpitrain.choices import Augmentation
 from mpitrain.comm.memory import device
+from mpitrain.data.dataset import Description, Ids
+from mpitrain.data.order import mix64
+from mpitrain.errors import InputError
+from mpitrain.layers.images import channels_last, is_image
 
 T = TypeVar("T")
 
@@ -101,3 +118,83 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
         values = {f.name: mapped(change, getattr(batch, f.name)) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **values)
     return batch
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_NOT_THE_ORDER = np.uint64(0x6175676D656E7421)  # so that nothing here follows the permutations of `order`
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to the images of a batch.
+
+    Attributes:
+        names: "crop", "flip", or both.
+        padding: By how many pixels, at most, crop moves an image.
+        seed: What is drawn follows from it.
+    """
+
+    names: tuple[Augmentation, ...]
+    padding: int
+    seed: int
+
+    def check(self, data: Description) -> None:
+        """Raise InputError where the data are no images, or smaller than they would be moved by."""
+        if not self.names:
+            return
+        if data.kind != "arrays" or not is_image(data.x_shape) or data.x_dtype != np.float32:
+            shape = "tokens" if data.kind == "tokens" else f"{data.x_dtype} of shape {tuple(data.x_shape)}"
+            raise InputError(f"data.augment is for images, and the data are {shape}; leave it out")
+        sides = _sides(data.x_shape)
+        if "crop" in self.names and self.padding >= min(sides):
+            raise InputError(
+                f"data.augment_padding {self.padding} moves images of {sides[0]}x{sides[1]} out of sight; set it to "
+                f"less than {min(sides)}"
+            )
+
+    def __call__(self, x: torch.Tensor, ids: Ids, epochs: Ids) -> torch.Tensor:
+        """The images of a batch as they are trained on.
+
+        Args:
+            x: Images, [n, *shape], in host memory.
+            ids: The numbers of the samples, int64 [n].
+            epochs: The epoch in which each is taken, int64 [n].
+
+        Returns:
+            As many of the same shape, in memory of their own.
+        """
+        if not self.names or not len(x):
+            return x
+        images = x.numpy()
+        images = images if channels_last(x.shape[1:]) else images.reshape(len(x), -1, *x.shape[-2:])
+        height_at, width_at = (0, 1) if channels_last(x.shape[1:]) else (1, 2)
+        down, right, mirrored = (word.tolist() for word in self._drawn(ids, epochs))
+        out = np.zeros_like(images)
+        for number, image in enumerate(images):
+            place, source = [slice(None)] * 3, [slice(None)] * 3
+            place[height_at], source[height_at] = _overlap(down[number], image.shape[height_at])
+            place[width_at], source[width_at] = _overlap(right[number], image.shape[width_at])
+            moved = np.flip(out[number], width_at) if mirrored[number] else out[number]
+            moved[tuple(place)] = image[tuple(source)]
+        return torch.from_numpy(out.reshape(x.shape))
+
+    def _drawn(
+        self, ids: Ids, epochs: Ids
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """By how many pixels each image moves down and to the right, and whether it is mirrored."""
+        seed = mix64(np.array([self.seed], np.uint64) ^ _NOT_THE_ORDER)
+        key = mix64(mix64(seed + epochs.astype(np.uint64) * _STEP) ^ mix64(ids.astype(np.uint64) + _STEP))
+        words = [mix64(key + step) for step in _STEP * np.arange(1, 4, dtype=np.uint64)]
+        reach = self.padding if "crop" in self.names else 0
+        down, right = ((word % np.uint64(2 * reach + 1)).astype(np.int64) - reach for word in words[:2])
+        return down, right, (words[2] >> np.uint64(63)).astype(np.bool_) & ("flip" in self.names)
+
+
+def _overlap(shift: int, length: int) -> tuple[slice, slice]:
+    """(where pixels of an axis come to lie, where they come from) if they are moved by `shift`."""
+    return slice(max(0, shift), length + min(0, shift)), slice(max(0, -shift), length - max(0, shift))
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, int]:
+    height, width = shape[:2] if channels_last(shape) else shape[-2:]
+    return height, width

@@ -1,6 +1,6 @@
 """`prepare`: from paths a person gives to a finished data set folder.
 
-    paths -> files -> one kind of input (the table KINDS) -> a Source -> write_dataset -> rename (commit.py)
+    paths -> files -> one kind of input (the table KINDS) -> a Source -> write_dataset -> rename (folders.py)
 
 A folder's kind is that of most of its files; the few others are skipped and counted, and more than a tenth of
 others is an error. Files and folders whose names begin with a dot are never looked at.
@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from mpitrain.data.choices import Categories, Missing, Scale
-from mpitrain.data.commit import make_dataset, os_errors
+from mpitrain.data.folders import make_dataset, os_errors
 from mpitrain.data.format import DatasetManifest, read_manifest
-from mpitrain.data.sources import idx, images, table, text, tokens, webdataset
-from mpitrain.data.sources.arrays import arrays_source
-from mpitrain.data.sources.documents import TextFields, documents_source, is_documents
+from mpitrain.data.sources import PrepareOptions, TextFields, arrays, images, table, text, tokens
+from mpitrain.data.sources.documents import documents_source, is_documents
 from mpitrain.data.sources.table_files import is_table
-from mpitrain.data.sources.text_documents import text_documents_source
 from mpitrain.data.writer import Progress, Source, write_dataset
 from mpitrain.errors import InputError
 
@@ -29,62 +26,6 @@ _TEXT = "text"
 _OTHERS = 0.1  # of a folder's files may be of another kind and are skipped
 _KNOWN = "text, JSON lines, .npy/.npz, images, archives of images, IDX (MNIST), .csv, .parquet and .bin of tokens"
 _LARGEST_ROW = 1 << 30  # bytes of a sample, which must fit into memory several times
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """What a person may say about the input, each for one kind of it.
-
-    Attributes:
-        tokenizer: The file of a Hugging Face tokenizer, for text.
-        size: The height and the width of images, in pixels.
-        label: The name or the number of a table's column.
-        text: The field of JSON lines or parquet that holds the text.
-        prompt: The field of what is given to a model, whose tokens are not trained on.
-        completion: The field of what it learns to answer.
-        pack: The tokens of a sample that whole documents are packed into.
-        blank_lines: Whether documents of plain text end at blank lines, and not with their files.
-        encoding: What text is in.
-        end_token: What ends a document: a token's name or number, or "none".
-        dtype: Of the numbers in files of tokens.
-        vocabulary: How many tokens there are in files of tokens.
-        columns: Names or numbers of the columns of a table that are used; None for all.
-        drop: Those that are not used.
-        missing: What missing values of a table become: "mean", "median", "zero", or "drop" for their rows.
-        categories: What the texts of a table become: "onehot" or "codes".
-        scale: What the numbers of a table become: "standard" for mean 0 and deviation 1.
-        like: A data set of another table: what became of its columns is done here too.
-        allow_nonfinite: Whether nan and infinite numbers are taken as they are.
-        skip_bad: Whether images that cannot be read, and rows of tables with other columns, are left out and counted.
-        classes: A file with the names of the classes, one a line, for archives of images.
-    """
-
-    tokenizer: Path | None = None
-    size: tuple[int, int] | None = None
-    label: str | None = None
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    pack: int | None = None
-    blank_lines: bool = False
-    encoding: str | None = None
-    end_token: str | None = None
-    dtype: str | None = None
-    vocabulary: int | None = None
-    columns: tuple[str, ...] | None = None
-    drop: tuple[str, ...] | None = None
-    missing: Missing | None = None
-    categories: Categories | None = None
-    scale: Scale | None = None
-    like: Path | None = None
-    allow_nonfinite: bool = False
-    skip_bad: bool = False
-    classes: Path | None = None
-
-    @property
-    def text_fields(self) -> TextFields:
-        """Which fields of JSON lines or parquet are read."""
-        return TextFields(self.text or "text", self.prompt, self.completion)
 
 
 @dataclass(frozen=True)
@@ -98,6 +39,9 @@ class Found:
 
     path: Path
     root: Path
+
+
+MakeSource = Callable[[Sequence[Found], PrepareOptions], Source]
 
 
 @dataclass(frozen=True)
@@ -114,7 +58,7 @@ class Kind:
 
     name: str
     matches: Callable[[Path], bool]
-    source: Callable[[Sequence[Found], PrepareOptions], Source]
+    source: MakeSource
     option: str | None
     also: tuple[str, ...] = ()
 
@@ -288,88 +232,32 @@ def _documents(named: TextFields) -> Kind:
     return Kind(
         "JSON lines or parquet of text",
         lambda path: is_documents(path, named),
-        lambda found, options: documents_source(
-            _paths(found),
-            named,
-            options.tokenizer,
-            pack=options.pack,
-            encoding=options.encoding,
-            end_token=options.end_token,
-        ),
+        _from_paths(documents_source),
         "tokenizer",
         ("text", "prompt", "completion", "pack", "encoding", "end_token"),
     )
 
 
-def _token_options(options: PrepareOptions) -> tokens.TokenOptions:
-    return tokens.TokenOptions(options.tokenizer, options.dtype, options.vocabulary, options.end_token)
+def _of_images(found: Sequence[Found], options: PrepareOptions) -> Source:
+    return images.images_source([(one.path, one.root) for one in found], options)
 
 
-def _of_text(files: Sequence[Path], options: PrepareOptions) -> Source:
-    if not options.pack and not options.blank_lines:
-        return text.text_source(files, options.tokenizer, options.encoding, options.end_token)
-    return text_documents_source(
-        files,
-        options.tokenizer,
-        pack=options.pack,
-        blank_lines=options.blank_lines,
-        encoding=options.encoding,
-        end_token=options.end_token,
-    )
-
-
-def _paths(found: Sequence[Found]) -> list[Path]:
-    return [one.path for one in found]
-
-
-def _of_table(options: PrepareOptions) -> table.TableOptions:
-    return table.TableOptions(**{each.name: getattr(options, each.name) for each in fields(table.TableOptions)})
+def _from_paths(source: Callable[[Sequence[Path], PrepareOptions], Source]) -> MakeSource:
+    return lambda found, options: source([one.path for one in found], options)
 
 
 KINDS = (
+    Kind("IDX files", arrays.is_idx, _from_paths(arrays.idx_source), "allow_nonfinite"),
     Kind(
-        "IDX files",
-        idx.is_idx,
-        lambda found, options: idx.idx_source(_paths(found), allow_nonfinite=options.allow_nonfinite),
-        None,
-        ("allow_nonfinite",),
+        "tokens", tokens.is_tokens, _from_paths(tokens.token_source), "dtype", ("tokenizer", "vocabulary", "end_token")
     ),
-    Kind(
-        "tokens",
-        tokens.is_tokens,
-        lambda found, options: tokens.token_source(_paths(found), _token_options(options)),
-        "dtype",
-        ("tokenizer", "vocabulary", "end_token"),
-    ),
-    Kind(
-        "arrays",
-        lambda p: p.suffix.lower() in (".npy", ".npz"),
-        lambda found, options: arrays_source(_paths(found), allow_nonfinite=options.allow_nonfinite),
-        None,
-        ("allow_nonfinite",),
-    ),
-    Kind(
-        "images",
-        lambda p: p.suffix.lower() in images.SUFFIXES,
-        lambda found, options: images.images_source(
-            [(one.path, one.root) for one in found], options.size, skip_bad=options.skip_bad
-        ),
-        "size",
-        ("skip_bad",),
-    ),
-    Kind(
-        "archives of images",
-        webdataset.is_archive,
-        lambda found, options: webdataset.archives_source(
-            _paths(found), options.size, skip_bad=options.skip_bad, classes=options.classes
-        ),
-        "size",
-        ("skip_bad", "classes"),
-    ),
+    Kind("arrays", arrays.is_array, _from_paths(arrays.arrays_source), "allow_nonfinite"),
+    Kind("images", images.is_image, _of_images, "size", ("skip_bad",)),
+    Kind("archives of images", images.is_archive, _from_paths(images.archives_source), "size", ("skip_bad", "classes")),
     Kind(
         "tables",
         is_table,
-        lambda found, options: table.table_source(_paths(found), _of_table(options)),
+        _from_paths(table.table_source),
         "label",
         ("columns", "drop", "missing", "categories", "scale", "like", "allow_nonfinite", "skip_bad"),
     ),
@@ -377,7 +265,7 @@ KINDS = (
     Kind(
         _TEXT,
         text.is_text,
-        lambda found, options: _of_text(_paths(found), options),
+        _from_paths(text.text_source),
         "tokenizer",
         ("encoding", "end_token", "pack", "blank_lines"),
     ),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,3 +313,23 @@ def _data_set(
     if how.get_layout() != h5py.h5d.CONTIGUOUS or how.get_external_count() or offset is None:
         return None
     return found if offset + math.prod(shape) * dtype.itemsize <= nbytes else None
+
+
+def verify(folder: Path, manifest: DatasetManifest) -> Iterator[str]:
+    """Read every byte of every shard.
+
+    Yields:
+        One line for each extent or file that is damaged.
+    """
+    for spec in manifest.shards:
+        try:
+            shard = OpenShard(folder, spec, manifest)
+        except InputError as error:
+            yield str(error)
+            continue
+        for field in range(len(manifest.fields)):
+            for extent in range(shard.extents(field)):
+                try:
+                    shard.checked_extent(field, extent)
+                except InputError as error:
+                    yield str(error)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.data.commit import os_errors
+from mpitrain.data.folders import os_errors
 from mpitrain.data.prepare import Found, PrepareOptions, text_files
 from mpitrain.data.sources.documents import documents_of
 from mpitrain.data.sources.encoder import BYTES, ENDS

@@ -21,9 +21,8 @@ import numpy.typing as npt
 
 from mpitrain.data import Dataset, Description, open_dataset, read_manifest
 from mpitrain.data.format import HELD_OUT, TRAIN, ColumnSpec, is_dataset
-from mpitrain.data.sources.columns import cells_of_table, rows_of_table, width
 from mpitrain.data.sources.images import BadImage, fitted, load_decoders
-from mpitrain.data.sources.table_files import is_table, look
+from mpitrain.data.sources.table_files import cells_of_table, is_table, look, rows_of_table, width
 from mpitrain.errors import InputError
 
 Array = npt.NDArray[Any]

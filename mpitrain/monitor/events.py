@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.json_lines import LineWriter, read_lines
-from mpitrain.monitor.line_kinds import EventLine
+from mpitrain.monitor.json_lines import EventLine, LineWriter, read_lines
 from mpitrain.storage.run_folder import EVENTS
 
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from mpitrain.errors import InputError
 from mpitrain.monitor.events import why_no_step
-from mpitrain.monitor.json_lines import GrowingFile, LineWriter, parsed, read_lines
-from mpitrain.monitor.line_kinds import FullStepLine
+from mpitrain.monitor.json_lines import FullStepLine, GrowingFile, LineWriter, parsed, read_lines
 from mpitrain.storage.disk import free_name, open_plain, replacing
 from mpitrain.storage.run_folder import METRICS, writing
 

@@ -8,18 +8,28 @@ Where steps were skipped, their number follows. The plain lines are for a log fi
 but for that number, no control characters, each flushed at once.
 The bar never hides the cursor, because a killed job could not bring it back, and draws from the training thread at
 most a few times a second, because a second thread would take time from a rank with one core.
+
+Under a launcher isatty() does not tell whether what a rank writes ends on a terminal: Open MPI's mpirun gives a rank a
+pseudo-terminal as stdout even when its own output goes to a file, and a pipe as stderr even when its own goes to a
+terminal; MPICH's gives pipes always. What counts is where the launcher's own stream goes, which /proc tells on the
+launcher's node:
+
+    rank 0 --pipe--> [hydra_pmi_proxy --pipe-->] mpirun --> terminal, file or pipe
+
+Nothing is written to that terminal itself: bytes go by the launcher, in the order of everybody's.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import stat
 import sys
 import time
 from typing import TextIO
 
 from mpitrain.errors import printable
-from mpitrain.monitor.terminal import terminal_behind, terminal_columns
+from mpitrain.storage import proc
 from mpitrain.storage.text import duration, short
 
 REDRAW_S = 0.2
@@ -183,3 +193,65 @@ class _Bar:
     def _fit(self) -> None:
         """The terminal may be resized, and under a launcher rich cannot ask it."""
         self._console.width = terminal_columns(self._terminal)
+
+
+LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "hydra_pmi_proxy")
+# options by which mpirun writes something before each line, or puts it elsewhere
+TAGGING = ("-output", "--output", "-tag-output", "--tag-output", "-timestamp-output", "--timestamp-output")
+LABELLING = ("-l", "-prepend-rank", "--prepend-rank", "-xterm", "--xterm")
+
+
+def terminal_behind(descriptor: int) -> str | None:
+    """Path of the terminal on which bytes written to a descriptor appear.
+
+    Args:
+        descriptor: The descriptor.
+
+    Returns:
+        None where they go to a file, a pipe, another node, or through a launcher that marks each line.
+    """
+    launcher, parent = None, os.getppid()
+    while os.path.basename(_command(parent)[0]) in LAUNCHERS:
+        launcher, parent = parent, proc.state_and_parent_of(parent)[1]
+    if launcher is None or descriptor not in (1, 2):  # the launcher passes on these two
+        return os.ttyname(descriptor) if os.isatty(descriptor) else None
+    if not _reaches_launcher(descriptor) or _marks_lines(_command(launcher)):
+        return None
+    try:
+        path = os.readlink(f"/proc/{launcher}/fd/{descriptor}")
+        with open(path, opener=_without_taking_it) as device:
+            return path if device.isatty() else None
+    except OSError:  # such as pipe:[123], or not ours to see
+        return None
+
+
+def _without_taking_it(path: str, flags: int) -> int:
+    """Open a terminal, which does not become that of this process by being opened."""
+    return os.open(path, flags | os.O_NOCTTY)
+
+
+def terminal_columns(path: str) -> int:
+    """Width of the terminal at `path` now; 80 where it does not say."""
+    try:
+        with open(path, opener=_without_taking_it) as device:
+            return os.get_terminal_size(device.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def _reaches_launcher(descriptor: int) -> bool:
+    """A pipe or a pseudo-terminal leads to the launcher; a file is where somebody redirected the rank itself to."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)
+
+
+def _marks_lines(command: list[str]) -> bool:
+    return any(word.startswith(TAGGING) or word in LABELLING for word in command)
+
+
+def _command(process: int) -> list[str]:
+    """The process's argument list; [""] where the system does not tell."""
+    return proc.read(f"{process}/cmdline").split("\0")

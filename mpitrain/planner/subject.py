@@ -28,8 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpitrain.choices import Precision
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
-from mpitrain.data.configured import check_data, open_split
 from mpitrain.data.format import TRAIN
+from mpitrain.data.mix import check_data, open_split
 from mpitrain.errors import InputError, refusal
 from mpitrain.layers.precision import DTYPES, convert
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm

@@ -26,10 +26,9 @@ from mpitrain.data import (
     stage_on_nodes,
     staged_folder,
 )
-from mpitrain.data.augment import Augment
-from mpitrain.data.configured import check_data, data_paths, open_split
 from mpitrain.data.format import HELD_OUT, TRAIN
-from mpitrain.data.on_device import pin
+from mpitrain.data.mix import check_data, data_paths, open_split
+from mpitrain.data.on_device import Augment, pin
 from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.models.losses import WeightedCrossEntropy, cross_entropy

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from mpitrain.config.settings import Config
 from mpitrain.data import open_dataset
-from mpitrain.data.augment import Augment
+from mpitrain.data.on_device import Augment
 from mpitrain.errors import InputError
 from mpitrain.trainer.data import augment_of, batches
 

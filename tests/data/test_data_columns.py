@@ -10,8 +10,8 @@ import zstandard
 
 from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
-from mpitrain.data.sources.columns import rows_of_table
 from mpitrain.data.sources.split import held_out_mask
+from mpitrain.data.sources.table_files import rows_of_table
 
 ROWS = 40
 AGE = [None if i % 7 == 2 else 20.5 + i * i for i in range(ROWS)]

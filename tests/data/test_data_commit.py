@@ -13,10 +13,10 @@ import pytest
 from support import one_line
 
 from mpitrain.data import open_dataset, resolve
-from mpitrain.data.commit import make_dataset
-from mpitrain.data.dataset import verify
-from mpitrain.data.defaults import python_files
+from mpitrain.data.folders import make_dataset, python_files
 from mpitrain.data.format import MANIFEST, read_manifest
+from mpitrain.data.shards import verify
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.text import text_source
 from mpitrain.data.writer import write_dataset
 from mpitrain.errors import InputError
@@ -31,7 +31,7 @@ def fill(tmp_path):
     text.write_text("some text\n" * 200)
 
     def into(folder):
-        write_dataset(folder, text_source([text], None), names=("test",), held_out=0.1, shard_bytes=1000)
+        write_dataset(folder, text_source([text], PrepareOptions()), names=("test",), held_out=0.1, shard_bytes=1000)
 
     return into
 
@@ -49,7 +49,8 @@ def is_whole(folder):
 RACE = """if True:
     import os, sys, time
     from pathlib import Path
-    from mpitrain.data.commit import make_dataset
+    from mpitrain.data.folders import make_dataset
+    from mpitrain.data.sources import PrepareOptions
     from mpitrain.data.sources.text import text_source
     from mpitrain.data.writer import write_dataset
     root, text, half_way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'half-way'
@@ -61,7 +62,7 @@ RACE = """if True:
             (root.parent / 'half').touch()
             time.sleep(60)
         time.sleep(0.2)
-        write_dataset(folder, text_source([text], None), names=('test',), held_out=0.1, shard_bytes=1000)
+        write_dataset(folder, text_source([text], PrepareOptions()), names=('test',), held_out=0.1, shard_bytes=1000)
     make_dataset(root / 'made', fill, once=True)
     print('done', flush=True)
 """
@@ -378,9 +379,9 @@ def test_a_folder_called_digits_is_reached_by_its_path(tmp_path, tokens_set, mon
 
 
 def test_a_library_without_source_is_told(tmp_path, monkeypatch):
-    from mpitrain.data import defaults
+    from mpitrain.data import folders
 
-    monkeypatch.setattr(defaults.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
+    monkeypatch.setattr(folders.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
     with pytest.raises(InputError, match=r"Python's standard library has no source in .*; give data.path"):
         resolve("", tmp_path / "data")
 

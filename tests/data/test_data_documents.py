@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain.data import open_dataset
 from mpitrain.data.format import read_manifest
-from mpitrain.data.sources.packing import Packer
+from mpitrain.data.sources.encoder import Packer
 
 TEXTS = [f"document {i}: " + "straße 🐈 " * (i % 7) for i in range(60)]
 

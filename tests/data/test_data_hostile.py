@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from support import little_memory, one_line
 
-from mpitrain.data.dataset import open_dataset, verify
+from mpitrain.data.dataset import open_dataset
 from mpitrain.data.format import MANIFEST, _canonical, read_manifest
+from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 
 WRONG = [[], [[]], "x", "../x", {}, {"x": 1}, 1.5, True, None, -1, 0, 1, 10**9, 10**30]

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpitrain.data import dataset, open_dataset
-from mpitrain.data.dataset import verify
 from mpitrain.data.format import read_manifest
-from mpitrain.data.shards import OpenShard
+from mpitrain.data.shards import OpenShard, verify
 from mpitrain.errors import InputError
 
 

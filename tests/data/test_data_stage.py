@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mpitrain.data import open_dataset, stage_on_nodes, staged_folder
+from mpitrain.data.folders import stage
 from mpitrain.data.format import read_manifest, write_manifest
 from mpitrain.data.prepare import prepare
-from mpitrain.data.stage import stage
 from mpitrain.errors import InputError
 
 

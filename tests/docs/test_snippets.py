@@ -20,7 +20,7 @@ from mpitrain.config.aliases import our_name
 from mpitrain.config.command_line import parse
 from mpitrain.config.settings import Config, sections
 from mpitrain.config.toml_file import tomllib
-from mpitrain.data.defaults import DIGITS, resolve
+from mpitrain.data.folders import DIGITS, resolve
 from mpitrain.errors import InputError
 
 sys.path.insert(0, str(ROOT / "docs"))

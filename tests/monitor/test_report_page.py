@@ -23,10 +23,17 @@ from mpitrain import report
 from mpitrain.monitor.report.charts_ranks import memory_over_time, parts_over_time
 from mpitrain.monitor.report.charts_training import learning_rate, losses
 from mpitrain.monitor.report.compare import Named, changed_settings, short_names
-from mpitrain.monitor.report.findings import expected_traffic, findings, memory_use, sent_along, stragglers
-from mpitrain.monitor.report.reading import read_run
-from mpitrain.monitor.report.records import RunRecord
-from mpitrain.monitor.report.series import chosen, histogram, kept
+from mpitrain.monitor.report.findings import (
+    chosen,
+    expected_traffic,
+    findings,
+    histogram,
+    kept,
+    memory_use,
+    sent_along,
+    stragglers,
+)
+from mpitrain.monitor.report.reading import RunRecord, read_run
 from mpitrain.monitor.report.style import LIGHT, painted, spec_of
 
 ONE = {

@@ -29,8 +29,8 @@ from mpitrain.monitor import json_lines
 from mpitrain.monitor.events import EventLog
 from mpitrain.monitor.json_lines import GrowingFile
 from mpitrain.monitor.metrics import MetricsWriter
-from mpitrain.monitor.watch.view import sparkline
-from mpitrain.monitor.watch.watched import Curve, RunStatus, Watched
+from mpitrain.monitor.watch import sparkline
+from mpitrain.monitor.watched import Curve, RunStatus, Watched
 from mpitrain.storage import locks
 
 SMALL = ("--model.layers", 1, "--model.width", 32, "--model.heads", 2, "--model.sequence", 32, "--train.batch", 8,

@@ -1,13 +1,23 @@
-"""NumPy files: x.npy and y.npy, or one .npz with x and y; also x_train, y_train, x_test, y_test.
+"""Arrays of NumPy and IDX: x.npy and y.npy, or one .npz with x and y; also x_train, y_train, x_test, y_test.
 
 One row per sample along the first axis. How x is handed over follows from its dtype: floating point and bool as
 float32, uint8 as float32 of the value / 255 (images), other whole numbers as int64 codes. y: floating point as
 float32, whole numbers as int64. Nothing is unpickled, ever, and nothing is loaded whole: .npy files are memory
 mapped, the members of a .npz are read as streams.
+
+IDX files, the format of MNIST, hold images and labels in pairs, plain or .gz.
+
+    bytes 0 0 | type | dimensions | size of each dimension, 4 bytes big-endian ... | values, big-endian, row by row
+
+(Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section on file formats.)
+Files named t10k-... or ...-test-... are the input's own held-out set. Images of bytes are kept as [1, height,
+width] and handed over as value / 255.
 """
 
 from __future__ import annotations
 
+import re
+import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +27,11 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.commit import os_errors
+from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.split import partition, stream_rows
+from mpitrain.data.sources.streams import opened
 from mpitrain.data.writer import GATHER_BYTES, MOST_DIMENSIONS, Columns, Source
 from mpitrain.errors import InputError, refusing
 
@@ -39,7 +51,12 @@ class Array:
 Pair = tuple[Array, Array]  # of x and y, or of images and labels
 
 
-def arrays_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> Source:
+def is_array(path: Path) -> bool:
+    """Whether a file has the name of one of NumPy's."""
+    return path.suffix.lower() in (".npy", ".npz")
+
+
+def arrays_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe one .npz file, or .npy files that are named like its members."""
     archives = [path for path in files if path.suffix.lower() == ".npz"]
     if len(archives) > 1 or (archives and len(files) > 1):
@@ -54,11 +71,11 @@ def arrays_source(files: Sequence[Path], *, allow_nonfinite: bool = False) -> So
                     f"{own.label} has rows of {own.dtype} {own.shape[1:]}, {mine.label} has {mine.dtype} "
                     f"{mine.shape[1:]}; give both the same form"
                 )
-    return source_of_pairs(x, y, train, test, len(files), allow_nonfinite=allow_nonfinite)
+    return source_of_pairs(x, y, train, test, len(files), options)
 
 
 def source_of_pairs(
-    x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int, *, allow_nonfinite: bool = False
+    x: FieldSpec, y: FieldSpec, train: Pair, test: Pair | None, files: int, options: PrepareOptions
 ) -> Source:
     """A source of pairs of arrays, with a row of each for a sample.
 
@@ -68,12 +85,12 @@ def source_of_pairs(
         train: The arrays.
         test: Those of the input's own test set, if it has one.
         files: How many files the input has.
-        allow_nonfinite: Whether nan and infinite numbers are taken as they are, with their count among the notes.
+        options: Whether nan and infinite numbers are taken as they are, with their count among the notes.
     """
     nonfinite: dict[str, int] = {}
 
     def checked(array: Array) -> Iterator[npt.NDArray[Any]]:
-        return _finite(array, array.blocks(step), nonfinite if allow_nonfinite else None)
+        return _finite(array, array.blocks(step), nonfinite if options.allow_nonfinite else None)
 
     def found() -> tuple[str, ...]:
         return tuple(f"{label} has {count} numbers that are not finite" for label, count in nonfinite.items() if count)
@@ -182,7 +199,7 @@ def _members(path: Path) -> dict[str, Array]:
 def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> Array:
     label = f"array {name[:-4]} of {path}"
     with archive.open(name) as member:
-        shape, fortran, dtype = _header(member, label)
+        shape, fortran, dtype = npy_header(member, label)
     if fortran and len(shape) > 1:
         raise InputError(f"{label} is in Fortran order; save np.ascontiguousarray of it")
 
@@ -193,13 +210,14 @@ def _streamed(path: Path, archive: zipfile.ZipFile, name: str) -> Array:
             zipfile.ZipFile(path) as own,
             own.open(name) as member,
         ):
-            _header(member, label)
+            npy_header(member, label)
             yield from stream_rows(member, dtype, shape, step, f"{label} ends too early; save it again")
 
     return Array(label, dtype, shape, blocks)
 
 
-def _header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def npy_header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a .npy file: shape, whether columns come first, dtype. label: A message's name for it."""
     with refusing(f"{label} is not a plain array", "save it again"):
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -207,3 +225,90 @@ def _header(member: IO[bytes], label: str) -> tuple[tuple[int, ...], bool, np.dt
         if not all(type(length) is int and 0 <= length < 2**63 for length in shape):
             raise ValueError(f"its shape is {shape}")
     return shape, fortran, dtype
+
+
+# -- IDX files
+
+
+_IDX_NAME = re.compile(r"[-.]idx\d-(ubyte|byte|short|int|float|double)(\.gz)?$", re.IGNORECASE)
+_IDX_TEST = re.compile(r"t10k|(^|[-_])test[-_]", re.IGNORECASE)
+_IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def is_idx(path: Path) -> bool:
+    """Whether a file has the name of an IDX file."""
+    return bool(_IDX_NAME.search(path.name))
+
+
+def idx_source(files: Sequence[Path], options: PrepareOptions) -> Source:
+    """Describe IDX files: a pair of images and labels, and perhaps a second pair that is held out."""
+    train, test = _idx_pairs(files)
+    images, labels = train
+    channel = (1,) if len(images.shape) == 3 else ()
+    if labels.dtype.kind not in "iu" or len(labels.shape) != 1:
+        raise InputError(f"IDX file {labels.label} holds no class numbers; give the labels file")
+    given: Literal["unit", "float"] = "unit" if images.dtype.kind == "u" else "float"
+    x = FieldSpec(name="x", dtype=images.dtype.name, shape=channel + images.shape[1:], given=given)
+    y = FieldSpec(name="y", dtype=labels.dtype.name, shape=(), given="integer")
+    return source_of_pairs(x, y, train, test, len(files), options)
+
+
+def _idx_pairs(files: Sequence[Path]) -> tuple[Pair, Pair | None]:
+    """The training pair and, where there is one, the test pair, of images and labels."""
+    by_key = {_idx_key(path): path for path in files}
+    pairs: dict[bool, Pair] = {}
+    for key, path in by_key.items():
+        if "labels" in key:
+            if key.replace("labels", "images") not in by_key:
+                raise InputError(f"IDX file {path} has no images beside it; give both files")
+            continue
+        if key.replace("images", "labels") not in by_key or "images" not in key:
+            raise InputError(
+                f"IDX file {path} has no labels beside it; give both files, named ...images... and ...labels..."
+            )
+        own_test = bool(_IDX_TEST.search(path.name))
+        if own_test in pairs:
+            raise InputError(f"IDX files {pairs[own_test][0].label} and {path} are two sets of images; give one")
+        images, labels = _idx_array(path), _idx_array(by_key[key.replace("images", "labels")])
+        if images.shape[0] != labels.shape[0]:
+            raise InputError(
+                f"IDX file {path} holds {images.shape[0]} images, {labels.label} {labels.shape[0]} labels; "
+                "give files that belong together"
+            )
+        pairs[own_test] = (images, labels)
+    if False not in pairs:
+        return pairs[True], None
+    return pairs[False], pairs.get(True)
+
+
+def _idx_key(path: Path) -> str:
+    """What a file of images and its file of labels have in common, but for that one word."""
+    return _IDX_NAME.sub("", path.name).lower()
+
+
+def _idx_array(path: Path) -> Array:
+    with opened(path) as file:
+        dtype, shape = _idx_header(file, path)
+
+    def blocks(step: int) -> Iterator[npt.NDArray[Any]]:
+        with opened(path) as file:
+            _idx_header(file, path)
+            cut_off = f"IDX file {path} ends too early: it is cut off; get it again"
+            yield from stream_rows(file, dtype, shape, step, cut_off)
+
+    return Array(str(path), dtype, shape, blocks)
+
+
+def _idx_header(file: IO[bytes], path: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    head = file.read(4)
+    if not head:
+        raise InputError(f"IDX file {path} is empty; give a file with data")
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not head[3]:
+        raise InputError(f"{path} is not an IDX file, although its name says so; get it again")
+    sizes = file.read(4 * head[3])
+    if len(sizes) < 4 * head[3]:
+        raise InputError(f"IDX file {path} ends too early: it is cut off; get it again")
+    shape = struct.unpack(f">{head[3]}I", sizes)
+    if 0 in shape or len(shape) > MOST_DIMENSIONS:
+        raise InputError(f"IDX file {path} holds no samples (its sizes are {list(shape)!s:.100}); get it again")
+    return np.dtype(_IDX_TYPES[head[2]]), shape

@@ -14,8 +14,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, MASK, TOKENS, TRAIN, FieldSpec
-from mpitrain.data.sources.encoder import Encoder, Tokens, make_encoder
-from mpitrain.data.sources.packing import Packer
+from mpitrain.data.sources import PrepareOptions, TextFields
+from mpitrain.data.sources.encoder import Encoder, Packer, Tokens, make_encoder
 from mpitrain.data.sources.split import held_out_mask
-from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, os_errors_of, plain_stem, plain_suffix
+from mpitrain.data.sources.streams import CHUNK, LONGEST, head, lines_of, opened, plain_stem, plain_suffix
+from mpitrain.data.sources.table_files import parquet_columns, parquet_schema
 from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
@@ -37,28 +36,6 @@ _AT_ONCE = 256  # documents encoded together
 _ROWS_AT_ONCE = 1024
 _SPLIT = re.compile(r"(train|val|valid|validation|dev|test|held[_-]out)(?![a-z])")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-
-
-@dataclass(frozen=True)
-class TextFields:
-    """Which fields of a line or row hold the text.
-
-    Attributes:
-        text: The field of the whole text; used where there is no prompt.
-        prompt: The field of what is given to the model.
-        completion: The field of what the model learns to answer.
-    """
-
-    text: str = "text"
-    prompt: str | None = None
-    completion: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The fields that are read."""
-        if self.prompt is None:
-            return (self.text,)
-        return self.prompt, self.completion or "completion"
 
 
 def is_documents(path: Path, fields: TextFields) -> bool:
@@ -93,38 +70,28 @@ def documents_of(path: Path, fields: TextFields, encoding: str | None = None) ->
 Read = Callable[[Path, TextFields, str | None], Iterator[tuple[str, ...]]]
 
 
-def documents_source(
-    files: Sequence[Path],
-    fields: TextFields,
-    tokenizer: Path | None,
-    *,
-    pack: int | None = None,
-    encoding: str | None = None,
-    end_token: str | None = None,
-    read: Read = documents_of,
-) -> Source:
+def documents_source(files: Sequence[Path], options: PrepareOptions, read: Read = documents_of) -> Source:
     """Describe documents as a stream of tokens, or as samples that they are packed into.
 
     Args:
         files: JSON lines and parquet, in order.
-        fields: Which fields hold the text.
-        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
-        pack: Tokens of a sample that whole documents are packed into; None for a stream.
-        encoding: What the text of JSON lines is in; None for UTF-8.
-        end_token: What ends a document, see `make_encoder`.
+        options: Tokenizer, fields, encoding and end of documents; how they are packed.
         read: Gives the texts of each document of a file, as `documents_of`.
     """
-    encoder = make_encoder(tokenizer, end_token, documents=True)
-    if fields.prompt is not None:
-        pack = pack or PAIRS_PACK
-    if pack:
-        _require_end(encoder)
+    encoder, fields = make_encoder(options.tokenizer, options.end_token, documents=True), options.text_fields
+    pack = options.pack or (PAIRS_PACK if fields.prompt is not None else None)
+    if pack and encoder.end is None:
+        raise InputError(
+            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
+        )
     splits = splits_by_name(files)
     packers: dict[str, Packer] = {}
 
     def blocks(held_out: float) -> Iterator[Block]:
         packers.clear()
-        for held, documents in _by_split(files, splits, lambda path: read(path, fields, encoding), held_out, encoder):
+        for held, documents in _by_split(
+            files, splits, lambda path: read(path, fields, options.encoding), held_out, encoder
+        ):
             split = HELD_OUT if held else TRAIN
             if pack:
                 assert encoder.end is not None
@@ -148,18 +115,11 @@ def documents_source(
         blocks,
         files=len(files),
         vocabulary=encoder.vocabulary,
-        tokenizer=tokenizer,
+        tokenizer=options.tokenizer,
         document_end=encoder.end,
         pack=pack,
         found=notes,
     )
-
-
-def _require_end(encoder: Encoder) -> None:
-    if encoder.end is None:
-        raise InputError(
-            "packed documents need a token that ends each of them; name one of the tokenizer's with --end-token"
-        )
 
 
 def _token_fields(dtype: str, *, masked: bool) -> tuple[FieldSpec, ...]:
@@ -288,22 +248,21 @@ def _text_in(content: dict[str, Any], name: str, where: str) -> str:
 
 
 def _rows(path: Path, fields: TextFields) -> Iterator[tuple[str, ...]]:
+    there = parquet_schema(path).names
+    missing = next((name for name in fields.names if name not in there), None)
+    if missing is not None:
+        _text_in(dict.fromkeys(there), missing, str(path))
     row = 0
-    with os_errors_of(path), _arrow_errors(path):
-        file = _parquet(path)
-        missing = next((name for name in fields.names if name not in file.schema_arrow.names), None)
-        if missing is not None:
-            _text_in(dict.fromkeys(file.schema_arrow.names), missing, str(path))
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(fields.names)):
-            for texts in zip(*(batch.column(name).to_pylist() for name in fields.names), strict=True):
-                row += 1
-                for name, text in zip(fields.names, texts, strict=True):
-                    _text_in({name: text}, name, f"{path}, row {row}")
-                yield texts
+    for columns in parquet_columns(path, fields.names, _ROWS_AT_ONCE):
+        for texts in zip(*columns, strict=True):
+            row += 1
+            for name, text in zip(fields.names, texts, strict=True):
+                _text_in({name: text}, name, f"{path}, row {row}")
+            yield texts
 
 
 def _has_text(path: Path, fields: TextFields) -> bool:
-    schema = _parquet(path).schema_arrow
+    schema = parquet_schema(path)
     return all(name in schema.names and _is_text(schema.field(name).type) for name in fields.names)
 
 
@@ -312,27 +271,3 @@ def _is_text(kind: Any) -> bool:
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-@contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
-    """Turn what is wrong with the content of parquet into an InputError of one line."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None):
-            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]:.120}); restore that file") from None
-        raise
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise InputError(f'{path} needs the package pyarrow; pip install "mpitrain[data]"') from None
-    try:
-        return parquet.ParquetFile(path)
-    except (ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise InputError(f"{path} is not parquet ({str(error).splitlines()[0]:.120}); restore that file") from None

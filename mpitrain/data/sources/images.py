@@ -1,29 +1,47 @@
-"""Image folders: one subfolder per class, any format Pillow reads; kept as uint8 [3, height, width].
+"""Images in folders, one for each class, or in archives; any format Pillow reads; kept as uint8 [3, height, width].
 
     DIR/cat/1.png  DIR/dog/2.jpg          classes cat and dog
     DIR/train/cat/1.png  DIR/val/cat/9.png  the input's own held-out set (val, valid, validation, test, held_out)
 
 Classes are numbered in the order of their names. Images are turned as their EXIF tag says and made RGB. With a
 size, each is scaled until it covers height x width and its middle is cut out; without, all must have one size.
+
+Archives are as WebDataset has them: tar files, plain or compressed, whose members are grouped by name.
+
+    photos/0001.jpg  photos/0001.cls         one sample: what stands before the first dot of the name is its key
+    photos/0002.png  photos/0002.json        an image, and its class: .cls, .json or .txt
+
+A class is a number or a name: the text of .cls or .txt, or what a .json has, or has under "label", "cls" or "class".
+Archives whose names begin with val, valid, validation, test or held_out are the input's own held-out set, where there
+are others. They are read as streams, twice. Nothing is extracted to a disk, no link in them is followed, and their
+paths serve as keys and in messages alone.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import tarfile
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.commit import os_errors
+from mpitrain.data.folders import os_errors
 from mpitrain.data.format import FieldSpec
+from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.split import partition
-from mpitrain.data.writer import GATHER_BYTES, Columns, Source
+from mpitrain.data.sources.streams import opened
+from mpitrain.data.writer import GATHER_BYTES, MOST_CLASSES, Columns, Source
 from mpitrain.errors import InputError
 
+T = TypeVar("T")
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not those for which Pillow starts programs
 _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
@@ -31,39 +49,42 @@ _HELD_OUT = frozenset(("val", "valid", "validation", "test", "held_out"))
 
 @dataclass(frozen=True)
 class _Image:
+    """An image of a folder."""
+
     path: Path
     label: str
     held_out: bool
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def place(self) -> str:
+        return f"image {self.path}"
+
+    def needed_image(self) -> Path:
+        return self.path
+
+    def needed_label(self) -> str:
+        return self.label
 
 
 class BadImage(InputError):
     """An image that cannot be read, which may be left out."""
 
 
-@dataclass
-class Skipped:
-    """Images that were left out, for people."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, error: BadImage, label: str) -> None:
-        self.count += 1
-        self.first = self.first or label
-
-    def sentences(self) -> tuple[str, ...]:
-        return (f"left out {self.count} images that cannot be read, such as {self.first}",) if self.count else ()
+def is_image(path: Path) -> bool:
+    """Whether a file has the name of an image."""
+    return path.suffix.lower() in SUFFIXES
 
 
-def images_source(
-    files: Sequence[tuple[Path, Path]], size: tuple[int, int] | None, *, skip_bad: bool = False
-) -> Source:
+def images_source(files: Sequence[tuple[Path, Path]], options: PrepareOptions) -> Source:
     """Describe folders of images, one for each class.
 
     Args:
         files: Each image, and the folder it was found under.
-        size: The height and the width in pixels that images are scaled and cut to; None where all have one size.
-        skip_bad: Whether images that cannot be read are left out, and counted.
+        options: Size, and whether images that cannot be read are left out, and counted.
 
     Raises:
         InputError: Pillow is missing, or there is only one class.
@@ -75,33 +96,63 @@ def images_source(
         raise InputError(
             f"source {files[0][1]} has only the class {classes[0]}; put the images of each class into their own folder"
         )
-    number = {label: i for i, label in enumerate(classes)}
-    height, width = size or _first_size(images, skip_bad=skip_bad)
-    skipped = Skipped()
-    step = max(1, GATHER_BYTES // (3 * height * width))
-
-    def rows(chosen: Sequence[_Image]) -> Iterator[Columns]:
-        for start in range(0, len(chosen), step):
-            block = chosen[start : start + step]
-            pixels, labels = [], []
-            for image in block:
-                try:
-                    pixels.append(fitted(image.path, f"image {image.path}", (height, width), crop=size is not None))
-                except BadImage as error:
-                    if not skip_bad:
-                        raise
-                    skipped.add(error, str(image.path))
-                    continue
-                labels.append(number[image.label])
-            if pixels:
-                yield np.stack(pixels), np.array(labels, np.int32)
-
     train = [image for image in images if not image.held_out]
     test = [image for image in images if image.held_out]
-    blocks = partition(rows, train, test)
-    x = FieldSpec(name="x", dtype="uint8", shape=(3, height, width), given="unit")
+    size = options.size or _first_size(images, skip_bad=options.skip_bad)
+    number = {label: i for i, label in enumerate(classes)}
+    return _pixels_source(iter, train, test, number, size, options, files=len(images), classes=tuple(classes))
+
+
+def _pixels_source(
+    samples: Callable[[Sequence[T]], Iterator[_Image | _ArchiveSample]],
+    train: Sequence[T],
+    test: Sequence[T],
+    number: Mapping[str, int],
+    size: tuple[int, int],
+    options: PrepareOptions,
+    **facts: Any,
+) -> Source:
+    """Describe images with classes.
+
+    Args:
+        samples: Reads them.
+        train: Where they are read from.
+        test: The input's own test set; empty without one.
+        number: Number of each class.
+        size: Height and width of all images.
+        options: Whether images are scaled to that size, and those that cannot be read left out.
+        facts: What else is known of the source.
+    """
+    skipped: list[str] = []
+    step = max(1, GATHER_BYTES // (3 * size[0] * size[1]))
+
+    def rows(part: Sequence[T]) -> Iterator[Columns]:
+        chosen = samples(part)
+        while together := list(islice(_readable(chosen, size, options, skipped), step)):
+            pixels, labels = zip(*together, strict=True)
+            yield np.stack(pixels), np.array([number[label] for label in labels], np.int32)
+
+    def found() -> tuple[str, ...]:
+        told = f"left out {len(skipped)} images that cannot be read, such as {skipped[0]}" if skipped else ""
+        return (told,) if told else ()
+
+    x = FieldSpec(name="x", dtype="uint8", shape=(3, *size), given="unit")
     y = FieldSpec(name="y", dtype="int32", shape=(), given="integer")
-    return Source("arrays", (x, y), blocks, files=len(images), classes=tuple(classes), found=skipped.sentences)
+    return Source("arrays", (x, y), partition(rows, train, test), found=found, **facts)
+
+
+def _readable(
+    samples: Iterator[_Image | _ArchiveSample], size: tuple[int, int], options: PrepareOptions, skipped: list[str]
+) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
+    """Yield image and class of each sample; with --skip-bad, `skipped` gets the names of others."""
+    for sample in samples:
+        try:
+            label = sample.needed_label()
+            yield fitted(sample.needed_image(), sample.place, size, crop=options.size is not None), label
+        except BadImage:
+            if not options.skip_bad:
+                raise
+            skipped.append(sample.name)
 
 
 def load_decoders() -> None:
@@ -190,3 +241,244 @@ def decoded(file: Path | IO[bytes], label: str, fit: tuple[int, int] | None = No
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BadImage(f"{label} cannot be decoded ({reason}); {mend}") from None
+
+
+# -- archives
+
+
+_ARCHIVE = re.compile(r"\.(tar(\.(gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
+_ARCHIVE_OF_TEST = re.compile(r"(val|valid|validation|test|held_out)([-_.\d]|$)", re.IGNORECASE)
+_LABELS = ("cls", "json", "txt")  # of several, the first one counts
+_BROKEN: tuple[type[tarfile.TarError], ...] = tuple(
+    getattr(tarfile, f"{what}HeaderError") for what in ("Invalid", "Truncated", "Empty")
+)
+_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_IN_MEMORY = frozenset((tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX))
+_LARGEST_HEADER = 1 << 20  # bytes of a name, or of a PAX header
+_IN_JSON = ("label", "cls", "class")
+_LARGEST_IMAGE, _LARGEST_LABEL, _LONGEST_NAME = 256 << 20, 1 << 20, 200
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file has the name of a tar archive."""
+    return bool(_ARCHIVE.search(path.name))
+
+
+def archives_source(files: Sequence[Path], options: PrepareOptions) -> Source:
+    """Describe archives of images.
+
+    Args:
+        files: The archives.
+        options: Size, names of the classes, and whether samples without a readable image or a class are left out.
+
+    Raises:
+        InputError: Pillow is missing, an archive is damaged, or its samples have no classes.
+    """
+    load_decoders()
+    own_test = [path for path in files if _ARCHIVE_OF_TEST.match(path.name)]
+    test = own_test if len(own_test) < len(files) else []
+    train = [path for path in files if path not in test]
+    seen = _ArchiveSurvey(options.size, options.skip_bad)
+    for path in files:
+        seen.look_into(path)
+    number, names = seen.classes(options.classes, files[0])
+    if seen.size is None:
+        raise InputError(f"archive {files[0]} holds no images with classes; give pairs such as 0001.jpg and 0001.cls")
+
+    def samples(archives: Sequence[Path]) -> Iterator[_ArchiveSample]:
+        return (sample for path in archives for sample in _samples(path) if sample.is_one)
+
+    return _pixels_source(
+        samples, train, test, number, seen.size, options, files=len(files), classes=names, notes=seen.notes()
+    )
+
+
+@dataclass
+class _ArchiveSample:
+    """The members of one key.
+
+    Attributes:
+        place: What messages call it.
+        image: The content of its image's file.
+        labels: The content of its labels' files, by their endings.
+        others: The names of members that are neither.
+    """
+
+    place: str
+    image: bytes | None = None
+    labels: dict[str, bytes] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is an image or a class at all."""
+        return self.image is not None or bool(self.labels)
+
+    @property
+    def name(self) -> str:
+        return self.place
+
+    def needed_image(self) -> IO[bytes]:
+        if self.image is None:
+            raise BadImage(f"{self.place} has a class and no image; add one, or leave such samples out with --skip-bad")
+        return io.BytesIO(self.image)
+
+    def needed_label(self) -> str:
+        """Its class: a number or a name."""
+        ending = next((ending for ending in _LABELS if ending in self.labels), None)
+        told = "" if ending is None else _label(self.labels[ending], ending == "json")
+        if not told:
+            raise BadImage(
+                f"{self.place} has no class in a .cls, .json or .txt; add it, or leave such samples out with --skip-bad"
+            )
+        return told
+
+
+@dataclass
+class _ArchiveSurvey:
+    """What the first reading has seen."""
+
+    size: tuple[int, int] | None
+    skip_bad: bool
+    labels: set[str] = field(default_factory=set)
+    others: int = 0
+    other: str = ""
+
+    def look_into(self, path: Path) -> None:
+        for sample in _samples(path):
+            self.others += len(sample.others)
+            self.other = self.other or next(iter(sample.others), "")
+            if not sample.is_one:
+                continue
+            try:
+                label = sample.needed_label()
+                if self.size is None:
+                    self.size = decoded(sample.needed_image(), sample.place).shape[:2]
+            except BadImage:
+                if not self.skip_bad:
+                    raise
+                continue
+            self.labels.add(label)
+            if len(self.labels) > MOST_CLASSES:
+                raise InputError(f"archive {path}: more than {MOST_CLASSES} different classes; are these captions?")
+
+    def classes(self, file: Path | None, first: Path) -> tuple[dict[str, int], tuple[str, ...] | None]:
+        """The number of each label, and the names of the classes."""
+        numbers = all(label.isdecimal() and label.isascii() for label in self.labels)
+        names = _names(file) if file else None
+        if numbers and names is None:
+            return {label: int(label) for label in self.labels}, None
+        if names is None:
+            names = tuple(sorted(self.labels))
+        number = {label: int(label) for label in self.labels} if numbers else {name: i for i, name in enumerate(names)}
+        for label in sorted(self.labels):
+            if not 0 <= number.get(label, -1) < len(names):
+                raise InputError(
+                    f"archive {first}: has the class {label!a}, and {file} {len(names)} names; add it there"
+                )
+        return number, names
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"passed over {self.others} other members, such as {self.other}",) if self.others else ()
+
+
+def _label(content: bytes, is_json: bool) -> str:
+    """What a file says of the class; "" if nothing."""
+    try:
+        text: Any = content.decode("utf-8").strip()
+        if is_json:
+            text = json.loads(text)
+            text = next((text[key] for key in _IN_JSON if key in text), "") if isinstance(text, dict) else text
+    except (ValueError, RecursionError):
+        return ""
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        return ""
+    told = str(text).strip()
+    return told if len(told) <= _LONGEST_NAME and "\n" not in told else ""
+
+
+def _names(file: Path) -> tuple[str, ...]:
+    try:
+        names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--classes {file} cannot be read ({error}); give a file with a name a line") from None
+    if len(set(names)) < len(names) or not names:
+        raise InputError(f"--classes {file} holds {'a name twice' if names else 'no names'}; mend it")
+    return names
+
+
+class _TarHeader(tarfile.TarInfo):
+    """A header. The module takes one that is damaged for the end of the archive; here it is an error.
+
+    What the module reads into memory because a header says so, whatever its size, is refused: long names, PAX headers
+    and maps of sparse files.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _TarHeader:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _IN_MEMORY and header.size > _LARGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {header.size:,} bytes")
+        if header.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError("a sparse file")
+        return header
+
+    def _proc_gnusparse_10(self, *_: Any) -> None:  # whose map would be read whole
+        raise tarfile.ReadError("a sparse file")
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _TarHeader:
+        try:
+            return super().fromtarfile(archive)
+        except _BROKEN as error:
+            raise tarfile.ReadError(f"it is cut off or damaged: {error}") from None
+
+
+def _samples(path: Path) -> Iterator[_ArchiveSample]:
+    """The samples of an archive, in order."""
+    sample, of = None, None
+    for member, content in _members(path):
+        folder, slash, name = member.rpartition("/")
+        key, _, ending = name.partition(".")
+        if sample is None or (folder, key) != of:
+            if sample is not None:
+                yield sample
+            sample, of = _ArchiveSample(f"{ascii(folder + slash + key)[1:-1]:.200} in archive {path}"), (folder, key)
+        ending = ending.lower()
+        if f".{ending}" in SUFFIXES and sample.image is None and content is not None:
+            sample.image = content
+        elif ending in _LABELS and content is not None and len(content) <= _LARGEST_LABEL:
+            sample.labels[ending] = content
+        else:
+            sample.others.append(ascii(name)[1:-1][:_LONGEST_NAME])
+    if sample is not None:
+        yield sample
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
+    """(name, content) of every member but folders; None for what is no plain file, or none that is wanted."""
+    with os_errors(f"archive {path} cannot be read"):
+        try:
+            with (
+                opened(path) as file,
+                tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive,
+            ):
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # type: ignore[attr-defined]  # kept by the module, of millions, too
+                    if not member.isdir():
+                        yield member.name, _content(archive, member, path)
+        except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # of headers that say odd things
+            raise InputError(f"archive {path} is not a whole tar file ({error}); get it again") from None
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes | None:
+    ending = member.name.rpartition("/")[2].partition(".")[2].lower()
+    if not member.isreg() or (f".{ending}" not in SUFFIXES and ending not in _LABELS):
+        return None
+    if member.size > _LARGEST_IMAGE:
+        raise InputError(f"archive {path}: {member.name!a:.200} has {member.size:,} bytes, too many for an image")
+    opened = archive.extractfile(member)
+    content = opened.read() if opened else b""
+    if len(content) != member.size:
+        raise tarfile.ReadError("it ends inside of a member")
+    return content

@@ -14,12 +14,12 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mpitrain.data.commit import os_errors
+from mpitrain.data.folders import os_errors
 from mpitrain.errors import InputError
 
 CHUNK = 1 << 20
@@ -33,56 +33,67 @@ _MARKS = (
 )
 
 
-class _Frames(io.RawIOBase):
-    """The content of zstandard frames. One that is cut off is an error, which the package's own stream passes over."""
+class _Pieces(io.RawIOBase):
+    """A stream of bytes that come in pieces, of which any may be empty."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise InputError(f'{path} needs the package zstandard; pip install "mpitrain[data]"') from None
-        self._decompressor, self._error = zstandard.ZstdDecompressor(), zstandard.ZstdError
-        self._file = open(path, "rb")  # noqa: SIM115 - `close` closes it
-        self._frame: Any = None
-        self._packed, self._ready = b"", memoryview(b"")
+    def __init__(self, pieces: Generator[bytes, None, None]) -> None:
+        super().__init__()
+        self._pieces, self._ready = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Any) -> int:
-        while not self._ready and self._more():
-            pass
+        while not self._ready and (piece := next(self._pieces, None)) is not None:
+            self._ready = memoryview(piece)
         count = min(len(into), len(self._ready))
         into[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
-    def _more(self) -> bool:
-        """Decompress a piece; False at the end of the file."""
-        self._packed = self._packed or self._file.read(CHUNK)
-        if not self._packed:
-            if self._frame is not None:
-                raise EOFError("it ends inside of a frame")
-            return False
-        self._frame = self._frame or self._decompressor.decompressobj()
-        try:
-            self._ready = memoryview(self._frame.decompress(self._packed))
-        except self._error as error:
-            raise EOFError(str(error)) from None
-        self._packed = self._frame.unused_data if self._frame.eof else b""
-        self._frame = None if self._frame.eof else self._frame
-        return True
-
     def close(self) -> None:
-        if not self.closed:
-            self._file.close()
+        self._pieces.close()
         super().close()
+
+
+def _decompressed(path: Path) -> Generator[bytes, None, None]:
+    """Yield what is in zstandard frames. One that is cut off is an error, which the package's stream passes over."""
+    try:
+        import zstandard
+    except ImportError:
+        raise InputError(f'{path} needs the package zstandard; pip install "mpitrain[data]"') from None
+    decompressor, frame, packed = zstandard.ZstdDecompressor(), None, b""
+    with open(path, "rb") as file:
+        while packed := packed or file.read(CHUNK):
+            frame = frame or decompressor.decompressobj()
+            try:
+                piece = frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+            yield piece
+            packed = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends inside of a frame")
+
+
+def _transcoded(file: IO[bytes], path: Path, encoding: str) -> Generator[bytes, None, None]:
+    """Yield text in some encoding as UTF-8."""
+    decoder, taken, chunk = codecs.getincrementaldecoder(encoding)(), 0, b"more"
+    while chunk:
+        chunk = file.read(CHUNK)
+        try:
+            piece = decoder.decode(chunk, final=not chunk).encode("utf-8")
+        except UnicodeError:
+            raise InputError(f"text file {path} is not {encoding} after byte {taken}; give its --encoding") from None
+        taken += len(chunk)
+        yield piece
 
 
 _OPENERS: dict[str, Callable[[Path], Any]] = {  # each gives the bytes that are in the file
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": lambda path: io.BufferedReader(_Frames(path), CHUNK),
+    ".zst": lambda path: io.BufferedReader(_Pieces(_decompressed(path)), CHUNK),
 }
 COMPRESSED = frozenset(_OPENERS)
 
@@ -113,14 +124,14 @@ def opened(path: Path, encoding: str | None = None) -> Iterator[IO[bytes]]:
     Raises:
         InputError: Inside, for a file that cannot be read, is damaged, or is not in this encoding.
     """
-    with os_errors_of(path):
+    with _os_errors_of(path):
         file = _OPENERS[path.suffix.lower()](path) if is_compressed(path) else open(path, "rb")  # noqa: SIM115
         with file:
-            yield file if encoding is None else io.BufferedReader(_Transcoded(file, path, encoding), CHUNK)
+            yield file if encoding is None else io.BufferedReader(_Pieces(_transcoded(file, path, encoding)), CHUNK)
 
 
 @contextmanager
-def os_errors_of(path: Path) -> Iterator[None]:
+def _os_errors_of(path: Path) -> Iterator[None]:
     """Turn what goes wrong with reading a file inside into an InputError of one line that names it."""
     try:
         with os_errors(f"{path} cannot be read"):
@@ -136,36 +147,6 @@ def os_errors_of(path: Path) -> Iterator[None]:
 def _damaged(path: Path, error: BaseException) -> InputError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return InputError(f"{path} is damaged or cut off ({reason}); restore that file")
-
-
-class _Transcoded(io.RawIOBase):
-    """Text in some encoding, read as UTF-8."""
-
-    def __init__(self, file: IO[bytes], path: Path, encoding: str) -> None:
-        super().__init__()
-        self._file, self._path, self._encoding = file, path, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._ready = b""
-        self._taken = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        while not self._ready:
-            chunk = self._file.read(CHUNK)
-            try:
-                self._ready = self._decoder.decode(chunk, final=not chunk).encode("utf-8")
-            except UnicodeError:
-                raise InputError(
-                    f"text file {self._path} is not {self._encoding} after byte {self._taken}; give its --encoding"
-                ) from None
-            self._taken += len(chunk)
-            if not chunk:
-                break
-        count = min(len(into), len(self._ready))
-        into[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
 
 
 def head(path: Path, size: int) -> bytes:

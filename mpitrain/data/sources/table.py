@@ -21,21 +21,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.choices import Categories, Missing, Scale
 from mpitrain.data.format import ColumnSpec, DatasetManifest, FieldSpec, read_manifest
-from mpitrain.data.sources.columns import (
+from mpitrain.data.sources import PrepareOptions
+from mpitrain.data.sources.split import held_out_mask, partition
+from mpitrain.data.sources.table_files import (
+    Cell,
     Floats,
+    TableFile,
     UnfitCell,
     category,
     encoded,
+    is_missing,
     is_nonfinite,
+    is_number,
     is_odd,
     is_plain,
+    look,
     places,
     width,
 )
-from mpitrain.data.sources.split import held_out_mask, partition
-from mpitrain.data.sources.table_files import Cell, TableFile, is_missing, is_number, look
 from mpitrain.data.writer import MOST_CLASSES, Block, Columns, Source
 from mpitrain.errors import InputError
 
@@ -49,34 +53,7 @@ Labels = tuple[dict[str, int], tuple[str, ...] | None]  # number of each label a
 Chosen = tuple[Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # lines, cells of each column, labels
 
 
-@dataclass(frozen=True)
-class TableOptions:
-    """What a person may say about a table.
-
-    Attributes:
-        label: The name or the number of the label's column; None for the one called label, or else the last.
-        columns: Names or numbers of the columns that x is made of; None for all but the label.
-        drop: Those that it is not made of.
-        missing: What a missing value becomes, or that its row is left out; None: it is refused.
-        categories: What texts become; None: they are refused.
-        scale: What becomes of numbers: "standard" takes their mean off and divides by their deviation.
-        like: A data set of another table with these columns: what became of each there is done here too.
-        allow_nonfinite: Whether nan and infinite numbers are taken as they are.
-        skip_bad: Whether rows with another number of columns are left out, and counted.
-    """
-
-    label: str | None = None
-    columns: tuple[str, ...] | None = None
-    drop: tuple[str, ...] | None = None
-    missing: Missing | None = None
-    categories: Categories | None = None
-    scale: Scale | None = None
-    like: Path | None = None
-    allow_nonfinite: bool = False
-    skip_bad: bool = False
-
-
-def table_source(files: Sequence[Path], options: TableOptions) -> Source:
+def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe tables, each of whose rows is a sample."""
     tables = [look(path) for path in files]
     first = tables[0]
@@ -112,7 +89,7 @@ class _TableReader:
         tables: Sequence[TableFile],
         at: int,
         chosen: Sequence[int],
-        options: TableOptions,
+        options: PrepareOptions,
         like: DatasetManifest | None,
     ) -> None:
         self._tables, self._at, self._chosen, self._options, self._like = tables, at, chosen, options, like
@@ -336,7 +313,7 @@ class _ColumnSurvey:
     first_odd: tuple[str, Cell] = ("", None)
     names: set[str] = field(default_factory=set)
 
-    def add(self, table: TableFile, lines: Sequence[int], cells: Sequence[Cell], options: TableOptions) -> None:
+    def add(self, table: TableFile, lines: Sequence[int], cells: Sequence[Cell], options: PrepareOptions) -> None:
         self.cells += len(cells)
         if options.categories and len(self.names) <= MOST_CATEGORIES:
             self.names.update(map(category, cells))
@@ -386,7 +363,7 @@ def _label_column(table: TableFile, label: str | None) -> int:
     return _column(table, label)
 
 
-def _chosen(table: TableFile, at: int, options: TableOptions) -> list[int]:
+def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
     """The columns of x, in the order of the table."""
     if options.columns is not None and options.drop is not None:
         raise InputError("--columns and --drop both choose columns; give one of them")
@@ -455,12 +432,12 @@ def medians(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles]:
 OF_LIKE = "the data set of --like has"
 
 
-def manifest_of_table(folder: Path, options: Any) -> DatasetManifest:
+def manifest_of_table(folder: Path, options: PrepareOptions) -> DatasetManifest:
     """The manifest of the data set that tables are to be like.
 
     Args:
         folder: The data set.
-        options: A `TableOptions`, which must not say what becomes of columns.
+        options: What else a person says, which must not say what becomes of columns.
 
     Raises:
         InputError: There is none, it was not made of a table, or other options say otherwise.

@@ -1,16 +1,18 @@
-"""Text files as one stream of tokens: their bytes, or what a Hugging Face `tokenizers` file makes of them.
+"""Text files as a stream of tokens: their bytes, or what a Hugging Face `tokenizers` file makes of them.
 
 Files follow each other in the order given. A file is a document: where documents have an end (see `make_encoder`), it
 comes after each, else there is nothing between them. Held out are whole files where there are several and they come
 near the fraction, else the end of the stream, cut after a line.
 
 With a tokenizer, text is encoded in pieces of about 256 KiB that end after a line, without special tokens.
+
+Where documents are packed or end at blank lines, `documents` goes on with their texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,20 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, TRAIN, FieldSpec
+from mpitrain.data.sources import PrepareOptions, TextFields
+from mpitrain.data.sources.documents import documents_source
 from mpitrain.data.sources.encoder import Encoder, make_encoder
 from mpitrain.data.sources.split import held_out_files
-from mpitrain.data.sources.streams import check_encoding, head, opened, plain_suffix, size_of, skip, wide_encoding
+from mpitrain.data.sources.streams import (
+    LONGEST,
+    check_encoding,
+    head,
+    opened,
+    plain_suffix,
+    size_of,
+    skip,
+    wide_encoding,
+)
 from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
@@ -54,19 +67,19 @@ def is_text(path: Path) -> bool:
     return b"\0" not in start or wide_encoding(start) is not None
 
 
-def text_source(
-    files: Sequence[Path], tokenizer: Path | None, encoding: str | None = None, end_token: str | None = None
-) -> Source:
+def text_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe text as a stream of bytes (uint8, a vocabulary of 256), or of token numbers (uint16 or uint32).
 
     Args:
         files: The text files, in order.
-        tokenizer: The file of a Hugging Face tokenizer; None for bytes.
-        encoding: What the text is in; None for UTF-8, or for bytes as they are.
-        end_token: What ends a document, see `make_encoder`.
+        options: Tokenizer, encoding and end of documents; whether these are packed or end at blank lines.
     """
-    encoding = encoding_of(files, encoding)
-    encoder = make_encoder(tokenizer, end_token, documents=False)
+    encoding = encoding_of(files, options.encoding)
+    if options.pack or options.blank_lines:
+        return documents_source(
+            files, replace(options, encoding=encoding), _blank_lines if options.blank_lines else _whole
+        )
+    encoder = make_encoder(options.tokenizer, options.end_token, documents=False)
 
     def blocks(held_out: float) -> Iterator[Block]:
         for part in _ranges(files, held_out, encoding):
@@ -82,7 +95,7 @@ def text_source(
         blocks,
         files=len(files),
         vocabulary=encoder.vocabulary,
-        tokenizer=tokenizer,
+        tokenizer=options.tokenizer,
         document_end=encoder.end,
     )
 
@@ -189,3 +202,63 @@ def _decoded(text: bytes, path: Path, offset: int) -> str:
             f"text file {path} is not UTF-8 at byte {offset + error.start}; "
             "convert it or give its --encoding, or leave --tokenizer, --pack and --blank-lines out to train on bytes"
         ) from None
+
+
+# -- documents
+
+
+def _whole(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    yield (joined(text_pieces(path, encoding), path),)
+
+
+def _blank_lines(path: Path, _: TextFields, encoding: str | None) -> Iterator[tuple[str, ...]]:
+    return ((text,) for text in between_blank_lines(text_pieces(path, encoding), path))
+
+
+def joined(pieces: Iterable[str], path: Path) -> str:
+    """The text of one document. Raises InputError where it is longer than `LONGEST`."""
+    found, length = [], 0
+    for piece in pieces:
+        found.append(piece)
+        length += len(piece)
+        if length > LONGEST:
+            raise _too_long(path)
+    return "".join(found)
+
+
+def between_blank_lines(pieces: Iterable[str], path: Path) -> Iterator[str]:
+    """The texts between blank lines, which have white space alone. pieces: of one text, cut anywhere."""
+    lines: list[str] = []
+    length = 0
+    for line in _lines(pieces, path):
+        if line.strip():
+            lines.append(line)
+            length += len(line)
+            if length > LONGEST:
+                raise _too_long(path)
+        elif lines:
+            yield "\n".join(lines).rstrip("\r")
+            lines, length = [], 0
+    if lines:
+        yield "\n".join(lines).rstrip("\r")
+
+
+def _lines(pieces: Iterable[str], path: Path) -> Iterator[str]:
+    begun: list[str] = []  # of a line, whose pieces are put together once
+    for piece in pieces:
+        first, *others = piece.split("\n")
+        begun.append(first)
+        if sum(map(len, begun)) > LONGEST:
+            raise _too_long(path)
+        if others:
+            yield "".join(begun)
+            yield from others[:-1]
+            begun = others[-1:]
+    yield "".join(begun)
+
+
+def _too_long(path: Path) -> InputError:
+    return InputError(
+        f"text file {path} has a document of more than {LONGEST >> 20} Mi characters; split it, or leave --pack and "
+        "--blank-lines out for a stream of tokens"
+    )

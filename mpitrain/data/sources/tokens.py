@@ -2,51 +2,53 @@
 
     train.bin, val.bin     numbers of uint16 or uint32, one after the other, as nanoGPT writes them; also compressed
     tokens.npy             one dimension of whole numbers
-    data.idx + data.bin    documents (see `megatron`)
+    data.idx + data.bin    documents of Megatron-LM
 
 Flat files follow each other in the order given; held out is the end of all, or the files named val..., where others
 are named train.... Held out of Megatron's files are documents spread evenly over them.
+
+In Megatron-LM's indexed data sets NAME.idx says where the documents of NAME.bin lie.
+
+    NAME.idx   MMIDIDX 00 00 | version 1, uint64 | dtype, uint8 | sequences, uint64 | borders, uint64
+               lengths int32 [sequences] | offsets in NAME.bin int64 [sequences] | first sequences int64 [borders]
+    NAME.bin   the tokens of the sequences
+
+A document is the sequences from one of the borders to the next, so there is one border more than documents.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from mpitrain.data.format import HELD_OUT, TOKENS, TRAIN, FieldSpec
-from mpitrain.data.sources import megatron
+from mpitrain.data.sources import PrepareOptions
+from mpitrain.data.sources.arrays import npy_header
 from mpitrain.data.sources.documents import splits_by_name
 from mpitrain.data.sources.encoder import NO_END, end_of_vocabulary, load_tokenizer, smallest_dtype
 from mpitrain.data.sources.split import held_out_mask
-from mpitrain.data.sources.streams import CHUNK, opened, plain_stem, plain_suffix, size_of
+from mpitrain.data.sources.streams import (
+    CHUNK,
+    is_compressed,
+    opened,
+    plain_stem,
+    plain_suffix,
+    read_up_to,
+    size_of,
+    skip,
+)
 from mpitrain.data.writer import Block, Source
 from mpitrain.errors import InputError
 
 Tokens = np.ndarray[Any, Any]
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _LARGEST = 1 << 32
 _LABELS = ("x", "y", "x_train", "y_train", "x_test", "y_test")  # names of arrays, as of `arrays`
-
-
-@dataclass(frozen=True)
-class TokenOptions:
-    """What a person may say about tokens.
-
-    Attributes:
-        tokenizer: The file of the tokenizer that made them, which is kept with the data.
-        dtype: Of the numbers in flat files.
-        vocabulary: How many tokens there are; None: as many as the tokenizer has, or up to the largest.
-        end_token: The token after a document: a number, or a name that the tokenizer has; or "none".
-    """
-
-    tokenizer: Path | None = None
-    dtype: str | None = None
-    vocabulary: int | None = None
-    end_token: str | None = None
 
 
 def is_tokens(path: Path) -> bool:
@@ -58,23 +60,23 @@ def is_tokens(path: Path) -> bool:
         except InputError:
             return False  # `arrays` says what is wrong
         return len(shape) == 1 and dtype.kind in "iu"
-    return suffix == ".bin" or (suffix == ".idx" and megatron.is_index(path))
+    return suffix == ".bin" or (suffix == ".idx" and is_index(path))
 
 
-def token_source(files: Sequence[Path], options: TokenOptions) -> Source:
+def token_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe files of tokens, in order.
 
     Raises:
         InputError: Sizes and types do not fit, or the tokenizer cannot be read.
     """
-    pairs, flats = megatron.pairs_of(files)
+    pairs, flats = pairs_of(files)
     if pairs and flats:
         raise InputError(f"sources {pairs[0].index} and {flats[0]} are of different kinds; prepare them apart")
     if pairs and options.dtype:
         raise InputError(f"--dtype is for flat files, and {pairs[0].index} says its own; leave it out")
     vocabulary, end = _facts(options)
     if end is None and options.end_token is None and pairs:
-        end = megatron.common_end(pairs)
+        end = common_end(pairs)
     if pairs:
         stored = np.result_type(*(pair.dtype for pair in pairs))
     else:
@@ -100,7 +102,7 @@ def token_source(files: Sequence[Path], options: TokenOptions) -> Source:
     )
 
 
-def _facts(options: TokenOptions) -> tuple[int | None, int | None]:
+def _facts(options: PrepareOptions) -> tuple[int | None, int | None]:
     """The size of the vocabulary and the token after a document, where they are known."""
     vocabulary, end = options.vocabulary, None
     number = options.end_token is not None and options.end_token.isdecimal()
@@ -166,7 +168,7 @@ def _flat(path: Path, given: str | None) -> Iterator[Tokens]:
     dtype = _flat_dtype(path, given)
     with opened(path) as file:
         if plain_suffix(path) == ".npy":
-            _read_header(file, path)
+            npy_header(file, f"array {path}")
         rest = b""
         while chunk := file.read(CHUNK):
             rest += chunk
@@ -178,22 +180,11 @@ def _flat(path: Path, given: str | None) -> Iterator[Tokens]:
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     with opened(path) as file:
-        return _read_header(file, path)
-
-
-def _read_header(file: Any, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    try:
-        version = np.lib.format.read_magic(file)
-        shape, _, dtype = _HEADERS[version](file)
-    except (ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} is not an array of NumPy ({reason:.120}); save it with np.save") from None
+        shape, _, dtype = npy_header(file, f"array {path}")
     return shape, dtype
 
 
-def _documents(
-    pairs: Sequence[megatron.Pair], held_out: float, end: int | None
-) -> Iterator[tuple[str, Tokens, Path, int]]:
+def _documents(pairs: Sequence[Pair], held_out: float, end: int | None) -> Iterator[tuple[str, Tokens, Path, int]]:
     """As `_flat_blocks`: neighbouring documents of the same split together, each with its end."""
     splits = splits_by_name([pair.index for pair in pairs])
     number = 0
@@ -214,3 +205,146 @@ def _documents(
         for split, documents in waiting.items():
             if documents and any(map(len, documents)):
                 yield split, np.concatenate(documents), pair.data, done
+
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<QBQQ")
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_LOOKED_AT = 1000  # documents whose last token is compared
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """An index, and the tokens it is of.
+
+    Attributes:
+        index: The file of the index.
+        data: The file of the tokens.
+        dtype: Of the tokens.
+        lengths: How many tokens each sequence has.
+        offsets: Where each begins in `data`, in bytes.
+        borders: The first sequence of each document, and their number at the end.
+    """
+
+    index: Path
+    data: Path
+    dtype: np.dtype[Any]
+    lengths: Array
+    offsets: Array
+    borders: Array
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self.borders) - 1
+
+    def read(self) -> Iterator[Array]:
+        """The tokens of each document. Reads forward where the offsets allow it."""
+        with _Places(self.data) as places:
+            for first, last in zip(self.borders[:-1].tolist(), self.borders[1:].tolist(), strict=True):
+                parts = [
+                    np.frombuffer(places.read(offset, length * self.dtype.itemsize), self.dtype)
+                    for offset, length in zip(
+                        self.offsets[first:last].tolist(), self.lengths[first:last].tolist(), strict=True
+                    )
+                ]
+                yield parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+
+
+class _Places:
+    """Stretches of a file by their offsets; one that is compressed is read anew where an offset lies behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stack, self._at = path, ExitStack(), 0
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> _Places:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, offset: int, count: int) -> bytes:
+        if self._file is None or (offset < self._at and is_compressed(self._path)):
+            self._stack.close()
+            self._file, self._at = self._stack.enter_context(opened(self._path)), 0
+        if offset != self._at:
+            skip(self._file, offset - self._at) if is_compressed(self._path) else self._file.seek(offset)
+        found = self._file.read(count)
+        self._at = offset + len(found)
+        if len(found) != count:
+            raise InputError(f"{self._path} ends too early for its .idx; restore both files")
+        return found
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file begins as an index of Megatron's does."""
+    with opened(path) as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def pairs_of(files: Sequence[Path]) -> tuple[list[Pair], list[Path]]:
+    """The pairs that are among the files, one of which is enough to name both, and the other files."""
+    indices: dict[Path, Path] = {}  # index: data
+    others: list[Path] = []
+    for path in files:
+        index, data = _sibling(path, ".bin", ".idx"), _sibling(path, ".idx", ".bin")
+        if plain_suffix(path) == ".idx":
+            if data is None:
+                raise InputError(f"{path} has no .bin of the same name beside it; give both files")
+            indices[path] = data
+        elif plain_suffix(path) == ".bin" and index is not None and is_index(index):
+            indices[index] = path
+        else:
+            others.append(path)
+    return [_read_index(index, data) for index, data in indices.items()], others
+
+
+def _sibling(path: Path, suffix: str, other: str) -> Path | None:
+    """The file of the same name with another suffix, compressed or not."""
+    if plain_suffix(path) != suffix:
+        return None
+    stem = path.with_suffix("") if not is_compressed(path) else path.with_suffix("").with_suffix("")
+    beside = Path(f"{stem}{other}")
+    packed = beside.with_name(beside.name + path.suffix)
+    return next((each for each in (beside, packed) if each.is_file()), None)
+
+
+def common_end(pairs: Sequence[Pair]) -> int | None:
+    """The token that the first documents all end with; None where they do not, or there is one document."""
+    found: set[int] = set()
+    seen = 0
+    for pair in pairs:
+        for document, _ in zip(pair.read(), range(_LOOKED_AT - seen), strict=False):
+            if len(document):
+                found.add(int(document[-1]))
+                seen += 1
+            if len(found) > 1:
+                return None
+    return found.pop() if seen > 1 else None
+
+
+def _read_index(index: Path, data: Path) -> Pair:
+    with opened(index) as file:
+        head = file.read(len(_MAGIC) + _HEADER.size)
+        if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
+            raise InputError(f"{index} is not an index of Megatron's; restore that file")
+        version, code, sequences, borders = _HEADER.unpack_from(head, len(_MAGIC))
+        if version != 1 or code not in _DTYPES:
+            raise InputError(
+                f"{index} has version {version} and type {code} of tokens; give version 1 of whole numbers"
+            )
+        content = read_up_to(file, 12 * sequences + 8 * borders)
+    if len(content) < 12 * sequences + 8 * borders:
+        raise InputError(f"{index} ends too early; restore that file")
+    lengths = np.frombuffer(content, "<i4", sequences)
+    offsets = np.frombuffer(content, "<i8", sequences, 4 * sequences)
+    first = np.frombuffer(content, "<i8", borders, 12 * sequences)
+    dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+    ordered = borders > 1 and first[0] == 0 and first[-1] == sequences and bool((np.diff(first) >= 0).all())
+    last = size_of(data) - lengths.astype(np.int64) * dtype.itemsize  # where a sequence can begin; nothing overflows
+    if not ordered or (lengths < 0).any() or (offsets < 0).any() or (offsets > last).any():
+        raise InputError(f"{index} and {data} do not belong together; restore both files")
+    return Pair(index, data, dtype, lengths, offsets, first)

@@ -1,8 +1,7 @@
 """The report of one or several runs: a page, pictures, and tables of what differs.
 
 reading          everything that a run folder tells, as plain values
-series           long series made short; percentiles, histograms
-findings         what follows from them: times by part, stragglers, memory, bytes sent
+findings         times by part, stragglers, memory, bytes sent; long series made short
 compare          names of runs, differences of configurations, key figures side by side
 style, charts_*  charts, in altair
 page, png        one HTML file; one PNG file a chart

@@ -13,14 +13,14 @@ import numpy as np
 
 from mpitrain.monitor.report import style
 from mpitrain.monitor.report.compare import Named, loss_label
-from mpitrain.monitor.report.records import Column, RunRecord, StepColumns
-from mpitrain.monitor.report.series import (
+from mpitrain.monitor.report.findings import (
     histogram,
     kept,
     metric_columns,
     percentiles,
     trend,
 )
+from mpitrain.monitor.report.reading import Column, RunRecord, StepColumns
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, spoken
 

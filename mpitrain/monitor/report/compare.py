@@ -12,9 +12,8 @@ import numpy as np
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import printable
-from mpitrain.monitor.report.findings import memory_use, traffic
-from mpitrain.monitor.report.records import CATEGORIES, RunRecord
-from mpitrain.monitor.report.series import last_finite, metric_columns
+from mpitrain.monitor.report.findings import last_finite, memory_use, metric_columns, traffic
+from mpitrain.monitor.report.reading import CATEGORIES, RunRecord
 from mpitrain.storage.text import short, spoken
 
 LONGEST_NAME = 28  # characters

@@ -18,7 +18,7 @@ import vl_convert
 
 from mpitrain.errors import InputError
 from mpitrain.monitor.rank_file import axis_of
-from mpitrain.monitor.report import charts_course, charts_ranks, charts_training, style
+from mpitrain.monitor.report import charts_ranks, charts_training, style
 from mpitrain.monitor.report.compare import (
     Named,
     changed_settings,
@@ -27,9 +27,17 @@ from mpitrain.monitor.report.compare import (
     key_figures,
     spelled,
 )
-from mpitrain.monitor.report.findings import SentRow, expected_traffic, findings, sent_along, traffic
-from mpitrain.monitor.report.records import RunRecord
-from mpitrain.monitor.report.series import PERCENTILES, last_finite, percentiles
+from mpitrain.monitor.report.findings import (
+    PERCENTILES,
+    SentRow,
+    expected_traffic,
+    findings,
+    last_finite,
+    percentiles,
+    sent_along,
+    traffic,
+)
+from mpitrain.monitor.report.reading import RunRecord
 from mpitrain.monitor.report.style import Drawing
 from mpitrain.storage.disk import reason, write_whole
 from mpitrain.storage.text import counted, duration, seconds_text, short
@@ -53,12 +61,12 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
     Args:
         runs: One run, or several to lay over each other.
     """
-    training, ranks, course = charts_training, charts_ranks, charts_course
+    training, ranks = charts_training, charts_ranks
     single = len(runs) == 1
     memory = ranks.memory_over_time(runs[0]) if single else ranks.memory_categories(runs)
     times = [ranks.part_bars(runs)] + ([ranks.parts_over_time(runs[0])] if single else [])
     return [
-        PageSection("Course", (course.course(runs),)),
+        PageSection("Course", (ranks.course(runs),)),
         PageSection(
             "Training",
             (
@@ -77,7 +85,7 @@ def sections(runs: Sequence[Named]) -> list[PageSection]:
         PageSection("Memory", (memory, ranks.memory_bars(runs))),
         PageSection(
             "Communication",
-            (course.bytes_by_operation(runs), course.bytes_beside_formula(runs)),
+            (ranks.bytes_by_operation(runs), ranks.bytes_beside_formula(runs)),
             after="".join(_traffic_table(named, single) for named in runs),
         ),
     ]  # fmt: skip

@@ -3,12 +3,17 @@
     merge(RUN/timeline/steps-A-B)  ->  trace.json (Chrome's trace event format), summary.json, timeline.png
 
 Needs neither MPI nor torch.
+
+The trace is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. A process is a rank; its
+threads are main (steps, parts, modules), communication (one more where operations overlap), pipeline and, on an
+accelerator, host (when the host asked for what a module computes). All events with a duration are complete ones ("X");
+times are microseconds from the first event.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +21,6 @@ from typing import Any
 from mpitrain.errors import InputError, refusing
 from mpitrain.monitor.rank_file import SERVER, rank_name
 from mpitrain.monitor.timeline.spans import read_ranks
-from mpitrain.monitor.timeline.summary import summarize
-from mpitrain.monitor.timeline.trace_events import trace_of
 from mpitrain.storage.disk import reason, replacing, write_whole
 from mpitrain.storage.run_folder import TIMELINE, rank_paths
 
@@ -204,3 +207,230 @@ def told(merged: Merged) -> list[str]:
     if missing := merged.summary["missing_ranks"]:
         lines.append(f"timeline: nothing is there of ranks {', '.join(map(str, missing))}")
     return lines
+
+
+Interval = tuple[float, float]
+_LATE = 0.05  # of the mean time of a step: who holds the others up for longer is a straggler
+
+
+def summarize(ranks: Sequence[RankTimeline]) -> dict[str, Any]:
+    """The figures, as JSON can hold them. Times are in seconds, sizes in bytes.
+
+    Args:
+        ranks: In seconds of one clock.
+    """
+    world_size = ranks[0].recorded["world_size"]
+    there = {timeline.rank for timeline in ranks}
+    hidden = [hidden_under_backward(timeline) for timeline in ranks]
+    total = [sum(one.end - one.begin for one in timeline.operations) for timeline in ranks]
+    trained = [(under, time) for r, under, time in zip(ranks, hidden, total, strict=True) if not r.serves]
+    covered, communicated = (sum(column) for column in zip(*trained, strict=True)) if trained else (0.0, 0.0)
+    return {
+        "world_size": world_size,
+        "missing_ranks": [rank for rank in range(world_size) if rank not in there],
+        "clock_correction_within_s": max(offset[2] for timeline in ranks for offset in timeline.recorded["offsets"]),
+        "servers": [timeline.rank for timeline in ranks if timeline.serves],
+        "communication_s": communicated,
+        "communication_under_backward_s": covered,
+        "communication_under_backward_share": covered / communicated if communicated else None,
+        "stragglers": _stragglers(ranks),
+        "operations": _operations(ranks),
+        "ranks": [
+            {
+                "rank": timeline.rank,
+                "role": timeline.recorded.get("role", "worker"),
+                "communication_s": time,
+                "communication_under_backward_s": under,
+                "communication_under_backward_share": under / time if time else None,
+                "spans_left_out": timeline.recorded.get("left_out", 0),
+                "modules_to_depth": timeline.recorded.get("depth"),
+                "steps": [
+                    {"step": number, "seconds": end - begin, "parts": parts}
+                    for number, begin, end, parts in timeline.steps
+                ],
+            }
+            for timeline, under, time in zip(ranks, hidden, total, strict=True)
+        ],
+    }
+
+
+def hidden_under_backward(timeline: RankTimeline) -> float:
+    """Seconds of communication in the background that lay in backward and for which the main thread did not wait.
+
+    The main thread's waits in backward are known as a sum: what it did not spend in operations of its own there, it
+    spent waiting for those in the background.
+    """
+    backward = joined((s.begin, s.end) for s in timeline.spans if s.kind == "part" and s.name == "backward")
+    aside = [(one.begin, one.end) for one in timeline.operations if one.background]
+    own = common(backward, joined((one.begin, one.end) for one in timeline.operations if not one.background))
+    waited = timeline.recorded["waited"].get("backward", 0.0) - sum(end - begin for begin, end in own)
+    under = sum(overlap(backward, [one]) - overlap(own, [one]) for one in aside)
+    return max(0.0, under - max(0.0, waited))
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """What some intervals cover together, in order and without overlaps."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """How long both are; each is in order and without overlaps."""
+    return sum(end - begin for begin, end in common(first, second))
+
+
+def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """When both are; each is in order and without overlaps."""
+    found, a, b = [], 0, 0
+    while a < len(first) and b < len(second):
+        begin, end = max(first[a][0], second[b][0]), min(first[a][1], second[b][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[a][1] < second[b][1]:
+            a += 1
+        else:
+            b += 1
+    return found
+
+
+def _operations(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
+    """Sums over all ranks, by operation, axis and algorithm, the longest first."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for timeline in ranks:
+        for one in timeline.operations:
+            row = sums.setdefault((one.operation, one.axis, one.algorithm), [0, 0, 0, 0.0, 0.0])
+            figures = (1, one.inside, one.between, one.end - one.begin, one.wait)
+            row[:] = [a + b for a, b in zip(row, figures, strict=True)]
+    names = ("calls", "bytes_inside_nodes", "bytes_between_nodes", "seconds", "wait_s")
+    rows = [
+        {"operation": key[0], "axis": key[1], "algorithm": key[2]} | dict(zip(names, row, strict=True))
+        for key, row in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -float(row["seconds"]))
+
+
+def _stragglers(ranks: Sequence[RankTimeline]) -> list[dict[str, Any]]:
+    """Ranks for which others waited, and for how long: that which the longest wait for one of its operations was.
+
+    Of ranks that only serve neither counts: they wait for whoever asks, and who has asked waits for them.
+    """
+    ranks = [timeline for timeline in ranks if not timeline.serves]
+    workers = {timeline.rank for timeline in ranks}
+    steps = [end - begin for timeline in ranks for _, begin, end, _ in timeline.steps]
+    caused: dict[int, float] = {}
+    for timeline in ranks:
+        for one in timeline.operations:
+            if one.last != timeline.rank and one.last in workers:
+                caused[one.last] = caused.get(one.last, 0.0) + one.wait
+    others, most = (
+        max(1, len(ranks) - 1),
+        _LATE * sum(steps) / max(1, len(ranks)),
+    )  # of the time that is recorded of a rank
+    late = [(seconds / others, rank) for rank, seconds in caused.items() if steps and seconds / others > most]
+    return [{"rank": rank, "others_waited_s": seconds} for seconds, rank in sorted(late, reverse=True)]
+
+
+Event = dict[str, Any]
+_MAIN, _PIPELINE, _HOST, _COMMUNICATION = 0, 1, 2, 10  # numbers of threads; more of communication follow
+
+
+def trace_of(ranks: Iterable[RankTimeline]) -> dict[str, Any]:
+    """The trace of all ranks, as JSON holds it."""
+    ranks = list(ranks)
+    begins = [s.begin for r in ranks for s in r.spans] + [o.begin for r in ranks for o in r.operations]
+    begins += [step[1] for r in ranks for step in r.steps] + [at for r in ranks for at, _ in r.memory]
+    origin = min(begins, default=0.0)
+    events: list[Event] = []
+    for rank in ranks:
+        events += _RankEvents(rank, origin).events()
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made_by": "mpitrain monitor.timeline"}}
+
+
+class _RankEvents:
+    """The events of one rank."""
+
+    def __init__(self, timeline: RankTimeline, origin: float) -> None:
+        self._timeline, self._origin = timeline, origin
+        self._events: list[Event] = []
+
+    def events(self) -> list[Event]:
+        """All of them, the names of process and threads first."""
+        recorded = self._timeline.recorded
+        self._named("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
+        self._named("process_sort_index", _MAIN, sort_index=self._timeline.rank)
+        self._named(
+            "thread_name", _MAIN, name="main" if recorded["device"] == "cpu" else f"main ({recorded['device']})"
+        )
+        for number, begin, end, parts in self._timeline.steps:
+            told = {f"{part}_ms": round(seconds * 1e3, 4) for part, seconds in parts.items()}
+            self._complete(f"step {number}", "step", _MAIN, begin, end, told)
+        self._add_spans()
+        self._add_operations()
+        for at, figures in self._timeline.memory:
+            told = {name: value for name, value in figures.items() if name not in ("host", "device")}
+            self._events.append(self._event("memory", "C", _MAIN, self._nanoseconds(at), cat="memory", args=told))
+        return self._events
+
+    def _add_spans(self) -> None:
+        on_host = self._timeline.recorded["device"] == "cpu"
+        threads = set()
+        for span in self._timeline.spans:
+            thread, arguments = _MAIN, span.arguments
+            if span.kind == "part":
+                arguments = {"waited_ms": round(span.arguments["waited"] * 1e3, 4)}
+            elif span.kind == "action":
+                thread = _PIPELINE
+            elif not on_host:
+                thread = _HOST
+            threads.add(thread)
+            direction = f" ({span.kind})" if span.kind in ("forward", "backward") else ""
+            self._complete(span.name + direction, span.kind, thread, span.begin, span.end, arguments)
+        for thread, name in ((_PIPELINE, "pipeline"), (_HOST, "host")):
+            if thread in threads:
+                self._named("thread_name", thread, name=name)
+
+    def _add_operations(self) -> None:
+        free: list[float] = []  # until when each of the threads is taken
+        for one in sorted(self._timeline.operations, key=lambda one: (one.begin, -one.end)):
+            lane = next((number for number, until in enumerate(free) if until <= one.begin), len(free))
+            if lane == len(free):
+                free.append(0.0)
+                name = "communication" if lane == 0 else f"communication {lane + 1}"
+                self._named("thread_name", _COMMUNICATION + lane, name=name)
+            free[lane] = one.end
+            self._operation(one, _COMMUNICATION + lane)
+
+    def _operation(self, one: TimedOperation, thread: int) -> None:
+        told = {
+            "operation": one.operation,
+            "axis": one.axis,
+            "algorithm": one.algorithm,
+            "bytes_inside_node": one.inside,
+            "bytes_between_nodes": one.between,
+            "background": one.background,
+            "wait_ms": round(one.wait * 1e3, 4),
+            "last_rank": one.last,
+        }
+        self._complete(f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, told)
+        if one.wait > 0.0:
+            name = f"wait for rank {one.last}"
+            self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
+
+    def _complete(self, name: str, kind: str, thread: int, begin: float, end: float, told: dict[str, Any]) -> None:
+        first, last = self._nanoseconds(begin), self._nanoseconds(end)  # rounded alike, what nests still does
+        event = self._event(name, "X", thread, first, cat=kind, dur=max(0, last - first) / 1e3)
+        self._events.append(event | ({"args": told} if told else {}))
+
+    def _named(self, what: str, thread: int, **told: object) -> None:
+        self._events.append(self._event(what, "M", thread, 0, args=told))
+
+    def _event(self, name: str, phase: str, thread: int, nanoseconds: int, **more: Any) -> Event:
+        return {"name": name, "ph": phase, "ts": nanoseconds / 1e3, "pid": self._timeline.rank, "tid": thread} | more
+
+    def _nanoseconds(self, at: float) -> int:
+        return round((at - self._origin) * 1e9)

@@ -21,8 +21,8 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.config.batch_sizes import BatchSizes
 from mpitrain.config.learning_rate import DECAYS
 from mpitrain.config.settings import Config
-from mpitrain.data.configured import data_paths
-from mpitrain.data.defaults import tokenizer_of
+from mpitrain.data.folders import tokenizer_of
+from mpitrain.data.mix import data_paths
 from mpitrain.early import __version__
 from mpitrain.errors import EXIT_REQUEUE, InputError, MpitrainError, tell
 from mpitrain.models.build import loss_unit
