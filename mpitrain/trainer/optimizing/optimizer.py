@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.config.groups import OWN
 from mpitrain.config.named import find
-from mpitrain.config.training import OptimSection
+from mpitrain.config.training import OWN, OptimSection
 from mpitrain.errors import InputError, refusal
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon

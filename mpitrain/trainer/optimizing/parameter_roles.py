@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from mpitrain.config.groups import patterns_of
-from mpitrain.config.training import OptimSection
+from mpitrain.config.training import OptimSection, patterns_of
 from mpitrain.errors import refusal
 
 
