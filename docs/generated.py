@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mpitrain.config.by_model import told as by_model
+from mpitrain.config.preset import defaults_by_model
 from mpitrain.config.section import aliases, others
 from mpitrain.config.settings import Config
 
@@ -105,7 +105,7 @@ def config_page() -> str:
             for names, relation in ((aliases(setting), "also accepted as"), (others(setting), "compare")):
                 if names:
                     meaning += f" ({relation} {', '.join(f'`{name}`' for name in names)})"
-            default = "; ".join(filter(None, [f"`{_toml(setting.default)}`", by_model(section, key)]))
+            default = "; ".join(filter(None, [f"`{_toml(setting.default)}`", defaults_by_model(section, key)]))
             cells = (f"`{section}.{key}`", _type(setting), default, meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

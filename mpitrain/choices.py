@@ -17,7 +17,7 @@ RESNET_LAYERS = (18, 34, 50, 101)  # models.resnet
 Precision = Literal["fp32", "bf16", "fp16"]  # layers.precision
 # of the learning rate after its warm-up: config.learning_rate
 Decay = Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt", "polynomial"]
-Cycle = Literal["one-cycle", "range-test"]  # config.cycles
+Cycle = Literal["one-cycle", "range-test"]  # config.learning_rate
 Rates = Literal[Decay, Cycle]
 Augmentation = Literal["crop", "flip"]  # data.augment
 NoDecay = Literal["vectors", "embeddings", "nothing"]  # trainer.optimizing.optimizer

@@ -13,8 +13,7 @@ from mpitrain import choices
 from mpitrain.comm import compression
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.world import WAYS
-from mpitrain.config.cycles import CYCLES
-from mpitrain.config.learning_rate import DECAYS, LearningRate
+from mpitrain.config.learning_rate import CYCLES, DECAYS, LearningRate
 from mpitrain.data.on_device import Augment
 from mpitrain.errors import InputError
 from mpitrain.layers.precision import DTYPES

@@ -1,15 +1,19 @@
-"""The learning rate of each step, as a configuration says it."""
+"""The learning rate of each step: decays and cycles of ours, and the warm-ups of a DeepSpeed configuration.
+
+Cycles are of Smith 2018, "A disciplined approach to neural network hyper-parameters: Part 1". Their keys are those of
+DeepSpeed's OneCycle and LRRangeTest, and step `step`, from 0, has the rate that these give that update.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, cast, get_type_hints
 
-from mpitrain.choices import Decay
+from mpitrain.choices import Cycle, Decay
 from mpitrain.config.training import OptimSection
-from mpitrain.errors import refusal
+from mpitrain.errors import InputError, refusal
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,216 @@ DECAYS: dict[Decay, Callable[[LearningRate, int], float]] = {
     "inverse-sqrt": _inverse_sqrt,  # Vaswani et al. 2017, section 5.3
     "polynomial": lambda curve, since: (1 - curve.progress(since)) ** curve.power,
 }
+
+
+_MOST = 0.999  # that a momentum which grows after the cycle comes to
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """Up from the least rate to the largest, down again, and then slowly below the least one.
+
+    Attributes:
+        cycle_min_lr: The rate at both ends of the cycle.
+        cycle_max_lr: The rate between its two halves.
+        cycle_first_step_size: Steps of the first half.
+        cycle_second_step_size: Steps of the second; 0: as many as of the first.
+        cycle_first_stair_count: How many stairs the first half climbs; 0: it is a line.
+        cycle_second_stair_count: The same of the second; -1: as many as of the first.
+        decay_step_size: After the cycle, steps in which the divisor of the least rate grows by `decay_lr_rate`, and the
+            factor of the largest momentum by `decay_mom_rate`; 0: both stay.
+        decay_lr_rate: See there.
+        decay_mom_rate: See there.
+        cycle_momentum: Whether the first beta of Adam and its kin goes the other way, between the two moments, with
+            0.99 as the second.
+        cycle_min_mom: The momentum between the halves.
+        cycle_max_mom: The momentum at both ends.
+    """
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int = 0
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int = -1
+    decay_step_size: int = 0
+    decay_lr_rate: float = 0.0
+    decay_mom_rate: float = 0.0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.cycle_first_step_size:
+            raise refusal("cycle_first_step_size 0 leaves the cycle no first half; give its steps")
+        if max(self.cycle_min_mom, self.cycle_max_mom) >= 1:
+            raise refusal("cycle_min_mom and cycle_max_mom are momenta; give numbers below 1")
+
+    def rate(self, step: int) -> float:
+        """The rate of step `step`, from 0."""
+        if (since := step - self._steps) >= 0:
+            return self.cycle_min_lr / (1 + self.decay_lr_rate * self._intervals(since))
+        return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
+
+    def momentum(self, step: int) -> float | None:
+        """The first beta of step `step`; None where the optimizer's own stays."""
+        if not self.cycle_momentum:
+            return None
+        if (since := step - self._steps) >= 0:
+            return min(_MOST, self.cycle_max_mom * (1 + self.decay_mom_rate * self._intervals(since)))
+        return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
+
+    @property
+    def _second(self) -> int:
+        return self.cycle_second_step_size or self.cycle_first_step_size
+
+    @property
+    def _steps(self) -> int:
+        return self.cycle_first_step_size + self._second
+
+    def _intervals(self, since: int) -> float:
+        return since / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _height(self, step: int) -> float:
+        """How far up the cycle is: 0 at its ends, 1 between its halves."""
+        first, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
+        if step <= first:
+            done, of = step, first
+        else:
+            done, of = self._steps - step, self._second
+            stairs = stairs if self.cycle_second_stair_count < 0 else self.cycle_second_stair_count
+        return done * stairs // of / stairs if stairs else done / of
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """Ever higher, until the loss no longer falls: the rate a model bears is just below.
+
+    Attributes:
+        lr_range_test_min_lr: The first rate.
+        lr_range_test_step_size: Steps in which the rate grows by `lr_range_test_step_rate` times the first one.
+        lr_range_test_step_rate: See there.
+        lr_range_test_staircase: Whether it grows at the end of those steps, instead of at each.
+    """
+
+    lr_range_test_min_lr: float = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.lr_range_test_step_size:
+            raise refusal("lr_range_test_step_size 0 has no steps in which the rate grows; give more")
+
+    def rate(self, step: int) -> float:
+        """The rate of step `step`, from 0."""
+        size = self.lr_range_test_step_size
+        intervals = step // size if self.lr_range_test_staircase else step / size
+        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
+
+
+CYCLES: dict[Cycle, type[OneCycle] | type[RangeTest]] = {"one-cycle": OneCycle, "range-test": RangeTest}
+
+
+def cycle_of(section: OptimSection, steps: int) -> OneCycle | RangeTest:
+    """What a configuration says, for a run of `steps`; what optim.schedule_options lack is of the other settings.
+
+    The cycle is then the whole run, between optim.lr and optim.lr_end or, where that is 0, a tenth of optim.lr; betas
+    stay. The test begins at optim.lr_end, or a hundredth of optim.lr, and reaches optim.lr at the end.
+
+    Raises:
+        InputError: There is no such option, or it is out of range.
+    """
+    if section.schedule == "one-cycle":
+        least = section.lr_end or section.lr / 10
+        half = max(1, steps // 2)
+        options = {"cycle_min_lr": least, "cycle_max_lr": section.lr, "cycle_momentum": False}
+        if "cycle_first_step_size" not in section.schedule_options:
+            options |= {"cycle_first_step_size": half, "cycle_second_step_size": max(1, steps - half)}
+    else:
+        first = section.lr_end or section.lr / 100
+        options = {"lr_range_test_min_lr": first, "lr_range_test_step_size": max(1, steps - 1)}
+        options["lr_range_test_step_rate"] = section.lr / first - 1
+    kind = CYCLES["one-cycle" if section.schedule == "one-cycle" else "range-test"]
+    try:
+        return made(kind, options | section.schedule_options)
+    except InputError as error:
+        raise refusal(f"optim.schedule_options: {error}") from None
+
+
+def made(kind: type[OneCycle] | type[RangeTest], options: Mapping[str, Any]) -> OneCycle | RangeTest:
+    """A schedule of the class with these attributes; None stands for an attribute's default.
+
+    Raises:
+        InputError: An attribute is missing, unknown, or no number that it can be.
+    """
+    types = get_type_hints(kind)
+    given = {key: value for key, value in options.items() if value is not None}
+    if unknown := sorted(set(given) - set(types)):
+        raise refusal(f"there is no {', '.join(unknown)}; there are {', '.join(types)}")
+    if missing := [field.name for field in fields(kind) if field.default is MISSING and field.name not in given]:
+        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise refusal(f"{' and '.join(missing)} {verb} missing; give {them}")
+    return kind(**{key: _checked(key, value, types[key]) for key, value in given.items()})
+
+
+def _checked(key: str, value: Any, wanted: type) -> Any:
+    """The value as the type that is wanted. Raises InputError where it is none."""
+    if wanted is bool:
+        if not isinstance(value, bool):
+            raise refusal(f"{key} {value!r} is neither true nor false; give one of them")
+        return value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    least = -1 if key == "cycle_second_stair_count" else 0
+    if not number or value < least or (wanted is int and value != int(value)):
+        raise refusal(f"{key} {value!r} is wrong; give {'a whole number' if wanted is int else 'a number'} from 0 on")
+    return wanted(value)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """A warm-up of DeepSpeed (WarmupLR, WarmupDecayLR or WarmupCosineLR), and what follows it.
+
+    DeepSpeed makes update 0 with the rate that a schedule begins from. It steps the schedule after each update that was
+    not skipped, and calls the first such step batch 0: update n has the rate of batch n - 1.
+
+    Attributes:
+        kind: constant for WarmupLR, linear for WarmupDecayLR, cosine for WarmupCosineLR.
+        peak: The rate after the warm-up; None: each parameter group's own.
+        first: The rate that the warm-up begins from, and that a line goes down to; of a cosine, as a ratio of `peak`.
+        last: What a cosine goes down to, as a ratio of `peak`.
+        warmup: Updates that the warm-up takes, at least 2.
+        steps: Updates of the whole training.
+        logarithmic: Whether the warm-up follows log(update) instead of a line.
+    """
+
+    kind: Decay
+    peak: float | None
+    first: float = 0.0
+    last: float = 0.0
+    warmup: int = 1000
+    steps: int = 0
+    logarithmic: bool = True
+
+    def rate(self, update: int, own: float = 1.0) -> float:
+        """The rate of update `update`, from 0, of a parameter group whose own rate is `own`."""
+        peak, batch = own if self.peak is None else self.peak, update - 1
+        if batch < 0:
+            return 0.0 if self.kind == "cosine" else self.first  # a cosine from 0, whatever its ratio
+        share = self._warmed(batch) if batch < self.warmup else self._after(batch)
+        if self.kind != "cosine":
+            return self.first + (peak - self.first) * share
+        low = self.first if batch < self.warmup else self.last
+        return peak * (low + (1 - low) * share)
+
+    def _warmed(self, batch: int) -> float:
+        """How far up the warm-up is at one of its batches, from 0 to 1."""
+        return math.log(batch + 1) / math.log(self.warmup) if self.logarithmic else batch / self.warmup
+
+    def _after(self, batch: int) -> float:
+        """How far up the rate still is at a batch after the warm-up, from 1 to 0."""
+        steps = max(1, self.steps - self.warmup)
+        if self.kind == "linear":
+            return max(0.0, (self.steps - batch) / steps)
+        done = min(1.0, (batch + 1 - self.warmup) / steps)
+        return (1 + math.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1.0

@@ -1,7 +1,8 @@
-"""[model] from a Hugging Face config.json of the GPT-2, Llama, Mistral, Qwen2 and Qwen3 families, and back.
+"""Settings of [model] that come from elsewhere: a Hugging Face config.json, the run under adapters, the model's name.
 
-A key of theirs that changes what is computed, and that gpt has no setting for, is refused by its name; those of
-dropout, of generation and of files are not read.
+A config.json is one of the GPT-2, Llama, Mistral, Qwen2 and Qwen3 families; it is written, too. A key of theirs that
+changes what is computed, and that gpt has no setting for, is refused by its name; those of dropout, of generation and
+of files are not read. A key that a person gives always wins.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpitrain.choices import Model
+from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError, refusing
 from mpitrain.storage.disk import read_plain
+from mpitrain.storage.run_folder import CONFIG
 
 CONFIG_JSON = "config.json"
 _LONGEST = 1 << 20  # bytes
@@ -320,3 +324,64 @@ def _read(file: Path) -> Values:
     if not isinstance(values, dict):
         raise InputError(f"model.preset {file} is no config.json: it holds no keys; give that of a model")
     return values
+
+
+_OWN = ("base", "compile", "lora", "lora_alpha", "lora_dropout", "lora_targets", "preset")  # not those of the base
+
+
+def with_base(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of [model]: those given, and for all others what the settings of the run `base` say.
+
+    A checkpoint that lies in no run has no settings; its weights then tell what does not fit.
+
+    Raises:
+        InputError: There is no such run, or its settings cannot be read.
+    """
+    path = Path(str(given["base"])).expanduser()
+    if not path.exists():
+        raise InputError(f"model.base: {path} does not exist; give a checkpoint folder or a run folder")
+    for folder in (path, path.absolute().parent.parent):
+        if (folder / CONFIG).is_file():
+            found = read_toml(str(folder / CONFIG)).get("model", {})
+            return {key: value for key, value in found.items() if key not in _OWN} | dict(given)
+    return dict(given)
+
+
+# defaults of models that differ from those of `ModelSection` and `OptimSection`
+_BY_MODEL: dict[Model, dict[str, dict[str, Any]]] = {
+    # the 18 layers and 64 channels of He et al. 2015; their momentum; the decay and the rate at which everybody trains
+    # it on images as small as CIFAR's, for batches of 32 to 128
+    "resnet": {
+        "model": {"layers": 18, "width": 64},
+        "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 5e-4, "options": {"momentum": 0.9}},
+    },
+}
+
+
+def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a configuration, by section and key, with the defaults of the model that they name.
+
+    Where the optimizer is chosen, its other settings have their general defaults, since a rate that suits one optimizer
+    suits no other.
+    """
+    given = _BY_MODEL.get(_model(values.get("model")), {})
+    made = dict(values)
+    for section, defaults in given.items():
+        known = made.get(section, {})
+        if isinstance(known, Mapping) and not (section == "optim" and "name" in known):
+            made[section] = {**defaults, **known}
+    return made
+
+
+def defaults_by_model(section: str, key: str) -> str:
+    """Return the other defaults of a setting, for people: "resnet: 18"."""
+    of_models = ((name, sections.get(section, {})) for name, sections in _BY_MODEL.items())
+    return ", ".join(f"{name}: {defaults[key]!r}" for name, defaults in of_models if key in defaults)
+
+
+def _model(section: Any) -> Any:
+    """The name of the model that is built, which model.factory replaces."""
+    if not isinstance(section, Mapping) or section.get("factory"):
+        return None
+    name = section.get("name")
+    return name if isinstance(name, str) else None

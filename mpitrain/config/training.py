@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -21,10 +22,8 @@ from mpitrain.choices import (
     Rates,
     one_of,
 )
-from mpitrain.config.base_run import with_base
 from mpitrain.config.batch_sizes import Stages, checked_warmup, require_no_larger
-from mpitrain.config.groups import checked_groups
-from mpitrain.config.preset import with_preset
+from mpitrain.config.preset import with_base, with_preset
 from mpitrain.config.section import ClassName, Named, Section, setting
 
 _Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -353,3 +352,34 @@ class OptimSection(Section):
     @classmethod
     def _can_be_matched(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return checked_groups(groups)
+
+
+OWN = ("match", "optimizer", "lr", "lr_scale")  # keys that are no options of an optimizer
+
+
+def checked_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as they were given. Raises ValueError with a line for people where one of them cannot be meant."""
+    for number, group in enumerate(groups):
+        where = f"optim.groups, entry {number + 1}"
+        if not patterns_of(group):
+            raise ValueError(f'{where}: match = {group.get("match")!r} is no pattern; write match = "*.norm.*"')
+        if not group.keys() - {"match"}:
+            raise ValueError(f"{where}: nothing but match; say what is another way: lr_scale = 0.1, weight_decay = 0.0")
+        if {"lr", "lr_scale"} <= group.keys():
+            raise ValueError(f"{where}: lr and lr_scale are two ways to say one thing; give one")
+        for key in {"lr", "lr_scale", "weight_decay"} & group.keys():
+            value = group[key]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise ValueError(f"{where}: {key} = {value!r} is wrong; give a number of at least 0")
+        if not isinstance(group.get("optimizer", ""), str):
+            raise ValueError(f'{where}: optimizer = {group["optimizer"]!r} is no name; write optimizer = "sgd"')
+    return [dict(group) for group in groups]
+
+
+def patterns_of(group: Mapping[str, Any]) -> list[str]:
+    """The patterns of a group; none where they are not text."""
+    match = group.get("match")
+    found = [match] if isinstance(match, str) else match
+    if not isinstance(found, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in found):
+        return []
+    return list(found)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.choices import Precision
 from mpitrain.comm import compression
-from mpitrain.config.batch import accumulation
+from mpitrain.config.batch_sizes import accumulation
 from mpitrain.config.deepspeed import DeepSpeedConfig
 from mpitrain.config.parallel import ParallelSection
 from mpitrain.config.settings import Config

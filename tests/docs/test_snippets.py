@@ -16,9 +16,8 @@ from snippets import Snippet, commands, pages, run
 from support import ROOT
 
 from mpitrain.comm.communicator import Communicator
-from mpitrain.config.aliases import our_name
-from mpitrain.config.command_line import parse
-from mpitrain.config.settings import Config, sections
+from mpitrain.config.messages import our_name
+from mpitrain.config.settings import Config, parse, sections
 from mpitrain.config.toml_file import tomllib
 from mpitrain.data.folders import DIGITS, resolve
 from mpitrain.errors import InputError
@@ -83,7 +82,7 @@ def test_every_training_command_is_one_that_the_trainer_takes():
     for block in BLOCKS:
         for module, words in commands(block):
             if module == "mpitrain.train" and "--help" not in words:
-                _, values = parse(words, sections())
+                _, values = parse(words)
                 for key in ("preset", "base"):  # files that blocks have made
                     values.get("model", {}).pop(key, None)
                 try:

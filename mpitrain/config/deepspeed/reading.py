@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.choices import Precision
-from mpitrain.config.batch import accumulation
+from mpitrain.config.batch_sizes import accumulation
 from mpitrain.config.deepspeed import keys
-from mpitrain.config.deepspeed.auto import filled
-from mpitrain.config.deepspeed.described import DeepSpeedConfig, LossScaling
-from mpitrain.config.deepspeed.findings import Findings, is_off
-from mpitrain.config.deepspeed.monitors import read_monitors
-from mpitrain.config.deepspeed.optimizers import read_optimizer
-from mpitrain.config.deepspeed.schedules import read_schedule
+from mpitrain.config.deepspeed.keys import (
+    AUTO,
+    BATCH,
+    FP16_TAKEN,
+    HARMLESS,
+    MONITORS,
+    OFFLOAD_HARMLESS,
+    ZERO_HARMLESS,
+    Findings,
+    is_off,
+)
+from mpitrain.config.deepspeed.optimizing import OfDeepSpeed, read_optimizer, read_schedule
 from mpitrain.config.parallel import CommSection
 from mpitrain.config.settings import Config
 from mpitrain.errors import refusing
@@ -203,3 +210,146 @@ def _precision(values: Mapping[str, Any], findings: Findings) -> tuple[Precision
         refill=bool(fp16.get("consecutive_hysteresis", False)),
     )
     return "fp16", dynamic
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """What the loss is multiplied by in fp16.
+
+    Attributes:
+        value: The factor, or where a dynamic one begins.
+        dynamic: Whether it is halved when gradients overflow and doubled after `patience` steps that did not.
+        least: What a dynamic factor does not go below.
+        spare: Overflows that are let pass before it is halved.
+        refill: Whether each good step gives the spare ones back.
+    """
+
+    value: float
+    dynamic: bool = False
+    patience: int = 2000
+    least: float = 1.0
+    spare: int = 0
+    refill: bool = False
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What a DeepSpeed configuration asks for, in our words.
+
+    Attributes:
+        microbatch: Samples that a rank gives at a time; 0 where nothing is said.
+        accumulate: Backward passes of an update.
+        scale: Of the loss; None where the precision needs none.
+        clip: Largest norm of the gradients; 0 for no clipping.
+        offload: Where optimizer states go: `host`, a folder, or empty for the device.
+        offload_parameters: The same for parameters between their uses, at stage 3.
+        reduce_dtype: In which gradients are added up; None for the parameters' own.
+        any_optimizer: Whether optimizers are taken that are not known to work element by element.
+        optimizer: (class of torch.optim, its options), or None where there is none.
+        schedule: Of the learning rate, where the configuration names one of DeepSpeed's.
+        torch_schedule: (class of torch.optim.lr_scheduler, its options), where it names one of those.
+        trackers: The monitors that are on.
+        trackers_instead: What a configuration of ours has in their place.
+        without_effect: Keys that were given and mean nothing here.
+        filled: What was put in place of "auto", as `key value (whence)`.
+    """
+
+    microbatch: int
+    accumulate: int
+    precision: Precision
+    scale: LossScaling | None
+    clip: float
+    recompute: bool
+    zero: int
+    offload: str
+    offload_parameters: str
+    reduce_dtype: Precision | None
+    bucket_mb: float
+    any_optimizer: bool
+    optimizer: tuple[str, dict[str, Any]] | None
+    schedule: OfDeepSpeed | None
+    torch_schedule: tuple[str, dict[str, Any]] | None
+    trackers: tuple[str, ...]
+    trackers_instead: tuple[str, ...]
+    without_effect: tuple[str, ...]
+    filled: tuple[str, ...] = ()
+
+
+_OURS = {  # section.key of theirs: of ours
+    "gradient_clipping": "train.clip",
+    "optimizer.params.lr": "optim.lr",
+    "optimizer.params.weight_decay": "optim.weight_decay",
+    "scheduler.params.warmup_max_lr": "optim.lr",
+    "scheduler.params.warmup_num_steps": "optim.warmup",
+    "scheduler.params.total_num_steps": "train.steps",
+}
+_BATCH = {"train_batch_size": "batch", "train_micro_batch_size_per_gpu": "microbatch"}
+_PRECISIONS = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
+_LEFT_OUT = {"zero_optimization.reduce_bucket_size", "optimizer.params.betas", "optimizer.params.eps"}
+_LEFT_OUT |= {"scheduler.params.warmup_min_lr", "scheduler.params.warmup_type", *BATCH}
+_LEFT_OUT |= {f"scheduler.params.{key}" for key in ("warmup_min_ratio", "cos_min_ratio")}
+_LEFT_OUT |= {"amp.enabled", "amp.opt_level", *(f"fp16.{key}" for key in FP16_TAKEN - {"enabled"})}
+
+
+def filled(values: Mapping[str, Any], config: Config, findings: Findings) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Put our settings where a configuration says "auto".
+
+    Args:
+        values: Of the DeepSpeed configuration.
+        config: Our settings.
+        findings: Told of an "auto" that stands for nothing of ours.
+
+    Returns:
+        (the values, in which what DeepSpeed has a default for was left out; what was put in, for people).
+    """
+    told: list[str] = []
+    return _section(values, "", config, findings, told), tuple(told)
+
+
+def _section(
+    values: Mapping[str, Any], prefix: str, config: Config, findings: Findings, told: list[str]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            findings.wrong(f"{prefix}{key!r:.80} is no name", "write keys as texts")
+            continue
+        name = prefix + key
+        if isinstance(value, Mapping):
+            found[key] = _section(value, f"{name}.", config, findings, told)
+        elif not isinstance(value, str) or value != AUTO:
+            found[key] = value
+        elif (ours := _of(name, config)) is not None:
+            found[key], whence = ours
+            told.append(f"{name} {found[key]} ({whence})")
+        elif name.partition(".")[0] in MONITORS or key in HARMLESS | ZERO_HARMLESS | OFFLOAD_HARMLESS:
+            found[key] = value
+        elif name not in _LEFT_OUT:
+            findings.wrong(f'{name} is "auto", for which we have no setting', "give a value")
+    return found
+
+
+def _of(name: str, config: Config) -> tuple[Any, str] | None:
+    """(the value, our setting) that an "auto" stands for; None: there is none, or it says nothing."""
+    if name in _OURS:
+        section, _, key = _OURS[name].partition(".")
+        return getattr(getattr(config, section), key), _OURS[name]
+    if name in _BATCH and _BATCH[name] in config.train.model_fields_set and getattr(config.train, _BATCH[name]):
+        return getattr(config.train, _BATCH[name]), f"train.{_BATCH[name]}"
+    if name in _PRECISIONS:
+        return config.train.precision == _PRECISIONS[name], "train.precision"
+    option = name.removeprefix("optimizer.params.")
+    if option in ("betas", "eps") and option in config.optim.options:
+        return config.optim.options[option], "optim.options"
+    return None
+
+
+def read_monitors(values: Mapping[str, Any], findings: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the monitors that are on, the settings of a trainer that does what they do); those that are off are ignored."""
+    on = [key for key in MONITORS if not is_off(values.get(key))]
+    findings.ignored += [key for key in MONITORS if key in values and key not in on]
+    instead = [MONITORS[key] for key in on]
+    project = values["wandb"].get("project") if "wandb" in on and isinstance(values["wandb"], Mapping) else None
+    if project and project != "auto":
+        instead.append(f'monitor.project = "{project}"')
+    return tuple(on), tuple(instead)

@@ -17,9 +17,8 @@ import torch
 from mpitrain.checkpoint import Manifest
 from mpitrain.checkpoint.folders import find, folder_name, marked_best
 from mpitrain.comm import Communicator, carry_device_memory, set_timeout
-from mpitrain.config import command_line
 from mpitrain.config.named import require_outside
-from mpitrain.config.settings import Config, sections
+from mpitrain.config.settings import Config, parse
 from mpitrain.config.toml_file import read_toml
 from mpitrain.data import Dataset, Description, open_dataset, resolve
 from mpitrain.data.format import ColumnSpec
@@ -245,7 +244,7 @@ def checkpoint_of(run: Path, *, best: bool, step: int | None) -> tuple[Path, Pat
 def _settings(asked: Asked, flags: Sequence[str]) -> Config:
     """The settings of the run, without those of its layout, and with those of the flags."""
     path = asked.run / CONFIG
-    trained, (file, given) = read_toml(str(path)), command_line.parse(flags, sections())
+    trained, (file, given) = read_toml(str(path)), parse(flags)
     if file is not None:
         raise refusal(f"{file} is not understood; give one RUN, and settings as --section.key value")
     Config.from_dict(trained, str(path))

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.config.groups import OWN, patterns_of
 from mpitrain.config.named import find
-from mpitrain.config.training import OptimSection
+from mpitrain.config.training import OWN, OptimSection, patterns_of
 from mpitrain.errors import refusal
 from mpitrain.shard.flat_parameters import begin_states
 from mpitrain.shard.muon import Muon

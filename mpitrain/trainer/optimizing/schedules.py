@@ -16,8 +16,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mpitrain.config.cycles import CYCLES, OneCycle, cycle_of
-from mpitrain.config.learning_rate import DECAYS, LearningRate
+from mpitrain.config.learning_rate import CYCLES, DECAYS, LearningRate, OneCycle, cycle_of
 from mpitrain.config.training import OptimSection
 from mpitrain.errors import refusal
 from mpitrain.trainer.optimizing.optimizer import optimizer_class, refuse_unknown
