@@ -231,9 +231,7 @@ def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> 
     if cut == "uniform" or len(blocks) < stages:
         return ()
     costs = [
-        float(sum(weight.numel for weight in block.weights))
-        if cut == "parameters"
-        else block.forward + block.input + block.weight
+        float(sum(weight.numel for weight in block.weights)) if cut == "parameters" else block.seconds
         for block in blocks
     ]
     return sizes(partition(costs, stages))

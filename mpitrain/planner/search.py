@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
@@ -36,34 +36,6 @@ _NEAR = 6  # layouts that do not fit that a plan tells of
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
 _Waiting = tuple[float, int, ParallelLayout, tuple[ParallelLayout, ...] | None]
-
-
-class Estimates(Protocol):
-    """What the search asks of a predictor (`planner.bounds.Bounds`)."""
-
-    def predict(self, layout: ParallelLayout) -> Prediction:
-        """Everything of a layout; InputError where it is impossible."""
-
-    def at_least(self, layout: ParallelLayout) -> float:
-        """Seconds that a step takes at least, however the blocks are cut into stages; cheap."""
-
-    def guess(self, layout: ParallelLayout) -> float:
-        """About the seconds of a step; cheap. It decides what is looked at first, not what is found."""
-
-    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes of the rank that needs most, by category."""
-
-    def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes that it takes at least, however the blocks are cut into stages; cheap."""
-
-    def room(self) -> float:
-        """Bytes that a rank may take."""
-
-    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes in the host's memory, of the rank that needs most there, by category; empty without devices."""
-
-    def host_room(self) -> float:
-        """Bytes of its node's memory that a rank may take."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,7 @@ def best(
 
 
 def best_of(
-    predictor: Estimates,
+    predictor: Bounds,
     layouts: Iterable[ParallelLayout],
     count: int = COUNT,
     variants: Variants = lambda layout: (layout,),
@@ -169,7 +141,7 @@ def best_of(
     return LayoutPlan(search.best, search.nearest(), predictor.room(), len(entries), search.predicted, beyond, left)
 
 
-def _guessed(predictor: Estimates, layouts: Iterable[ParallelLayout]) -> list[tuple[float, ParallelLayout]]:
+def _guessed(predictor: Bounds, layouts: Iterable[ParallelLayout]) -> list[tuple[float, ParallelLayout]]:
     """Return possible layouts with guesses of their seconds, the fastest first."""
     entries = []
     for layout in layouts:
@@ -194,7 +166,7 @@ class _Search:
     """
 
     def __init__(
-        self, predictor: Estimates, entries: Sequence[tuple[float, ParallelLayout]], count: int, variants: Variants
+        self, predictor: Bounds, entries: Sequence[tuple[float, ParallelLayout]], count: int, variants: Variants
     ) -> None:
         self._predictor, self._count, self._variants, self._room = predictor, count, variants, predictor.room()
         self._layouts = [layout for _, layout in entries]
@@ -296,7 +268,7 @@ class _Search:
 
 
 def excess_of(
-    predictor: Estimates, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
+    predictor: Bounds | Predictor, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
 ) -> Excess | None:
     """Return by how much a layout exceeds the memory of the device or the host; None if it fits.
 

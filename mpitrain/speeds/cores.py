@@ -197,12 +197,12 @@ def _tasks(plan: _Plan, copy: Callable[[], object], core: int, cores: list[int])
     yield UPDATE, lambda: _update(plan.updated)
     for precision in PRECISIONS:
         for size in plan.sizes:
-            yield f"{precision} {size}", lambda precision=precision, size=size: _product(precision, size)  # type: ignore[misc]
+            yield f"{precision} {size}", lambda precision=precision, size=size: product(precision, size)  # type: ignore[misc]
 
     def threaded() -> Callable[[], object]:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
-        return _product("fp32", plan.threaded)
+        return product("fp32", plan.threaded)
 
     yield THREADS, threaded
 
@@ -228,8 +228,9 @@ def _copies(plan: _Plan) -> Callable[[], object]:
     return lambda: np.copyto(dest, source)
 
 
-def _product(precision: str, size: int) -> Callable[[], object]:
-    a, b, c = (torch.full((size, size), 0.5).to(PRECISIONS[precision]) for _ in range(3))
+def product(precision: str, size: int, device: torch.device | str = "cpu") -> Callable[[], object]:
+    """Return what multiplies two matrices of a size."""
+    a, b, c = (torch.full((size, size), 0.5, dtype=PRECISIONS[precision], device=device) for _ in range(3))
     return lambda: torch.mm(a, b, out=c)
 
 
