@@ -117,8 +117,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "private": {"share_node": False},
     "kept": {"reshard": False},
 }
-_OF_TRAIN = ("microbatch", "recompute")  # the others are keys of parallel
-_FIELDS = tuple(field.name for field in fields(ParallelLayout))
+SECTION_OF = {  # of the configuration, by key
+    each.name: "train" if each.name in ("microbatch", "recompute") else "parallel" for each in fields(ParallelLayout)
+}
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 
 
@@ -194,11 +195,11 @@ def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyTyp
         wanted: Settings that stay as they were given, by key, which no two sections share.
     """
     found: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
-    for name in _FIELDS:
+    for name, section in SECTION_OF.items():
         value = getattr(layout, name)
         if isinstance(value, tuple):
             value = list(value) or ("uniform" if name == "cut" else [])
-        found["train" if name in _OF_TRAIN else "parallel"][name] = wanted.get(name, value)
+        found[section][name] = wanted.get(name, value)
     return found
 
 
@@ -215,7 +216,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
     """
     parallel, train = config.parallel, config.train
     data, pipeline, tensor = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
-    asked = {name: getattr(train if name in _OF_TRAIN else parallel, name) for name in _FIELDS}
+    asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
     asked |= {"data": data, "pipeline": pipeline, "tensor": tensor}
     asked["microbatch"] = train.microbatch or -(-train.batch // (data * default_microbatches(pipeline)))
     asked["cut"] = _cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else ()

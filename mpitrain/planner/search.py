@@ -21,7 +21,7 @@ from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates
-from mpitrain.planner.layouts import ParallelLayout, Prediction, settings
+from mpitrain.planner.layouts import SECTION_OF, ParallelLayout, Prediction
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.refine import Refinement
 
@@ -304,18 +304,14 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
 
 
 _OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the program
-_CHOSEN = ["data", "pipeline", "tensor", "zero", "shard_within", "schedule", "chunks", "slices", "sequence"]
-_CHOSEN += ["recompute"]
 _TAKEN = ("microbatch", "offload", "share_node", "reshard")  # as they are, whatever else a layout has
+_CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole")]
 
 
 def given(config: Config) -> dict[str, Any]:
     """The settings of a layout that a configuration sets explicitly, by their keys, which no two sections share."""
-    sections = {"parallel": config.parallel, "train": config.train}
-    found: dict[str, Any] = {}
-    for name, keys in settings(ParallelLayout(1)).items():
-        section = sections[name]
-        found |= {key: getattr(section, key) for key in keys if key in section.model_fields_set}
+    sections = {key: getattr(config, name) for key, name in SECTION_OF.items()}
+    found = {key: getattr(of, key) for key, of in sections.items() if key in of.model_fields_set}
     return {key: value for key, value in found.items() if key not in _OPEN or value != _OPEN[key]}
 
 
@@ -333,7 +329,7 @@ def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any
     """
     layouts = list(offered(predictor, rules, wanted))
     if not layouts:
-        said = ", ".join(f"{_section(key)}.{key} {value}" for key, value in wanted.items())
+        said = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
         raise refusal(
             f"parallel.auto finds no layout of {predictor.ranks} ranks "
             + (f"with {said}; leave some of these out" if said else "for this model; set parallel.auto to false")
@@ -382,7 +378,3 @@ def _matters(key: str, layout: ParallelLayout) -> bool:
     if key in ("share_node", "shard_within"):
         return layout.zero > 0
     return layout.zero == 3 if key == "reshard" else True
-
-
-def _section(key: str) -> str:
-    return next(name for name, keys in settings(ParallelLayout(1)).items() if key in keys)
