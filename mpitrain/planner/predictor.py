@@ -4,7 +4,7 @@
 
 A step is simulated: what its ranks would do, with measured or counted costs. Blocks cost what the model profile says; a
 schedule runs step by step (`pipe.simulate`); every collective is the program that would run (`collectives`), of the
-buckets that would be reduced (`places`). Where no core is free for communication it comes after what it would otherwise
+buckets that would be reduced (`memory`). Where no core is free for communication it comes after what it would otherwise
 lie under, as in the job. Ranks beyond a node's cores compute in turns.
 """
 
@@ -25,9 +25,19 @@ from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
 from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import Means, account, host_account, in_flight, total
+from mpitrain.planner.memory import (
+    ITEMSIZE,
+    LayoutPlaces,
+    Means,
+    StageHoldings,
+    account,
+    held,
+    host_account,
+    in_flight,
+    is_unit,
+    total,
+)
 from mpitrain.planner.model import AxisExchange, BlockCost, ModelProfile
-from mpitrain.planner.places import ITEMSIZE, LayoutPlaces, StageHoldings, held, is_unit
 from mpitrain.shard.offload import HOST
 from mpitrain.shard.placement import STAGES, formula
 from mpitrain.tensor.axis import sums_directly

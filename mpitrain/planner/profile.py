@@ -23,9 +23,9 @@ from mpitrain.planner import counted
 from mpitrain.planner.counted import CountedOperation
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
+from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.passes import Observed, between, observe
-from mpitrain.planner.places import ITEMSIZE
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.in_place import LEAST
 from mpitrain.shard.units import blocks_of

@@ -48,8 +48,8 @@ import numpy.typing as npt
 
 from mpitrain.errors import InputError
 from mpitrain.planner.layouts import ParallelLayout, sizes
+from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
-from mpitrain.planner.places import ITEMSIZE
 from mpitrain.planner.predictor import Predictor
 
 _Array = npt.NDArray[np.float64]
