@@ -110,12 +110,12 @@ class Prediction:
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
-_FLAGS: dict[str, dict[str, Any]] = {
-    "recompute": {"recompute": True},
-    "sequence": {"sequence": True},
-    "per-node": {"shard_within": "node"},
-    "private": {"share_node": False},
-    "kept": {"reshard": False},
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "recompute": ("recompute", True),
+    "sequence": ("sequence", True),
+    "per-node": ("shard_within", "node"),
+    "private": ("share_node", False),
+    "kept": ("reshard", False),
 }
 SECTION_OF = {  # of the configuration, by key
     each.name: "train" if each.name in ("microbatch", "recompute") else "parallel" for each in fields(ParallelLayout)
@@ -131,9 +131,7 @@ def text(layout: ParallelLayout) -> str:
     words += [layout.schedule] if layout.pipeline > 1 or layout.schedule != "1f1b" else []
     words += [f"chunks{layout.chunks}"] if layout.chunks > 1 else []
     words += [f"slices{layout.slices}"] if layout.slices > 1 else []
-    for word, meant in _FLAGS.items():
-        if all(getattr(layout, name) == value for name, value in meant.items()):
-            words.append(word)
+    words += [word for word, (name, value) in _FLAGS.items() if getattr(layout, name) == value]
     words += [f"offload:{layout.offload}"] if layout.offload else []
     if layout.cut:
         runs = [(blocks, len(list(run))) for blocks, run in groupby(layout.cut)]
@@ -166,7 +164,7 @@ def read(line: str) -> ParallelLayout:
 def _meant(word: str) -> dict[str, Any]:
     """The fields that one word sets. Raises InputError for a word that is unknown."""
     if word in _FLAGS:
-        return _FLAGS[word]
+        return dict([_FLAGS[word]])
     name, colon, value = word.partition(":")
     if colon and value:
         if name == "offload":

@@ -320,15 +320,14 @@ def _scaled(seconds: float, part: float, whole: float) -> float:
 
 def _cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def moments(section: OptimSection) -> int:
     """fp32 numbers that the configured optimizer keeps for each element; 2 where it does not tell."""
-    if section.name.lower() in ("adam", "adamw", "muon"):  # muon: of what is no hidden matrix, which keeps most
-        return 2
-    if section.name.lower() == "lion":
-        return 1
+    own = {"muon": 2, "lion": 1}  # muon: of what is no hidden matrix, which keeps most
+    if section.name.lower() in own:
+        return own[section.name.lower()]
     try:
         kind = find("optim.name", section.name) if ":" in section.name else _torch_optimizer(section.name)
         tensor = torch.zeros(32, 32, requires_grad=True)
