@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.peers import fully_sharded, gloo
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.statistics import plain
 from mpitrain.errors import CommunicationError
 from mpitrain.models.gpt import GPT
-from mpitrain.speeds.timing import Contender, interleaved, plain
+from mpitrain.speeds.timing import Contender, interleaved
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

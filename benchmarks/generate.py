@@ -19,9 +19,10 @@ import torch
 
 from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.statistics import plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
-from mpitrain.speeds.timing import Contender, interleaved, plain
+from mpitrain.speeds.timing import Contender, interleaved
 
 FAMILIES = ("gpt2", "llama")
 OURS, THEIRS = "mpitrain", "transformers"

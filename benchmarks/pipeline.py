@@ -36,6 +36,7 @@ from torch import nn
 from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.statistics import geometric_mean, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.layout import split
@@ -45,7 +46,7 @@ from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule, Step
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, Simulation, TimedStep, simulate
-from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.speeds.timing import Contender, interleaved
 
 VOCABULARY, WIDTH, HEADS = 256, 64, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # and stages a rank
@@ -157,7 +158,7 @@ class _Case:
             tuple(TimedStep(step, *pair) for step, pair in zip(steps, of_rank, strict=True))
             for steps, of_rank in zip(self.schedule.steps, times, strict=False)  # there are times on rank 0 alone
         )
-        return Simulation(self.schedule, tuple(runs), (), ())
+        return Simulation(self.schedule, tuple(runs), ())
 
     def _timed(self, step: Step, call: Callable[[], None]) -> Callable[[], None]:
         """A call that carries a step out and notes when it ran; waiting for its input is no part of that."""

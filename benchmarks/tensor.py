@@ -26,10 +26,11 @@ from torch.nn import functional
 from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.statistics import geometric_mean, plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.layout import split
-from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.speeds.timing import Contender, interleaved
 from mpitrain.tensor import Axis, Column, ParallelStyle, parallelize
 
 Shape = tuple[int, int, int]  # samples, tokens of each, width

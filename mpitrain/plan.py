@@ -13,7 +13,6 @@ from mpitrain.config.settings import Config
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, refusal
 from mpitrain.planner import layouts
-from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, rules_of
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile, size_of
@@ -106,7 +105,7 @@ def _plan(argv: Sequence[str]) -> int:
 def explained(predictor: Predictor, layout: ParallelLayout) -> str:
     """What is predicted of one layout, or why it does not fit. Raises InputError where it is impossible."""
     told = details(predictor.predict(layout), predictor.room())
-    excess = excess_of(Bounds(predictor), layout, predictor.memory(layout))
+    excess = excess_of(predictor, layout, predictor.memory(layout))
     if excess is not None:
         told += f"\n\ndoes not fit:\n{refused([excess])}"
     return told

@@ -41,10 +41,11 @@ from benchmarks.collectives.report import report
 from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.peers import gloo
 from benchmarks.runner.report import Report
+from benchmarks.runner.statistics import plain
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.speeds.timing import interleaved, plain
+from mpitrain.speeds.timing import interleaved
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16 << 2 * i for i in range(12)]  # 16 B to 64 MiB

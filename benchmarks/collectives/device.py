@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
+from benchmarks.runner.statistics import geometric_mean, plain
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
 from mpitrain.errors import InputError
-from mpitrain.speeds.timing import Contender, geometric_mean, interleaved, plain
+from mpitrain.speeds.timing import Contender, interleaved
 
 WAYS = ("staged", "mpi", "peer", "nccl")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

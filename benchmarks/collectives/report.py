@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.runner.report import Report, ReportTable, ReportTarget
-from mpitrain.speeds.timing import geometric_mean, rank_correlation
+from benchmarks.runner.statistics import geometric_mean, rank_correlation
 
 KIB, MIB = 1 << 10, 1 << 20
 _LARGE = 256 * KIB  # the sizes that geometric means are over begin here

@@ -28,12 +28,13 @@ from typing import Any
 from benchmarks.collectives.report import size_text
 from benchmarks.runner.jobs import Benchmark, parser, repeated, run
 from benchmarks.runner.report import Report, ReportTable
+from benchmarks.runner.statistics import plain
 from benchmarks.servers.carriers import SERVER
 from benchmarks.servers.contenders import carriers, contenders
 from mpitrain.comm import Communicator
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
-from mpitrain.speeds.timing import interleaved, plain
+from mpitrain.speeds.timing import interleaved
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 QUICK_SIZES = (1 << 20,)

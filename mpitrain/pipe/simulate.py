@@ -29,14 +29,12 @@ class Costs:
         input: Time of the gradients of a stage's input.
         weight: Time of the gradients of its parameters.
         message: Time between the end of a step and the arrival of what it sends.
-        activation: Bytes that a stage keeps of a microbatch from its forward step until its weight gradients.
     """
 
     forward: Cost = 1
     input: Cost = 1
     weight: Cost = 1
     message: float = 0
-    activation: Cost = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +54,11 @@ class Simulation:
         schedule: The schedule.
         runs: runs[r] is rank r's steps and their times.
         peaks: Stage-microbatches that each rank holds at most.
-        memory: Bytes of activations that each rank holds at most.
     """
 
     schedule: Schedule
     runs: tuple[tuple[TimedStep, ...], ...]
     peaks: tuple[int, ...]
-    memory: tuple[float, ...]
 
     @property
     def makespan(self) -> float:
@@ -237,8 +233,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
         tuple(TimedStep(step, *time) for step, time in zip(steps, own, strict=True))
         for steps, own in zip(schedule.steps, times, strict=True)
     )
-    peaks, memory = (prepared.held(_each(each, schedule.stages)) for each in (1, costs.activation))
-    return Simulation(schedule, runs, tuple(map(int, peaks)), tuple(memory))
+    return Simulation(schedule, runs, tuple(map(int, prepared.held([1] * schedule.stages))))
 
 
 def needs(step: Compute, last: int) -> tuple[type, int] | None:

@@ -8,10 +8,9 @@ subject                the model as one rank has it, divided without the other r
 passes                 sizes of blocks, from passes without values
 measured, counted      seconds of blocks, measured in processes side by side or reckoned from operations
 collectives            seconds of the collective that would run, simulated; between devices, in closed form
-memory                 bytes of a rank, by category
+memory                 what each rank holds, which ranks communicate with each other, and bytes by category
 flow                   microbatches through a pipeline's stages: when ranks are done, what they hold
-places                 what each rank holds, and which ranks communicate with each other
-predictor, step        everything of a layout; seconds of a step, simulated: blocks, messages, buckets, update
+predictor              everything of a layout; seconds of a step, simulated: blocks, messages, buckets, update
 refine                 the variants of a layout: which blocks a stage gets, which layers are divided
 candidates             all layouts that the runtime takes
 bounds                 what a layout takes at least, and a guess, in microseconds

@@ -16,30 +16,29 @@ so one stage is not done before. r is 1 where backward is whole, else the forwar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mpitrain.planner.collectives import Group
 from mpitrain.planner.flow import estimate
 from mpitrain.planner.layouts import ParallelLayout
-from mpitrain.planner.model import BlockCost, Divided
-from mpitrain.planner.places import ITEMSIZE, LayoutPlaces, is_unit
-from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.memory import ITEMSIZE, LayoutPlaces, is_unit
+from mpitrain.planner.model import AxisExchange, BlockCost, Divided
+from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.refine import held_at_most
-from mpitrain.planner.step import StepSimulation
 from mpitrain.shard.flat import MIB
 from mpitrain.shard.placement import STAGES
 
 _HALVINGS = 20  # of an interval, to find how long the slowest stage takes
 
 
-@dataclass(frozen=True)
 class _Work:
     """Sums over all blocks, for a microbatch.
 
     Attributes:
         passes: Seconds of computing: forward, gradients of inputs, gradients of weights.
+        seconds: Seconds of these together.
         least: Seconds of computing, where any of the layers may stay whole, which saves their exchanges.
         again: Seconds of recomputing the blocks that are recomputed without a pipeline.
         least_again: The same, where any of the layers may stay whole.
@@ -58,28 +57,32 @@ class _Work:
         values: Parameters.
     """
 
-    passes: tuple[float, float, float]
-    least: float
-    again: float
-    least_again: float
-    exchanged: tuple[float, float]
-    exchanged_again: float
-    forward: float
-    each: tuple[float, ...]
-    each_forward: tuple[float, ...]
-    given: int
-    units: int
-    kept: int
-    taken: int
-    working: int
-    numel: int
-    largest: int
-    values: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of computing, forward and backward."""
-        return sum(self.passes)
+    def __init__(
+        self,
+        blocks: Sequence[BlockCost],
+        undivided: Sequence[BlockCost],
+        exchanges: Callable[[Sequence[AxisExchange]], float],
+    ) -> None:
+        talk = [(exchanges(block.forwards), exchanges(block.backwards)) for block in blocks]
+        again = [(b, other, f) for b, other, (f, _) in zip(blocks, undivided, talk, strict=True) if is_unit(b)]
+        own = [block.numel for block in blocks]
+        self.passes = sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)
+        self.seconds = sum(self.passes)
+        self.least = sum(min(a.seconds, b.seconds) for a, b in zip(blocks, undivided, strict=True))
+        self.again = sum(block.forward for block, _, _ in again)
+        self.least_again = sum(min(block.forward, other.forward) for block, other, _ in again)
+        self.exchanged = sum(f for f, _ in talk), sum(b for _, b in talk)
+        self.exchanged_again = sum(f for _, _, f in again)
+        self.forward = min((block.forward / block.seconds for block in blocks if block.seconds > 0), default=1.0)
+        self.each = tuple(block.seconds + sum(both) for block, both in zip(blocks, talk, strict=True))
+        self.each_forward = tuple(block.forward + f for block, (f, _) in zip(blocks, talk, strict=True))
+        self.given = max((block.given for block in blocks[:-1]), default=0)
+        self.units = len(again)
+        self.kept = sum(block.kept for block in blocks)
+        self.taken = sum(min(block.taken, block.kept) if is_unit(block) else block.kept for block in blocks)
+        self.working = max((block.working for block in blocks), default=0)
+        self.numel, self.largest = sum(own), max(own)
+        self.values = sum(not weight.same_as for block in blocks for weight in block.weights)
 
 
 @dataclass(frozen=True)
@@ -87,25 +90,13 @@ class _Around:
     """What a placement of ranks costs, whatever their microbatches are.
 
     Attributes:
-        turns: How much longer than alone a rank computes.
-        spins: Whether ranks that wait keep their cores.
-        hides: Whether communication lies under computation.
-        python: Seconds of Python for a step of a pipeline's schedule.
-        halving: Seconds of Python for dividing a backward pass in halves.
-        inside: Whether a pipeline lies on one node.
-        beside: Messages that leave a node at the same time.
+        step: A step of such a placement.
         reduced: Seconds of reducing all gradients.
         gathered: Seconds of gathering all units.
         once: Seconds of what comes once a step after the gradients.
     """
 
-    turns: float
-    spins: bool
-    hides: bool
-    python: float
-    halving: float
-    inside: bool
-    beside: int
+    step: StepSimulation
     reduced: float
     gathered: float
     once: float
@@ -142,12 +133,13 @@ class Bounds:
         if layout.pipeline > 1:
             seconds = self._pipeline(layout, work, around, count * layout.slices) + around.reduced
             return seconds + around.once
-        forward, input_, weight = (s * around.turns for s in work.passes)
-        backward = input_ + weight + work.again * around.turns * layout.recompute
+        turns = around.step.turns
+        forward, input_, weight = (s * turns for s in work.passes)
+        backward = input_ + weight + work.again * turns * layout.recompute
         talk = sum(work.exchanged) + work.exchanged_again * layout.recompute
         ways = [around.gathered, around.gathered if layout.reshard else 0.0]
         reduced = around.reduced
-        if around.hides:
+        if around.step.places.overlaps:
             ways = [max(0.0, way - meanwhile) for way, meanwhile in zip(ways, (forward, backward), strict=True)]
             reduced = max(reduced - backward, reduced / (1 + work.units))
         seconds = (forward + backward) * share / layout.microbatch + (talk + sum(ways)) * count
@@ -156,21 +148,22 @@ class Bounds:
     def _pipeline(self, layout: ParallelLayout, work: _Work, around: _Around, count: int) -> float:
         """Seconds of so many microbatches, or slices of them, through the stages."""
         ranks, stages = layout.pipeline, layout.pipeline * layout.chunks
-        halving = around.halving * (layout.schedule == "zero-bubble")
+        step = around.step
+        python, halving = step.python, step.halving * (layout.schedule == "zero-bubble")
         forward, input_, weight = work.passes
         forward += work.exchanged[0]
         input_ += work.exchanged[1] + forward * layout.recompute
         spread = [
-            (seconds + stages * python) / ranks
-            for seconds, python in ((forward, around.python), (input_, around.python), (weight, halving))
+            (seconds + stages * each) / ranks
+            for seconds, each in ((forward, python), (input_, python), (weight, halving))
         ]
         uneven = self._slowest(work, layout.recompute, stages) - sum(spread) / layout.chunks
-        slowest = sum(spread) + max(0.0, uneven + 2 * around.python + halving)  # one of the rank's stages is longer
-        if around.spins:
-            spread, slowest = [seconds * around.turns for seconds in spread], slowest * around.turns
-        message = self._of.collectives.message(work.given, around.inside, around.beside)
+        slowest = sum(spread) + max(0.0, uneven + 2 * python + halving)  # one of the rank's stages is longer
+        if step.spins:
+            spread, slowest = [seconds * step.turns for seconds in spread], slowest * step.turns
+        message = self._of.collectives.message(work.given, *step.on_the_way())
         seconds = estimate(layout.schedule, ranks, count, layout.chunks, spread, slowest, message)
-        return seconds if around.spins else max(seconds, sum(spread) * count * around.turns)
+        return seconds if step.spins else max(seconds, sum(spread) * count * step.turns)
 
     def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
         """Bytes that the rank that needs most takes at least, by category."""
@@ -240,32 +233,7 @@ class Bounds:
         undivided = blocks
         if tensor > 1 and not sequence:
             undivided = self._of.model.blocks(microbatch, Divided(slices=slices), places.threads)
-        totals = [(block.forward, _seconds(block)) for block in blocks]
-        simulated = StepSimulation(self._of, places)
-        talk = [(simulated.exchanges(block.forwards), simulated.exchanges(block.backwards)) for block in blocks]
-        again = [
-            (block, other, f) for block, other, (f, _) in zip(blocks, undivided, talk, strict=True) if is_unit(block)
-        ]
-        own = [sum(weight.numel for weight in block.weights if not weight.same_as) for block in blocks]
-        return _Work(
-            passes=(sum(b.forward for b in blocks), sum(b.input for b in blocks), sum(b.weight for b in blocks)),
-            least=sum(min(_seconds(a), _seconds(b)) for a, b in zip(blocks, undivided, strict=True)),
-            again=sum(block.forward for block, _, _ in again),
-            least_again=sum(min(block.forward, other.forward) for block, other, _ in again),
-            exchanged=(sum(f for f, _ in talk), sum(b for _, b in talk)),
-            exchanged_again=sum(f for _, _, f in again),
-            forward=min((forward / total for forward, total in totals if total > 0), default=1.0),
-            each=tuple(total + sum(both) for (_, total), both in zip(totals, talk, strict=True)),
-            each_forward=tuple(forward + f for (forward, _), (f, _) in zip(totals, talk, strict=True)),
-            given=max((block.given for block in blocks[:-1]), default=0),
-            units=len(again),
-            kept=sum(block.kept for block in blocks),
-            taken=sum(min(block.taken, block.kept) if is_unit(block) else block.kept for block in blocks),
-            working=max((block.working for block in blocks), default=0),
-            numel=sum(own),
-            largest=max(own),
-            values=sum(not weight.same_as for block in blocks for weight in block.weights),
-        )
+        return _Work(blocks, undivided, StepSimulation(self._of, places).exchanges)
 
     def _blocks(self, layout: ParallelLayout, places: LayoutPlaces) -> tuple[BlockCost, ...]:
         """The blocks of a layout; of tensor ranks on several nodes, those of one node's ranks made thinner.
@@ -306,15 +274,8 @@ class Bounds:
         elif zero and not step.means.shared and not step.means.gathers:
             shown = took("all_gather", nbytes, shard)
         whole = zero == 0 and not places.overlaps
-        inside, beside = step.on_the_way()
         return _Around(
-            turns=step.turns,
-            spins=step.spins,
-            hides=places.overlaps,
-            python=step.python,
-            halving=step.halving,
-            inside=inside,
-            beside=beside,
+            step=step,
             reduced=took("reduce_scatter" if zero else "all_reduce", nbytes, shard, 1 if whole else pieces),
             gathered=took("all_gather", nbytes, shard) if step.means.gathers else 0.0,
             once=replicated + shown + update + self._of.machine.overhead * step.turns,
@@ -330,11 +291,6 @@ def _thinner(block: BlockCost, ranks: int, more: int) -> BlockCost:
         kept=int(block.kept * part),
         weights=tuple(w if w.replicated else replace(w, numel=int(w.numel * part)) for w in block.weights),
     )
-
-
-def _seconds(block: BlockCost) -> float:
-    """Of a block, forward and backward."""
-    return block.forward + block.input + block.weight
 
 
 def _slowest(work: _Work, recompute: bool, stages: int) -> float:

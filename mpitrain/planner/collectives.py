@@ -258,8 +258,6 @@ class DeviceLinks:
             nbytes: Of the whole vector on one rank.
             group: The ranks.
         """
-        if group.size == 1 or nbytes <= 0:
-            return 0.0
         nodes, local = _counts(group)
         inside, across = self._inside(local * group.beside), self._network(local * group.beside)
         hops = _rounds(local) * self._hop()

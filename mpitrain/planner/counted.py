@@ -185,21 +185,16 @@ def seconds(operations: Sequence[CountedOperation], machine: MachineProfile, pre
         precision: Of products.
         threads: That the rank computes with, on the CPU.
     """
-    device = machine.device
-    if device is not None:
-        gain, start = 1.0, _LAUNCH
-    else:
-        gain, start = _gain(machine, threads), _START
+    on_core = machine.device is None
+    gain, start = (_gain(machine, threads), _START) if on_core else (1.0, _LAUNCH)
+    heavy, prepared, reached = (_HEAVY, _PREPARED, _REACHED) if on_core else ({}, {}, {})
     rate = _memory_rate(machine)
-    table = sorted((device.matrix if device is not None else machine.matrix).get(precision, ()))
+    table = sorted((machine.device or machine).matrix.get(precision, ()))
     total = 0.0
     for each in operations:
-        heavy = _HEAVY.get(each.name, 1.0) if device is None else 1.0
-        moving = each.nbytes * heavy / rate
-        begun = start + (_PREPARED.get(each.name, 0.0) if device is None else 0.0)
-        reached = _REACHED.get(each.name, 1.0) if device is None else 1.0
-        computing = each.flops / (reached * _speed(table, each.size)) if each.flops else 0.0
-        total += begun + max(computing, moving) / gain
+        moving = each.nbytes * heavy.get(each.name, 1.0) / rate
+        computing = each.flops / (reached.get(each.name, 1.0) * _speed(table, each.size)) if each.flops else 0.0
+        total += start + prepared.get(each.name, 0.0) + max(computing, moving) / gain
     return total
 
 

@@ -110,15 +110,16 @@ class Prediction:
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _NUMBERED = {"zero": "zero", "mb": "microbatch", "chunks": "chunks", "slices": "slices"}
-_FLAGS: dict[str, dict[str, Any]] = {
-    "recompute": {"recompute": True},
-    "sequence": {"sequence": True},
-    "per-node": {"shard_within": "node"},
-    "private": {"share_node": False},
-    "kept": {"reshard": False},
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "recompute": ("recompute", True),
+    "sequence": ("sequence", True),
+    "per-node": ("shard_within", "node"),
+    "private": ("share_node", False),
+    "kept": ("reshard", False),
 }
-_OF_TRAIN = ("microbatch", "recompute")  # the others are keys of parallel
-_FIELDS = tuple(field.name for field in fields(ParallelLayout))
+SECTION_OF = {  # of the configuration, by key
+    each.name: "train" if each.name in ("microbatch", "recompute") else "parallel" for each in fields(ParallelLayout)
+}
 _EXAMPLE = "4x2x1 zero1 mb2 1f1b"
 
 
@@ -130,9 +131,7 @@ def text(layout: ParallelLayout) -> str:
     words += [layout.schedule] if layout.pipeline > 1 or layout.schedule != "1f1b" else []
     words += [f"chunks{layout.chunks}"] if layout.chunks > 1 else []
     words += [f"slices{layout.slices}"] if layout.slices > 1 else []
-    for word, meant in _FLAGS.items():
-        if all(getattr(layout, name) == value for name, value in meant.items()):
-            words.append(word)
+    words += [word for word, (name, value) in _FLAGS.items() if getattr(layout, name) == value]
     words += [f"offload:{layout.offload}"] if layout.offload else []
     if layout.cut:
         runs = [(blocks, len(list(run))) for blocks, run in groupby(layout.cut)]
@@ -165,7 +164,7 @@ def read(line: str) -> ParallelLayout:
 def _meant(word: str) -> dict[str, Any]:
     """The fields that one word sets. Raises InputError for a word that is unknown."""
     if word in _FLAGS:
-        return _FLAGS[word]
+        return dict([_FLAGS[word]])
     name, colon, value = word.partition(":")
     if colon and value:
         if name == "offload":
@@ -194,11 +193,11 @@ def settings(layout: ParallelLayout, wanted: Mapping[str, Any] = MappingProxyTyp
         wanted: Settings that stay as they were given, by key, which no two sections share.
     """
     found: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
-    for name in _FIELDS:
+    for name, section in SECTION_OF.items():
         value = getattr(layout, name)
         if isinstance(value, tuple):
             value = list(value) or ("uniform" if name == "cut" else [])
-        found["train" if name in _OF_TRAIN else "parallel"][name] = wanted.get(name, value)
+        found[section][name] = wanted.get(name, value)
     return found
 
 
@@ -215,7 +214,7 @@ def layout_of(config: Config, ranks: int, blocks: Sequence[BlockCost] = ()) -> P
     """
     parallel, train = config.parallel, config.train
     data, pipeline, tensor = mesh_shape(ranks, parallel.data, parallel.pipeline, parallel.tensor)
-    asked = {name: getattr(train if name in _OF_TRAIN else parallel, name) for name in _FIELDS}
+    asked = {name: getattr(getattr(config, section), name) for name, section in SECTION_OF.items()}
     asked |= {"data": data, "pipeline": pipeline, "tensor": tensor}
     asked["microbatch"] = train.microbatch or -(-train.batch // (data * default_microbatches(pipeline)))
     asked["cut"] = _cut(parallel.cut, pipeline * parallel.chunks, blocks) if pipeline > 1 else ()
@@ -231,9 +230,7 @@ def _cut(cut: str | Sequence[int], stages: int, blocks: Sequence[BlockCost]) -> 
     if cut == "uniform" or len(blocks) < stages:
         return ()
     costs = [
-        float(sum(weight.numel for weight in block.weights))
-        if cut == "parameters"
-        else block.forward + block.input + block.weight
+        float(sum(weight.numel for weight in block.weights)) if cut == "parameters" else block.seconds
         for block in blocks
     ]
     return sizes(partition(costs, stages))

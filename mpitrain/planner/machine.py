@@ -235,10 +235,7 @@ class MachineKey:
     table: bool = False
 
 
-HEAD = {
-    "name": MachineKey(None, "name", "for people"),
-    "origin": MachineKey(None, "origin", "where the figures come from"),
-}
+HEAD = ("name", "origin")  # for people, and where the figures come from
 SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
     "node": {
         "cores": MachineKey(COUNT, "cores", "that ranks run on"),
@@ -288,6 +285,7 @@ SECTIONS: Mapping[str, Mapping[str, MachineKey]] = {
         "matrix": MachineKey(OPERATIONS, "device.matrix", "of one", table=True),
     },
 }
+KEYS = {f"{section}.{key}": of for section, keys in SECTIONS.items() for key, of in keys.items()}
 REQUIRED = ("node.cores", "node.memory", "node.memory_bandwidth")
 REQUIRED_OF_DEVICE = ("device.kind", "device.count", "device.memory", "device.memory_bandwidth", "device.matrix")
 

@@ -22,6 +22,7 @@ from mpitrain.errors import InputError, printable, refusal
 from mpitrain.planner.machine import (
     BYTES,
     HEAD,
+    KEYS,
     PRECISIONS,
     REQUIRED,
     REQUIRED_OF_DEVICE,
@@ -125,18 +126,15 @@ def profile_of(values: Values, where: str) -> MachineProfile:
     needed = REQUIRED + (REQUIRED_OF_DEVICE if "device" in values else ("core.matrix",))
     for name in needed:
         if name not in flat:
-            section, _, key = name.partition(".")
-            unit = SECTIONS[section][key].unit
+            section, unit = name.partition(".")[0], KEYS[name].unit
             raise refusal(
                 f"{where}: {name} is missing; write it under [{section}], as {unit.example if unit else 'text'}"
             )
     numbers = derived({name: value for name, value in flat.items() if isinstance(value, int | float)})
     top, links, device = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-    for section, keys in SECTIONS.items():
-        for key, of in keys.items():
-            name, (attribute, into) = f"{section}.{key}", _place(of, top, links, device)
-            if name in numbers:
-                into[attribute] = numbers[name] * of.factor
+    for name in KEYS.keys() & numbers.keys():
+        holder, _, attribute = KEYS[name].attribute.rpartition(".")
+        {"": top, "links": links, "device": device}[holder][attribute] = numbers[name] * KEYS[name].factor
     for whole in (top, device):
         whole |= {name: round(whole[name]) for name in ("memory", "process", "count") if name in whole}
     if "device" in values:
@@ -157,7 +155,7 @@ def collective_values(rows: Sequence[Measured]) -> Values:
     """Times of collectives as values that a file could have given."""
     found: Values = {}
     for row in rows:
-        place = f"{_many(row.ranks, 'rank')} on {_many(row.nodes, 'node')}, {row.memory}"
+        place = f"{row.ranks} rank{'s' * (row.ranks > 1)} on {row.nodes} node{'s' * (row.nodes > 1)}, {row.memory}"
         found.setdefault(f"{row.operation} {row.algorithm}", {}).setdefault(place, {})[row.nbytes] = row.seconds
     return found
 
@@ -168,12 +166,6 @@ def write_values(values: Values, path: Path) -> None:
 
 
 # -- reading
-
-
-def _place(key: MachineKey, top: Any, links: Any, device: Any) -> tuple[str, Any]:
-    """The attribute's own name, and which of the three has it."""
-    holder, dot, attribute = key.attribute.rpartition(".")
-    return attribute, (links if holder == "links" else device) if dot else top
 
 
 def _section(section: str, said: object, path: str) -> Iterator[tuple[str, Any]]:
@@ -242,14 +234,9 @@ def _nested(first: Values, second: Values) -> Values:
 
 
 def _unknown(path: str, name: str) -> InputError:
-    known = [
-        *HEAD,
-        _COLLECTIVES,
-        *SECTIONS,
-        *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys),
-    ]
-    alone = {key: f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys}
+    alone = {key.partition(".")[2]: key for key in KEYS}
     last = name.rpartition(".")[2]
+    known = [*HEAD, _COLLECTIVES, *SECTIONS, *KEYS]
     near = [alone[last]] if last in alone else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     near = near or [alone[key] for key in difflib.get_close_matches(last, alone, n=1, cutoff=0.5)]
     mend = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*HEAD, *SECTIONS, _COLLECTIVES])}"
@@ -301,7 +288,3 @@ def _table(of: MachineKey, table: Mapping[int, float]) -> str:
 
 def _quoted(text: object) -> str:
     return '"{}"'.format(printable(text, None).replace("\\", "\\\\").replace('"', '\\"'))
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -60,7 +60,6 @@ class BlockCost:
         weights: Its parameters, in the order of registration.
         forwards: Exchanges in the forward pass.
         backwards: Exchanges in the backward pass.
-        operations: Floating-point operations, forward; 0 where not counted.
         later: Seconds that the gradients of its parameters take more where they are added to earlier ones.
     """
 
@@ -75,8 +74,17 @@ class BlockCost:
     weights: tuple[Weight, ...]
     forwards: tuple[AxisExchange, ...] = ()
     backwards: tuple[AxisExchange, ...] = ()
-    operations: float = 0.0
     later: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the forward and the backward pass."""
+        return self.forward + self.input + self.weight
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters that no earlier block has."""
+        return sum(weight.numel for weight in self.weights if not weight.same_as)
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,6 @@ class ModelProfile(ABC):
         synchronous: Whether it has batch norms, so that every rank needs as many microbatches as any other.
         has_units: Whether it has blocks that are recomputed, or compiled, by themselves (see `shard.units`).
         order: Names of all parameters in the order of registration, which is that of flat gradients reversed.
-        measures: Whether blocks are timed when they are asked for first, which takes seconds.
     """
 
     batch: int
@@ -123,7 +130,6 @@ class ModelProfile(ABC):
     synchronous: bool = False
     has_units: bool = True
     order: Sequence[str]
-    measures: bool = False
 
     @abstractmethod
     def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:

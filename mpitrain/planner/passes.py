@@ -6,7 +6,7 @@ Where a block asks for values (control flow that depends on data), the pass is o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -219,34 +219,21 @@ class _Kept:
         return tensor
 
 
-def between(a: Observed, b: Observed, along: float) -> Observed:
-    """What lies on the straight line from a (0) to b (1), or beyond."""
+def between(a: Any, b: Any, along: float) -> Any:
+    """Return what lies on the straight line from a (0) to b (1), or beyond.
 
-    def number(x: float, y: float) -> float:
-        return max(0.0, x + (y - x) * along)
-
-    def operations(x: tuple[CountedOperation, ...], y: tuple[CountedOperation, ...]) -> tuple[CountedOperation, ...]:
-        if [each.name for each in x] != [each.name for each in y]:
-            return y
-        return tuple(
-            CountedOperation(
-                n.name, number(m.flops, n.flops), number(m.nbytes, n.nbytes), number(m.products, n.products)
-            )
-            for m, n in zip(x, y, strict=True)
-        )
-
-    def exchanges(x: tuple[AxisExchange, ...], y: tuple[AxisExchange, ...]) -> tuple[AxisExchange, ...]:
-        pairs = zip(x, y, strict=True)
-        return tuple(AxisExchange(n.operation, round(number(m.nbytes, n.nbytes)), n.axis) for m, n in pairs)
-
-    return Observed(
-        kept=number(a.kept, b.kept),
-        taken=number(a.taken, b.taken),
-        given=number(a.given, b.given),
-        working=number(a.working, b.working),
-        forward=operations(a.forward, b.forward),
-        input=operations(a.input, b.input),
-        backward=operations(a.backward, b.backward),
-        forwards=exchanges(a.forwards, b.forwards),
-        backwards=exchanges(a.backwards, b.backwards),
-    )
+    Args:
+        a: Observed, or a part of it: a number, or some operations or exchanges.
+        b: As much for another number of samples; where this did other operations, it is what is returned.
+        along: Where.
+    """
+    if isinstance(a, tuple):
+        alike = [getattr(each, "name", "") for each in a] == [getattr(each, "name", "") for each in b]
+        return tuple(between(x, y, along) for x, y in zip(a, b, strict=True)) if alike else b
+    if isinstance(a, int | float):
+        return max(0.0, a + (b - a) * along)
+    if isinstance(a, AxisExchange):
+        return replace(b, nbytes=round(between(a.nbytes, b.nbytes, along)))
+    if not isinstance(a, Observed | CountedOperation):
+        return b
+    return replace(b, **{each.name: between(getattr(a, each.name), getattr(b, each.name), along) for each in fields(a)})

@@ -1,23 +1,361 @@
-"""Predicts layouts: seconds and bytes of a step, of one model on so many nodes of a machine."""
+"""Predicts layouts: seconds and bytes of a step, of one model on so many nodes of a machine.
+
+    forward | backward, a bucket of gradients reduced whenever one is complete | norm, update | parameters shown
+
+A step is simulated: what its ranks would do, with measured or counted costs. Blocks cost what the model profile says; a
+schedule runs step by step (`pipe.simulate`); every collective is the program that would run (`collectives`), of the
+buckets that would be reduced (`memory`). Where no core is free for communication it comes after what it would otherwise
+lie under, as in the job. Ranks beyond a node's cores compute in turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import refusal
 from mpitrain.pipe.partition import stage_bounds
-from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks
+from mpitrain.pipe.schedule import BackwardInput, Schedule
+from mpitrain.pipe.simulate import Costs
+from mpitrain.planner.collectives import CollectiveTimes, DeviceLinks, Group
 from mpitrain.planner.flow import Flow
 from mpitrain.planner.layouts import ParallelLayout, Prediction
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.memory import Means, account, host_account, in_flight, total
-from mpitrain.planner.model import BlockCost, ModelProfile
-from mpitrain.planner.places import LayoutPlaces, StageHoldings, held
-from mpitrain.planner.step import StepSimulation
+from mpitrain.planner.memory import (
+    ITEMSIZE,
+    LayoutPlaces,
+    Means,
+    StageHoldings,
+    account,
+    held,
+    host_account,
+    in_flight,
+    is_unit,
+    total,
+)
+from mpitrain.planner.model import AxisExchange, BlockCost, ModelProfile
+from mpitrain.shard.offload import HOST
+from mpitrain.shard.placement import STAGES, formula
+from mpitrain.tensor.axis import sums_directly
+
+_STEP = 1.8e-4  # seconds of Python for a step of a pipeline's schedule with its message, as measured on one core
+_HALVES = 4e-4  # the same of dividing the backward pass of a stage in halves
+_CHANGE = 9e-5  # seconds by which each further rank of a core delays a meeting, as measured on one machine
+_SLICE = 5e-3  # the same where ranks do not give their core away while they wait: until the system takes it from them
+_VALUE = 6e-6  # seconds of Python for each parameter that the optimizer is given
+PARTS = ("compute", "tensor", "pipeline", "gradients", "update", "parameters", "other")
+
+
+class StepSimulation:
+    """One step of one layout.
+
+    Args:
+        predictor: Which model, on which machine.
+        places: The ranks of the layout.
+    """
+
+    def __init__(self, predictor: Predictor, places: LayoutPlaces) -> None:
+        self.predictor, self.places, self.layout = predictor, places, places.layout
+        self.model, self.machine = predictor.model, predictor.machine
+        self.means = Means(places, self.machine.device is not None, self.model.moments, 0)
+        self.turns = predictor.turns(places)
+        # ranks that do not know of others on their cores keep them while they wait
+        self.spins = self.turns > 1.0 and not places.oversubscribed and not self.means.device
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.shard, self.replicas = places.shards()
+        self.seconds = predictor.collectives.seconds
+        self.groups = {"tensor": (places.tensor, "arena"), "data": (places.data, "private")}  # and where vectors lie
+        self.python, self.halving = (0.0, 0.0) if self.means.device else (_STEP, _HALVES)
+
+    @cached_property
+    def blocks(self) -> tuple[BlockCost, ...]:
+        """The blocks for a microbatch, or a slice of one."""
+        return self.predictor.blocks(self.layout, self.places)
+
+    def run(self) -> dict[str, float]:
+        """Seconds by part, see `PARTS`."""
+        flow = self.predictor.flow(self.layout)
+        if flow is None:
+            self._passes()
+        else:
+            self._through_pipeline(flow)
+        # all ranks meet for the norm of the gradients, and then wait for the one that updates most
+        positions = (self.predictor.held(self.layout, self.places, rank) for rank in range(self.layout.pipeline))
+        self._update(max(positions, key=lambda holds: holds.numel))
+        self.parts["other"] += self.machine.overhead * self.turns
+        return self.parts
+
+    # -- without a pipeline
+
+    def _passes(self) -> None:
+        """Forward and backward of all microbatches of the rank that has most, and the reduction of gradients."""
+        layout = self.layout
+        share = -(-self.model.batch // layout.data)
+        full, rest = divmod(share, layout.microbatch)
+        sizes = [layout.microbatch] * full + [rest] * (rest > 0)
+        holds = self.predictor.held(layout, self.places, 0)
+        pace = self._pace(share)
+        for number, samples in enumerate(sizes):
+            blocks = self.model.blocks(samples, layout.divided, self.places.threads)
+            self._one_pass(blocks, holds, pace, first=number == 0, last=number == len(sizes) - 1)
+        if self.layout.zero < 2 and not self.places.overlaps:  # nothing was reduced under backward
+            self.parts["gradients"] += self._reduced(holds)
+        self._among_replicas(holds)
+
+    def _pace(self, share: int) -> float:
+        """How much longer than alone the rank with most samples computes: the others of its node may have fewer.
+
+        Ranks that wait for the last ones keep their cores, so that three ranks on two cores take two turns.
+        """
+        if self.turns == 1.0:
+            return 1.0
+        even = self.model.batch / self.layout.data / share
+        return max(1.0, math.ceil(self.turns - 1e-3) * even)
+
+    def meeting(self, group: Group) -> float:
+        """What it costs ranks that share cores to come together once more, beside what an exchange takes."""
+        if group.size == 1 or self.means.device:
+            return 0.0
+        return (_SLICE if self.spins else _CHANGE) * (self.turns - 1.0)
+
+    def _one_pass(
+        self, blocks: Sequence[BlockCost], holds: StageHoldings, pace: float, *, first: bool, last: bool
+    ) -> None:
+        """One microbatch. Communication lies under computation where a core is free for it."""
+        overlaps = self.places.overlaps
+        each_pass = self.layout.zero >= 2
+        reduces = each_pass or (last and overlaps)
+        clock = free = 0.0  # when the computation, and when the communication in the background, is done so far
+        compute = tensor = waits = gathers = 0.0
+        units = self._gathers(holds) if self.means.gathers else {}
+        for block in blocks:
+            compute += block.forward * pace
+            tensor += self.exchanges(block.forwards)
+            gathers += self._gather(units.get(block.name, 0.0), block.forward * pace)
+        clock = compute + tensor + gathers
+        costs = self._reductions(holds) if reduces else []
+        at = 0
+        for number in range(len(blocks) - 1, -1, -1):
+            block = blocks[number]
+            again = block.forward if self.layout.recompute and is_unit(block) else 0.0
+            added = 0.0 if first or each_pass else block.later
+            here = (block.input + block.weight + added + again) * pace
+            talk = self.exchanges(block.backwards) + (self.exchanges(block.forwards) if again else 0.0)
+            wait = self._gather(units.get(block.name, 0.0), here) if self.layout.reshard else 0.0
+            compute, tensor, gathers, clock = compute + here, tensor + talk, gathers + wait, clock + here + talk + wait
+            while at < len(costs) and holds.ready[at] >= number:
+                if overlaps:
+                    free = max(free, clock) + costs[at]
+                else:
+                    clock, waits = clock + costs[at], waits + costs[at]
+                at += 1
+        waits += max(0.0, free - clock)
+        self.parts["compute"] += compute
+        self.parts["tensor"] += tensor
+        self.parts["gradients"] += waits
+        self.parts["parameters"] += gathers
+
+    def _reductions(self, holds: StageHoldings) -> list[float]:
+        """Seconds of each bucket's reduction."""
+        if self.layout.data == 1:
+            return []
+        operation = "reduce_scatter" if self.layout.zero else "all_reduce"
+        return [self.seconds(operation, n, self.shard) + self.meeting(self.shard) for n in holds.buckets]
+
+    def _reduced(self, holds: StageHoldings) -> float:
+        """Seconds of reducing all gradients at once, or where they are shared out, or might be hidden, in buckets."""
+        if self.layout.zero == 0 and not self.places.overlaps and self.layout.data > 1:
+            return self.seconds("all_reduce", holds.nbytes, self.shard)
+        return sum(self._reductions(holds))
+
+    def _among_replicas(self, holds: StageHoldings) -> None:
+        if self.replicas is not None:
+            share = [nbytes / self.shard.size for nbytes in holds.buckets]
+            self.parts["gradients"] += sum(self.seconds("all_reduce", nbytes, self.replicas) for nbytes in share)
+
+    def _gathers(self, holds: StageHoldings) -> dict[str, float]:
+        """Seconds of gathering each unit's parameters, by the name of its block; the first block has the root's too."""
+        meeting = self.meeting(self.shard)
+        *units, root = [self.seconds("all_gather", n, self.shard, "private") + meeting for n in holds.buckets]
+        names = [block.name for block in reversed(holds.stages[0]) if is_unit(block)]
+        found = dict(zip(names, units, strict=True))
+        first = holds.stages[0][0].name
+        found[first] = found.get(first, 0.0) + root / 2  # gathered once, for forward and backward
+        return found
+
+    def _gather(self, seconds: float, meanwhile: float) -> float:
+        """What is not hidden of gathering a unit; where a core is free, the one before computes meanwhile."""
+        return max(0.0, seconds - meanwhile) if self.places.overlaps else seconds
+
+    def _exchanged(self, exchange: AxisExchange) -> float:
+        """Seconds of an exchange of the tensor axis, which passes through memory of the node (see `tensor.axis`).
+
+        Each rank copies its part in, and sums or copies what it needs out; of two ranks, or of little, each sums all.
+        """
+        group, memory = self.groups[exchange.axis]
+        links, nbytes = self.machine.links, float(exchange.nbytes)
+        seconds = self.seconds(exchange.operation, nbytes, group, memory) + self.meeting(group)
+        if exchange.axis != "tensor" or len(set(group.nodes)) > 1 or self.means.device or group.size == 1:
+            return seconds
+        copied, added = nbytes / links.copy_rate * self.turns, nbytes / links.reduce_rate * self.turns
+        meets = self.predictor.collectives.barrier(group) + self.meeting(group)
+        if exchange.operation == "all_gather":
+            return meets + copied / group.size + copied
+        if exchange.operation == "reduce_scatter":
+            return meets + copied + added * (group.size - 1) / group.size
+        if sums_directly(group.size, exchange.nbytes):
+            return meets + copied + added * (group.size - 1)
+        return seconds + 2 * copied
+
+    def exchanges(self, exchanges: Sequence[AxisExchange]) -> float:
+        """Seconds of the exchanges of a block's pass."""
+        return sum(map(self._exchanged, exchanges))
+
+    # -- with a pipeline
+
+    def _through_pipeline(self, flow: Flow) -> None:
+        """All microbatches through all stages, then the gradients."""
+        schedule = flow.shape
+        bounds = stage_bounds(self.blocks, schedule.stages, self.layout.cut)
+        stages = [self.blocks[lo:hi] for lo, hi in pairwise(bounds)]
+        tensor = [
+            (sum(self.exchanges(b.forwards) for b in stage), sum(self.exchanges(b.backwards) for b in stage))
+            for stage in stages
+        ]
+        halves = any(isinstance(step, BackwardInput) for steps in schedule.steps for step in steps)
+        python, splitting = self.python, self.halving * halves
+        forward = [sum(b.forward for b in stage) + t[0] + python for stage, t in zip(stages, tensor, strict=True)]
+        back = [sum(b.input for b in stage) + t[1] for stage, t in zip(stages, tensor, strict=True)]
+        early = [0.0, *back[1:]]  # nobody waits for the gradient of the first stage's input: it is left to the weights
+        input_ = [s + python + again * self.layout.recompute for s, again in zip(early, forward, strict=True)]
+        # gradients are added or copied to where they belong, those of the first microbatch too (no in_place)
+        weight = [
+            sum(b.weight + b.later for b in stage) + late - soon + splitting
+            for stage, late, soon in zip(stages, back, early, strict=True)
+        ]
+        each = [sum(seconds) for seconds in zip(forward, input_, weight, strict=True)]
+        alone = [sum(each[n] for n in schedule.stages_of(rank)) * flow.microbatches for rank in range(schedule.ranks)]
+        ends = self._ends(flow, (forward, input_, weight), stages)
+        here = max(range(len(ends)), key=lambda rank: ends[rank])
+        talk = sum((t[0] + t[1]) * flow.microbatches for n, t in enumerate(tensor) if schedule.rank_of[n] == here)
+        compute = min((alone[here] - talk) * self.turns, ends[here] - talk)
+        self.parts["compute"] += compute
+        self.parts["tensor"] += talk
+        self.parts["pipeline"] += ends[here] - compute - talk
+        self._reduce_stages(schedule, ends)
+
+    def _ends(
+        self, flow: Flow, passes: Sequence[Sequence[float]], stages: Sequence[Sequence[BlockCost]]
+    ) -> Sequence[float]:
+        """When each rank of a pipeline has done its last step. passes: seconds of each stage's three kinds of steps."""
+        nodes, schedule = self.places.pipeline, flow.shape
+        local, (_, beside) = nodes.count(nodes[0]), self.on_the_way()
+
+        def message(stage: int, to: int) -> float:
+            nbytes = stages[min(stage, to)][-1].given
+            inside = nodes[schedule.rank_of[stage]] == nodes[schedule.rank_of[to]]
+            return self.predictor.collectives.message(nbytes, inside, beside)
+
+        forward, input_, weight = [[s * self.turns for s in p] for p in passes] if self.spins else passes
+        if self.turns > 1.0 and not self.spins:
+            cores = local / self.turns
+            return flow.ends_on_shared_cores(Costs(forward, input_, weight), nodes, cores, message)
+        longest = max((message(s, s + 1) for s in range(schedule.stages - 1)), default=0.0)
+        return flow.ends(Costs(forward, input_, weight, longest))
+
+    def on_the_way(self) -> tuple[bool, int]:
+        """Whether the pipeline lies on one node, and how many pipelines' messages leave a node at the same time."""
+        nodes = self.places.pipeline
+        local = nodes.count(nodes[0])
+        return local == len(nodes), self.places.each // max(1, local)
+
+    def _reduce_stages(self, schedule: Schedule, ends: Sequence[float]) -> None:
+        """The gradients of each position's ranks, from when those are done."""
+        reduced = []
+        for rank, end in enumerate(ends):
+            holds = self.predictor.held(self.layout, self.places, rank)
+            reduced.append(end + self._reduced(holds) + self._tied(schedule, rank))
+        last = max(range(len(reduced)), key=lambda rank: reduced[rank])
+        self.parts["gradients"] += max(reduced) - max(ends)
+        self._among_replicas(self.predictor.held(self.layout, self.places, last))
+
+    def _tied(self, schedule: Schedule, rank: int) -> float:
+        """Seconds of adding up the gradients of parameters that the first and the last stage share."""
+        ties = sum(
+            weight.numel for block in self.blocks for weight in block.weights if weight.same_as and weight.trained
+        )
+        ranks = {schedule.rank_of[0], schedule.rank_of[-1]}
+        if not ties or rank not in ranks or len(ranks) == 1:
+            return 0.0
+        nodes = tuple(sorted(self.places.pipeline[r] for r in ranks))
+        group = Group(nodes, max(1, self.places.each // 2), self.places.oversubscribed)
+        return self.seconds("all_reduce", ties * 4, group, "private")
+
+    # -- after the gradients
+
+    def _update(self, holds: StageHoldings) -> None:
+        """Norm and update of this rank's elements, and what shows the others their result."""
+        layout, places = self.layout, self.places
+        shards = self.shard.size if layout.zero else 1
+        elements = (holds.flat.numel if layout.zero else holds.numel) / shards
+        values = holds.flat.buckets if layout.zero else len(holds.weights)
+        self.parts["update"] += self.updating(elements, holds.numel / max(shards, layout.data), values)
+        axes = [places.data, places.tensor, Group(places.pipeline, 1, places.oversubscribed)]
+        self.parts["other"] += sum(self.seconds("all_reduce", 8, axis, "private") for axis in [places.data, *axes])
+        if not layout.zero or layout.data == 1:
+            return
+        gather = 0.0
+        if self.means.shared:
+            gather += self.predictor.collectives.barrier(places.data)
+            carriers = places.carriers()
+            if carriers.size > 1 and self.replicas is None:
+                local = places.data.nodes.count(places.data.nodes[0])
+                gather += sum(self.seconds("all_gather", b / local, carriers, "private") for b in holds.buckets)
+        elif not self.means.gathers:
+            gather += sum(self.seconds("all_gather", nbytes, self.shard) for nbytes in holds.buckets)
+        self.parts["parameters"] += gather
+
+    def updating(self, elements: float, squared: float, values: int) -> float:
+        """Seconds of the gradients' norm and of the update.
+
+        Args:
+            elements: Elements that this rank updates.
+            squared: Elements whose squares it adds up.
+            values: Tensors that the optimizer is given.
+        """
+        device, seconds = self.machine.device, values * _VALUE + elements / self._update_rate()
+        if device is None:  # gradients are clipped by a pass over them
+            seconds += (squared + elements) * 4 / self.machine.links.copy_rate
+        else:
+            seconds += squared * 4 / device.memory_rate
+        return seconds * self.turns + self._offloading(elements)
+
+    def _offloading(self, elements: float) -> float:
+        """Seconds of moving gradients and parameters between a device and the host, and of states into a folder."""
+        layout, machine, seconds = self.layout, self.machine, 0.0
+        if layout.offload and machine.device is not None:
+            moved = 2.0 * elements * ITEMSIZE[self.model.precision]
+            seconds += moved * self.turns / machine.device.host_rate  # ranks that share a device share its bus
+        if layout.offload and layout.offload != HOST:
+            itemsize, moments = ITEMSIZE[self.model.precision], self.model.moments
+            copied = machine.device is not None
+            states = formula(STAGES[0], 1, elements, itemsize, moments, copied=copied).states
+            node, every = machine.write_rate / self.places.each, machine.write_limit / layout.ranks
+            seconds += states / min(machine.rank_write_rate, node, every)
+        return seconds
+
+    def _update_rate(self) -> float:
+        """Elements per second of one rank."""
+        machine = self.machine
+        if machine.device is not None and not self.layout.offload:
+            return machine.device.memory_rate / 28  # AdamW reads value, gradient and two moments, and writes three
+        more = 1 + (self.places.threads - 1) * machine.threads
+        return machine.update_rate * more
+
 
 _READ_AHEAD = 3  # batches that a rank has read and not yet used, with the one on its way to the device
 
@@ -35,6 +373,7 @@ class Predictor:
 
     Attributes:
         collectives: Seconds of operations.
+        held: What the ranks at a pipeline position hold: held(layout, places, rank).
     """
 
     def __init__(
@@ -50,8 +389,7 @@ class Predictor:
         self.nodes, self.ranks_per_node, self._room, self.bucket_mb = nodes, ranks_per_node, memory, bucket_mb
         devices = DeviceLinks(machine.links, machine.device, self._sharing()) if machine.device is not None else None
         self.collectives = CollectiveTimes(machine.links, machine.collectives, devices)
-        self._numel: int | None = None
-        self._held = lru_cache(maxsize=4096)(self._find_held)
+        self.held = lru_cache(maxsize=4096)(self._find_held)
         self._flow = lru_cache(maxsize=256)(Flow)
         self._flat: dict[Any, StageHoldings] = {}
 
@@ -103,14 +441,12 @@ class Predictor:
     def means(self, places: LayoutPlaces) -> Means:
         """Return the settings that memory depends on."""
         model, machine = self.model, self.machine
-        return Means(places, machine.device is not None, model.moments, machine.process, self._elements())
+        return Means(places, machine.device is not None, model.moments, machine.process, self._elements)
 
+    @cached_property
     def _elements(self) -> int:
         """Of the whole model."""
-        if self._numel is None:
-            blocks = self.model.blocks(1)
-            self._numel = sum(weight.numel for block in blocks for weight in block.weights if not weight.same_as)
-        return self._numel
+        return sum(block.numel for block in self.model.blocks(1))
 
     # -- for the simulation
 
@@ -150,10 +486,6 @@ class Predictor:
         if layout.pipeline == 1:
             return None
         return self._flow(layout.schedule, layout.pipeline, self.microbatches(layout), layout.chunks, layout.slices)
-
-    def held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
-        """What the ranks at a pipeline position hold."""
-        return self._held(layout, places, rank)
 
     def _find_held(self, layout: ParallelLayout, places: LayoutPlaces, rank: int) -> StageHoldings:
         blocks = self.blocks(layout, places)

@@ -23,9 +23,9 @@ from mpitrain.planner import counted
 from mpitrain.planner.counted import CountedOperation
 from mpitrain.planner.machine import MachineProfile
 from mpitrain.planner.measured import MeasuringFailed, Timed, Workers
+from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.passes import Observed, between, observe
-from mpitrain.planner.places import ITEMSIZE
 from mpitrain.planner.subject import Cut, Subject
 from mpitrain.shard.in_place import LEAST
 from mpitrain.shard.units import blocks_of
@@ -70,7 +70,6 @@ class BlockProfile(ModelProfile):
 
     def __init__(self, subject: Subject, machine: MachineProfile, times: _Times | None) -> None:
         config = subject.config
-        self.measures = times is not None
         self.batch, self.precision = config.train.batch, config.train.precision
         self.moments = moments(config.optim)
         self.sample_bytes = subject.sample_bytes
@@ -123,14 +122,10 @@ class BlockProfile(ModelProfile):
                 forward=time_.forward,
                 input=time_.backward * part,
                 weight=time_.backward * (1 - part),
-                kept=round(each.kept),
-                taken=round(each.taken),
-                given=round(each.given),
-                working=round(each.working),
+                **{size: round(getattr(each, size)) for size in ("kept", "taken", "given", "working")},
                 weights=weight,
                 forwards=each.forwards,
                 backwards=each.backwards,
-                operations=sum(operation.flops for operation in each.forward),
                 later=time_.later,
             )
             found.append(block)
@@ -194,23 +189,19 @@ class BlockProfile(ModelProfile):
     def _list_weights(self, divided: Divided) -> tuple[list[str], list[tuple[Weight, ...]]]:
         """Names of the blocks, and what each has."""
         first: dict[int, str] = {}
-        names: list[str] = []
         found: list[tuple[Weight, ...]] = []
         cut = self._cut(divided, True)
+        names = [name for name, _ in cut.blocks]
         for number, (name, block) in enumerate(cut.blocks):
-            like = cut.like[number]
+            like, own = cut.like[number], list[Weight]()
             if like != number:
-                length = len(names[like])
-                own = [replace(weight, name=name + weight.name[length:]) for weight in found[like]]
-                names.append(name)
-                found.append(tuple(own))
-                continue
-            own = []
-            for key, p in block.named_parameters(prefix=name):
-                before = first.setdefault(id(p), key)
-                tied = "" if before == key else before
-                own.append(Weight(key, p.numel(), is_replicated(p), p.requires_grad, tied))
-            names.append(name)
+                own = [replace(each, name=name + each.name.removeprefix(names[like])) for each in found[like]]
+            else:
+                for key, p in block.named_parameters(prefix=name):
+                    before = first.setdefault(id(p), key)
+                    own.append(
+                        Weight(key, p.numel(), is_replicated(p), p.requires_grad, before if before != key else "")
+                    )
             found.append(tuple(own))
         return names, found
 
@@ -256,14 +247,7 @@ class _Times:
             self._say_counted()
             return list(reckoned)
         base = self.of(samples, plain, threads, undivided, undivided)
-        return [
-            Timed(
-                _scaled(t.forward, a.forward, b.forward),
-                _scaled(t.backward, a.backward, b.backward),
-                _scaled(t.later, a.later, b.later),
-            )
-            for t, a, b in zip(base, reckoned, undivided, strict=True)
-        ]
+        return [Timed(*map(_scaled, t, a, b)) for t, a, b in zip(base, reckoned, undivided, strict=True)]
 
     def _along(self, samples: int, divided: Divided, threads: int) -> list[Timed] | None:
         """In a straight line through the nearest two of the powers of two that are measured; None without any."""
@@ -273,7 +257,7 @@ class _Times:
         sizes = sorted(known)
         if len(sizes) == 1:
             grow = samples / sizes[0]
-            return [replace(t.over(1 / grow), later=t.later) for t in known[sizes[0]]]
+            return [t.over(1 / grow)._replace(later=t.later) for t in known[sizes[0]]]
         at = min(max(1, bisect(sizes, samples)), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         along = (samples - low) / (high - low)
@@ -336,15 +320,14 @@ def _scaled(seconds: float, part: float, whole: float) -> float:
 
 def _cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def moments(section: OptimSection) -> int:
     """fp32 numbers that the configured optimizer keeps for each element; 2 where it does not tell."""
-    if section.name.lower() in ("adam", "adamw", "muon"):  # muon: of what is no hidden matrix, which keeps most
-        return 2
-    if section.name.lower() == "lion":
-        return 1
+    own = {"muon": 2, "lion": 1}  # muon: of what is no hidden matrix, which keeps most
+    if section.name.lower() in own:
+        return own[section.name.lower()]
     try:
         kind = find("optim.name", section.name) if ":" in section.name else _torch_optimizer(section.name)
         tensor = torch.zeros(32, 32, requires_grad=True)

@@ -48,8 +48,8 @@ import numpy.typing as npt
 
 from mpitrain.errors import InputError
 from mpitrain.planner.layouts import ParallelLayout, sizes
+from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.model import AxisExchange, BlockCost, Divided, ModelProfile, Weight
-from mpitrain.planner.places import ITEMSIZE
 from mpitrain.planner.predictor import Predictor
 
 _Array = npt.NDArray[np.float64]
@@ -195,13 +195,11 @@ class Prices:
     Attributes:
         exchange: Seconds of a collective of the tensor axis.
         microbatches: Of a step.
-        held: Microbatches whose activations are kept at once.
         per_element: Bytes of a parameter with its gradient and states on one rank.
     """
 
     exchange: Callable[[AxisExchange], float]
     microbatches: int = 1
-    held: int = 1
     per_element: float = 16.0
 
 
@@ -274,11 +272,11 @@ def pairs_of(model: ModelProfile, samples: int, divided: Divided, prices: Prices
 
 def _cost(blocks: Sequence[BlockCost], prices: Prices) -> tuple[float, float]:
     """(seconds of a step, bytes) of blocks."""
-    seconds = sum(block.forward + block.input + block.weight for block in blocks)
+    seconds = sum(block.seconds for block in blocks)
     seconds += sum(prices.exchange(each) for block in blocks for each in (*block.forwards, *block.backwards))
-    numel = sum(weight.numel for block in blocks for weight in block.weights if not weight.same_as)
+    numel = sum(block.numel for block in blocks)
     kept = sum(block.kept for block in blocks)
-    return seconds * prices.microbatches, kept * prices.held + numel * prices.per_element
+    return seconds * prices.microbatches, kept + numel * prices.per_element
 
 
 def _units(blocks: Sequence[BlockCost]) -> list[tuple[str, ...]]:
@@ -360,14 +358,16 @@ class Refinement:
         """Blocks of each stage; empty where equally many are best."""
         count, stages = self._of.microbatches(layout), layout.pipeline * layout.chunks
         held = held_at_most(layout.pipeline, layout.chunks, count, layout.schedule)
-        limits = Limits(self._room() / layout.chunks, held, per_element, layout.recompute)
+        limits = Limits(
+            (self._of.room() - self._of.machine.process) / layout.chunks, held, per_element, layout.recompute
+        )
         places = self._of.places(layout)
         inside = len(set(places.pipeline)) == 1
 
         def message(nbytes: int) -> float:
             return self._of.collectives.message(nbytes, inside)
 
-        blocks = self._blocks(layout)
+        blocks = self._of.blocks(layout, places)
         bounds = best_cut(blocks, stages, count, layout.chunks, message, limits)
         bounds = bounds or best_cut(blocks, stages, count, layout.chunks, message)  # the limits are estimates
         return sizes(bounds) if bounds else ()
@@ -380,7 +380,7 @@ class Refinement:
             return self._of.collectives.seconds(each.operation, each.nbytes, places.axis(each.axis))
 
         per_element = self._per_element(layout) / layout.pipeline
-        prices = Prices(exchange, self._of.microbatches(layout), 1, per_element)
+        prices = Prices(exchange, self._of.microbatches(layout), per_element)
         divided = Divided(layout.tensor, slices=layout.slices, synchronized=layout.data > 1)
         try:
             pairs = pairs_of(self._of.model, layout.microbatch, divided, prices, places.threads)
@@ -389,12 +389,6 @@ class Refinement:
             return ()
         counts = choose(pairs, self._of.room() - taken)
         return whole_patterns(pairs, counts) if counts and any(counts) else ()
-
-    def _blocks(self, layout: ParallelLayout) -> tuple[BlockCost, ...]:
-        return self._of.blocks(layout, self._of.places(layout))
-
-    def _room(self) -> float:
-        return self._of.room() - self._of.machine.process
 
     def _per_element(self, layout: ParallelLayout) -> float:
         """Bytes of a parameter with its gradient and states on one rank."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from mpitrain.planner.candidates import LayoutRules
 from mpitrain.planner.layouts import Prediction, text
 from mpitrain.planner.machine import MachineProfile
-from mpitrain.planner.model import BlockCost, Divided, ModelProfile
+from mpitrain.planner.model import ModelProfile
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.search import Excess, LayoutPlan, best
 from mpitrain.storage.disk import replacing
@@ -167,22 +168,6 @@ class Point:
         return found.samples / found.seconds / self.ranks if found is not None else 0.0
 
 
-class WithBatch(ModelProfile):
-    """A model profile with another global batch."""
-
-    def __init__(self, model: ModelProfile, batch: int) -> None:
-        self._model, self.batch = model, batch
-        self.precision, self.moments, self.sample_bytes = model.precision, model.moments, model.sample_bytes
-        self.listed, self.divisible, self.order = model.listed, model.divisible, model.order
-        self.synchronous, self.measures = model.synchronous, model.measures
-
-    def blocks(self, samples: int, divided: Divided = Divided(), threads: int = 1) -> tuple[BlockCost, ...]:
-        return self._model.blocks(samples, divided, threads)
-
-    def takes(self, divided: Divided) -> bool:
-        return self._model.takes(divided)
-
-
 def scaling(
     model: ModelProfile,
     machine: MachineProfile,
@@ -210,8 +195,9 @@ def scaling(
     """
     points = []
     for count in nodes:
-        batch = model.batch * count // nodes[0] if weak else model.batch
-        predictor = Predictor(WithBatch(model, batch), machine, count, ranks_per_node, memory)
+        scaled = copy(model)
+        scaled.batch = model.batch * count // nodes[0] if weak else model.batch
+        predictor = Predictor(scaled, machine, count, ranks_per_node, memory)
         found = best(predictor, rules, 1, seconds=seconds).found
         points.append(Point(count, predictor.ranks, found[0] if found else None))
         told(points)

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.config.settings import Config
 from mpitrain.errors import InputError, refusal
 from mpitrain.planner.bounds import Bounds
 from mpitrain.planner.candidates import LayoutRules, candidates
-from mpitrain.planner.layouts import ParallelLayout, Prediction, settings
+from mpitrain.planner.layouts import SECTION_OF, ParallelLayout, Prediction
 from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.refine import Refinement
 
@@ -36,34 +36,6 @@ _NEAR = 6  # layouts that do not fit that a plan tells of
 
 Variants = Callable[[ParallelLayout], Iterable[ParallelLayout]]
 _Waiting = tuple[float, int, ParallelLayout, tuple[ParallelLayout, ...] | None]
-
-
-class Estimates(Protocol):
-    """What the search asks of a predictor (`planner.bounds.Bounds`)."""
-
-    def predict(self, layout: ParallelLayout) -> Prediction:
-        """Everything of a layout; InputError where it is impossible."""
-
-    def at_least(self, layout: ParallelLayout) -> float:
-        """Seconds that a step takes at least, however the blocks are cut into stages; cheap."""
-
-    def guess(self, layout: ParallelLayout) -> float:
-        """About the seconds of a step; cheap. It decides what is looked at first, not what is found."""
-
-    def memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes of the rank that needs most, by category."""
-
-    def least_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes that it takes at least, however the blocks are cut into stages; cheap."""
-
-    def room(self) -> float:
-        """Bytes that a rank may take."""
-
-    def host_memory(self, layout: ParallelLayout) -> Mapping[str, float]:
-        """Bytes in the host's memory, of the rank that needs most there, by category; empty without devices."""
-
-    def host_room(self) -> float:
-        """Bytes of its node's memory that a rank may take."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,7 @@ def best(
 
 
 def best_of(
-    predictor: Estimates,
+    predictor: Bounds,
     layouts: Iterable[ParallelLayout],
     count: int = COUNT,
     variants: Variants = lambda layout: (layout,),
@@ -169,7 +141,7 @@ def best_of(
     return LayoutPlan(search.best, search.nearest(), predictor.room(), len(entries), search.predicted, beyond, left)
 
 
-def _guessed(predictor: Estimates, layouts: Iterable[ParallelLayout]) -> list[tuple[float, ParallelLayout]]:
+def _guessed(predictor: Bounds, layouts: Iterable[ParallelLayout]) -> list[tuple[float, ParallelLayout]]:
     """Return possible layouts with guesses of their seconds, the fastest first."""
     entries = []
     for layout in layouts:
@@ -194,7 +166,7 @@ class _Search:
     """
 
     def __init__(
-        self, predictor: Estimates, entries: Sequence[tuple[float, ParallelLayout]], count: int, variants: Variants
+        self, predictor: Bounds, entries: Sequence[tuple[float, ParallelLayout]], count: int, variants: Variants
     ) -> None:
         self._predictor, self._count, self._variants, self._room = predictor, count, variants, predictor.room()
         self._layouts = [layout for _, layout in entries]
@@ -296,7 +268,7 @@ class _Search:
 
 
 def excess_of(
-    predictor: Estimates, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
+    predictor: Bounds | Predictor, layout: ParallelLayout, memory: Mapping[str, float], at_least: float = 0.0
 ) -> Excess | None:
     """Return by how much a layout exceeds the memory of the device or the host; None if it fits.
 
@@ -332,18 +304,14 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
 
 
 _OPEN = {"data": "auto", "microbatch": 0}  # values that leave the choice to the program
-_CHOSEN = ["data", "pipeline", "tensor", "zero", "shard_within", "schedule", "chunks", "slices", "sequence"]
-_CHOSEN += ["recompute"]
 _TAKEN = ("microbatch", "offload", "share_node", "reshard")  # as they are, whatever else a layout has
+_CHOSEN = [key for key in SECTION_OF if key not in (*_TAKEN, "cut", "whole")]
 
 
 def given(config: Config) -> dict[str, Any]:
     """The settings of a layout that a configuration sets explicitly, by their keys, which no two sections share."""
-    sections = {"parallel": config.parallel, "train": config.train}
-    found: dict[str, Any] = {}
-    for name, keys in settings(ParallelLayout(1)).items():
-        section = sections[name]
-        found |= {key: getattr(section, key) for key in keys if key in section.model_fields_set}
+    sections = {key: getattr(config, name) for key, name in SECTION_OF.items()}
+    found = {key: getattr(of, key) for key, of in sections.items() if key in of.model_fields_set}
     return {key: value for key, value in found.items() if key not in _OPEN or value != _OPEN[key]}
 
 
@@ -361,7 +329,7 @@ def best_with(predictor: Predictor, rules: LayoutRules, wanted: Mapping[str, Any
     """
     layouts = list(offered(predictor, rules, wanted))
     if not layouts:
-        said = ", ".join(f"{_section(key)}.{key} {value}" for key, value in wanted.items())
+        said = ", ".join(f"{SECTION_OF[key]}.{key} {value}" for key, value in wanted.items())
         raise refusal(
             f"parallel.auto finds no layout of {predictor.ranks} ranks "
             + (f"with {said}; leave some of these out" if said else "for this model; set parallel.auto to false")
@@ -410,7 +378,3 @@ def _matters(key: str, layout: ParallelLayout) -> bool:
     if key in ("share_node", "shard_within"):
         return layout.zero > 0
     return layout.zero == 3 if key == "reshard" else True
-
-
-def _section(key: str) -> str:
-    return next(name for name, keys in settings(ParallelLayout(1)).items() if key in keys)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import numpy as np
@@ -73,7 +74,9 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     from mpitrain.comm.job.topology import sharing, siblings  # not in the processes that are started: it loads MPI
 
     core_of, one_of = siblings(), dict[int, int]()  # hardware thread of each core
-    for thread in sorted(_allowed()):
+    with all_cores():
+        threads = sorted(os.sched_getaffinity(0))
+    for thread in threads:
         one_of.setdefault(core_of.get(thread, thread), thread)
     allowed = world.all_gather_object(list(one_of.values()))
     beside = [rank for rank in range(world.size) if world.nodes[rank] == world.node]
@@ -95,14 +98,14 @@ def measure(world: Communicator, effort: Effort) -> dict[str, Any]:
     return {"cores": sum(len(cores) for _, cores in groups), "seconds": seconds, "threads": len(groups[0][1]), **sizes}
 
 
-def _allowed() -> set[int]:
-    """The hardware threads that the system lets this rank have, whatever its launcher has bound it to."""
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let this process have all cores that the system gives it, whichever its launcher has bound it to."""
     bound = os.sched_getaffinity(0)
-    try:
+    with suppress(OSError):  # it may not
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        return os.sched_getaffinity(0)
-    except OSError:
-        return bound
+    try:
+        yield
     finally:
         os.sched_setaffinity(0, bound)
 
@@ -197,12 +200,12 @@ def _tasks(plan: _Plan, copy: Callable[[], object], core: int, cores: list[int])
     yield UPDATE, lambda: _update(plan.updated)
     for precision in PRECISIONS:
         for size in plan.sizes:
-            yield f"{precision} {size}", lambda precision=precision, size=size: _product(precision, size)  # type: ignore[misc]
+            yield f"{precision} {size}", lambda precision=precision, size=size: product(precision, size)  # type: ignore[misc]
 
     def threaded() -> Callable[[], object]:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
-        return _product("fp32", plan.threaded)
+        return product("fp32", plan.threaded)
 
     yield THREADS, threaded
 
@@ -228,8 +231,9 @@ def _copies(plan: _Plan) -> Callable[[], object]:
     return lambda: np.copyto(dest, source)
 
 
-def _product(precision: str, size: int) -> Callable[[], object]:
-    a, b, c = (torch.full((size, size), 0.5).to(PRECISIONS[precision]) for _ in range(3))
+def product(precision: str, size: int, device: torch.device | str = "cpu") -> Callable[[], object]:
+    """Return what multiplies two matrices of a size."""
+    a, b, c = (torch.full((size, size), 0.5, dtype=PRECISIONS[precision], device=device) for _ in range(3))
     return lambda: torch.mm(a, b, out=c)
 
 

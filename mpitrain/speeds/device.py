@@ -10,7 +10,7 @@ import torch
 
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory import device as hardware
-from mpitrain.speeds.cores import PRECISIONS
+from mpitrain.speeds.cores import PRECISIONS, product
 
 _SIZES, _QUICK_SIZES = (256, 512, 1024, 2048, 4096, 8192), (64, 256)
 
@@ -55,8 +55,8 @@ def _speeds(device: torch.device, quick: bool) -> dict[str, Any]:
     host = hardware.pinned([numel], torch.float32, device)
     found["host_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(host, non_blocking=True), seconds)
     found["matrix"] = {
-        precision: {n: 2.0 * n**3 / _each(device, _product(device, dtype, n), seconds) for n in sizes}
-        for precision, dtype in PRECISIONS.items()
+        precision: {n: 2.0 * n**3 / _each(device, product(precision, n, device), seconds) for n in sizes}
+        for precision in PRECISIONS
     }
     others = [n for n in range(hardware.count(device.type)) if n != device.index]
     if others:
@@ -65,11 +65,6 @@ def _speeds(device: torch.device, quick: bool) -> dict[str, Any]:
         found["link_bandwidth"] = 4 * numel / _each(device, lambda: dest.copy_(there), seconds)
         found["link_latency"] = _each(device, lambda: few.copy_(tiny), seconds)
     return found
-
-
-def _product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
-    a, b, c = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(3))
-    return lambda: torch.mm(a, b, out=c)
 
 
 def _each(device: torch.device, call: Callable[[], object], seconds: float) -> float:

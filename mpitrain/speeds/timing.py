@@ -1,4 +1,4 @@
-"""Timing contenders against each other, and the statistics of the result.
+"""Timing contenders against each other.
 
 On one node all processes read one clock, so a repetition lasts from the first rank's start to the last rank's end:
 a rank that was kept waiting for a core before it began is counted, which its own stop-watch would hide. Between
@@ -112,11 +112,6 @@ def _round(world: Communicator, contenders: Sequence[Contender], counts: Sequenc
     return stamps
 
 
-def plain(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
-    """What a result, which is JSON, tells of the times of each contender: seconds."""
-    return {name: {"median": of.median, "best": of.best} for name, of in times.items()}
-
-
 def extents(world: Communicator, stamps: np.ndarray, *, begins: bool = True) -> np.ndarray:
     """Durations over all ranks of (begin, end) pairs in the last axis. Collective. begins: see `interleaved`."""
     if world.num_nodes > 1:
@@ -129,29 +124,3 @@ def extents(world: Communicator, stamps: np.ndarray, *, begins: bool = True) -> 
     world.all_reduce(begin, "min")
     world.all_reduce(end, "max")
     return end - begin
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """nan for no values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float], tolerance: float = 0.0) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing the mean of theirs. nan where one is constant.
-
-    Args:
-        a: Values.
-        b: As many other values.
-        tolerance: Positive values that differ by less than this fraction count as equal.
-    """
-    x, y = _ranks(a, tolerance), _ranks(b, tolerance)
-    x, y = x - x.mean(), y - y.mean()
-    norm = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / norm if norm else math.nan
-
-
-def _ranks(values: Sequence[float], tolerance: float) -> np.ndarray:
-    array = np.asarray(values, dtype=float)
-    below = (array[None, :] * (1 + tolerance) < array[:, None]).sum(1)
-    above = (array[None, :] > array[:, None] * (1 + tolerance)).sum(1)
-    return (below + len(array) - above + 1) / 2

@@ -9,10 +9,9 @@ What the configuration sets explicitly is kept (see `planner.search.best_with`).
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from mpitrain.planner.machine_file import profile_of as profile_of_values
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.subject import description_of
 from mpitrain.speeds import kept
+from mpitrain.speeds.cores import all_cores
 from mpitrain.storage.text import lasting
 
 _MEASURING = 5.0  # seconds, after which costs of divided models are reckoned from those that were measured
@@ -108,16 +108,17 @@ def _chosen(
     config: Config, machine: MachineProfile, nodes: int, ranks_per_node: int, on_device: bool
 ) -> tuple[dict[str, Any], str]:
     """The values of the configuration with the best layout, and what is to be said of it."""
-    from mpitrain.planner.given import best_with, given, settings  # these load what takes a second
+    from mpitrain.planner.layouts import settings  # these load what takes a second
     from mpitrain.planner.predictor import Predictor
     from mpitrain.planner.profile import profile_of
     from mpitrain.planner.report import nothing_fits
+    from mpitrain.planner.search import best_with, given
 
     measure = not on_device and machine.origin.startswith("measured")
     wanted = given(config)
     description = description_of(config)
     with (
-        _all_cores(),
+        all_cores(),
         closing(profile_of(config, description, machine, measure, _MEASURING, ranks_per_node)) as model,
     ):
         predictor = Predictor(model, machine, nodes, ranks_per_node, bucket_mb=config.comm.bucket_mb)
@@ -162,15 +163,3 @@ def fitting(machine: MachineProfile, where: str, kind: str, device: torch.device
             "or leave it out to have this machine measured"
         )
     return machine
-
-
-@contextmanager
-def _all_cores() -> Iterator[None]:
-    """Let this process have all cores inside, whichever its launcher has bound it to."""
-    bound = os.sched_getaffinity(0)
-    with suppress(OSError):  # it may not
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, bound)

@@ -14,13 +14,14 @@ import pytest
 import warm
 from support import clean_environment
 
+from benchmarks.runner.statistics import geometric_mean, rank_correlation
 from mpitrain.comm import init
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.selection.registry import Setting
 from mpitrain.comm.selection.tuning import Tuning, describe, keep, key, load, rules_from, table_path
 from mpitrain.measuring.check import _all_reduce, judged
 from mpitrain.measuring.self_start import byte_sizes
-from mpitrain.speeds.timing import Contender, extents, geometric_mean, interleaved, rank_correlation
+from mpitrain.speeds.timing import Contender, extents, interleaved
 
 KIB, MIB = 1 << 10, 1 << 20
 

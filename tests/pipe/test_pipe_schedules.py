@@ -22,7 +22,7 @@ from mpitrain.pipe.schedules import (
     zb_h1,
     zb_v,
 )
-from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.pipe.simulate import Costs, PreparedSchedule, simulate
 
 KINDS: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
@@ -120,8 +120,7 @@ def test_idle_and_microbatches_held_are_those_of_the_literature(schedule, peak, 
 
 
 def test_memory_counts_each_stages_bytes():
-    result = simulate(one_f_one_b(3, 5), Costs(activation=[10, 20, 40]))
-    assert result.memory == (30, 40, 40)
+    assert PreparedSchedule(one_f_one_b(3, 5)).held([10, 20, 40]) == [30, 40, 40]
 
 
 def test_a_message_delays_those_who_wait_for_it():

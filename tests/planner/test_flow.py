@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mpitrain.pipe.schedules import make_schedule
-from mpitrain.pipe.simulate import Costs, simulate
+from mpitrain.pipe.simulate import Costs, PreparedSchedule, simulate
 from mpitrain.planner.flow import ROUNDS, Flow
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2)]
@@ -20,10 +20,12 @@ def test_a_flow_is_the_schedule_simulated(name, chunks, many):
             count = ROUNDS * ranks + 3 * ranks * many + more if many else more
             slices = 1 if name == "zero-bubble" else draw.choice((1, 2))
             seconds = [[draw.choice((1, 1, 3)) * draw.random() for _ in range(ranks * chunks)] for _ in range(4)]
-            costs = Costs(*seconds[:3], message=0.2 * draw.random(), activation=seconds[3])
+            costs = Costs(*seconds[:3], message=0.2 * draw.random())
             whole = simulate(make_schedule(name, ranks, count, chunks, slices), costs)
             flow = Flow(name, ranks, count, chunks, slices)
             near = 1e-2 if many else 1e-12
             assert (flow.shape.microbatches < flow.microbatches) == many
             assert flow.ends(costs) == pytest.approx([runs[-1].end for runs in whole.runs], rel=near)
-            assert flow.held(tuple(seconds[3])) == pytest.approx(list(whole.memory), rel=near)
+            assert flow.held(tuple(seconds[3])) == pytest.approx(
+                PreparedSchedule(whole.schedule).held(seconds[3]), rel=near
+            )

@@ -18,9 +18,8 @@ from mpitrain.pipe import schedules
 from mpitrain.planner.layouts import ParallelLayout, layout_of
 from mpitrain.planner.machine_file import read_machine
 from mpitrain.planner.model import AxisExchange
-from mpitrain.planner.predictor import Predictor
+from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.profile import profile_of
-from mpitrain.planner.step import StepSimulation
 from mpitrain.shard import flat, placement
 from mpitrain.shard.placement import STAGES
 from mpitrain.shard.sharded_gradients import _slots

@@ -11,7 +11,7 @@ from mpitrain.comm.programs.simulate import Machine
 from mpitrain.errors import InputError
 from mpitrain.pipe.schedules import make_schedule
 from mpitrain.pipe.simulate import Costs, simulate
-from mpitrain.planner import step
+from mpitrain.planner import predictor as step
 from mpitrain.planner.collectives import CollectiveTimes, Group
 from mpitrain.planner.layouts import ParallelLayout
 from mpitrain.planner.machine import MachineProfile
