@@ -35,7 +35,7 @@ from mpitrain.comm.memory.wrapped import inner_tensors, is_wrapper
 from mpitrain.comm.runtime.agreement import Repeated, compare, repeated
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Call
-from mpitrain.comm.runtime.work import OnDevice, Queued, Streams, Work, Worker, between, seen
+from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between, seen
 from mpitrain.errors import InputError
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
@@ -205,7 +205,7 @@ class Dispatcher(Member):
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
-        self._worker = Worker[Queued](self._background is not None, process.journal, process.progress)
+        self._worker = Worker(self._background is not None, process.journal, process.progress)
         self._compared: MPI.Intracomm | None = None  # for the comparisons of the debug mode alone
         if process.debug and topology.size > 1:
             self._compared = self._owned.duplicate(comm)
@@ -408,7 +408,7 @@ class Dispatcher(Member):
         binder = self._background or self.binder
         act = partial(self._perform, call, binder, self._background_record, device)
         tensors = [tensor for tensor in call.tensors if tensor is not None]
-        return OnDevice(self._described(call), tensors, act, self._streams, self._worker)
+        return Queued(self._described(call), act, self._worker, Order(tensors, self._streams))
 
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
         """The device that the tensors are on, which is the rank's; None for the host.
