@@ -30,7 +30,6 @@ from mpitrain.comm.job.topology import Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
 from mpitrain.comm.member import Member
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.wrapped import inner_tensors, is_wrapper
 from mpitrain.comm.runtime.agreement import Repeated, compare, repeated
 from mpitrain.comm.runtime.executor import Compiled
@@ -138,7 +137,8 @@ class CollectiveOperation:
             blocks = block_sizes(comm, self.name, tensors[1 - whole], tensors[whole], counts, *names)
             alike = self.replaced(given, counts=blocks)
             given = self.replaced(given, counts=if_unequal(blocks))
-        placed = None if self.placed is None else self.placed(comm.rank, *tensors, *given)
+        place = self.placed if comm._compared is not None else None  # which only the debug mode asks for
+        placed = None if place is None else place(comm.rank, *tensors, *given)
         return self.on(tensors, written, *given, alike=alike, placed=placed)
 
     def key(self, *given: Any) -> tuple[Hashable, ...]:
@@ -300,13 +300,17 @@ class Dispatcher(Member):
             return None
         self.compare(call.name, call.tensors, call.alike, call.uneven, call.placed)
         device = self._device_of(call.name, call.tensors)
-        if device is not None:
-            return self._dispatch_on_device(call, device, async_op)
         if async_op:
-            perform = partial(self._perform, call, self._background or self.binder, self._background_record)
-            return Queued(self._described(call), perform, self._worker)
+            name = f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
+            perform = partial(self._perform, call, self._background or self.binder, self._background_record, device)
+            on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
+            return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
         if self._background is None:
             self._worker.drain()  # what waits to be run here comes first
+        if device is not None:
+            with between(device):
+                self._perform(call, self.binder, self._record, device)
+            return None
         self._perform(call, self.binder, self._record)
         if call.key is not None and self._compared is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
@@ -323,9 +327,6 @@ class Dispatcher(Member):
         perform = repeated(record, name, compiled.calls, (), drain)  # what comes first counts by itself
         first = drain if self._background is None else None
         return journal.counting(perform, name, self.label, compiled.moved, record, first)
-
-    def _described(self, call: Invocation) -> str:
-        return f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
 
     def compare(
         self, name: str, tensors: Tensors, alike: object, uneven: bool = False, placed: torch.Tensor | None = None
@@ -397,19 +398,6 @@ class Dispatcher(Member):
             perform = alone if self.size == 1 else self._transports_of(binder, device).perform
             perform(call)
 
-    def _dispatch_on_device(self, call: Invocation, device: torch.device, async_op: bool) -> Work | None:
-        """Likewise, of tensors on the rank's device."""
-        if not async_op:
-            if self._background is None:
-                self._worker.drain()
-            with between(device):
-                self._perform(call, self.binder, self._record, device)
-            return None
-        binder = self._background or self.binder
-        act = partial(self._perform, call, binder, self._background_record, device)
-        tensors = [tensor for tensor in call.tensors if tensor is not None]
-        return Queued(self._described(call), act, self._worker, Order(tensors, self._streams))
-
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
         """The device that the tensors are on, which is the rank's; None for the host.
 
@@ -417,7 +405,7 @@ class Dispatcher(Member):
             InputError: They are on several devices, or on another than the rank's.
         """
         present = [tensor for tensor in tensors if tensor is not None]
-        if not any(is_accelerator(tensor.device) for tensor in present):
+        if all(tensor.is_cpu for tensor in present):
             return None
         device, memory = present[0].device, self.process.device_memory
         if any(tensor.device != device for tensor in present):
