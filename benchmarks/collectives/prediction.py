@@ -14,14 +14,15 @@ from mpitrain.comm.algorithms.ring import ring_all_reduce
 from mpitrain.comm.programs.program import Program
 from mpitrain.comm.programs.simulate import Machine, simulate
 from mpitrain.comm.selection.registry import Setting
-from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_program
+from mpitrain.comm.selection.tables import ALL_REDUCE, all_reduce_algorithm
 
 
 def predicted(world: Communicator, size: int, machine: Machine) -> dict[str, float]:
     """Seconds of each algorithm for a vector of `size` bytes in an arena."""
     setting = Setting(size, size // 4, world.nodes, "arena")
     names = [name for name in ALL_REDUCE.names if name != ("two_level" if setting.one_node else "shared")]
-    found = {name: _seconds(all_reduce_program(name, setting), size, machine) for name in names if name != "mpi"}
+    programs = {name: all_reduce_algorithm(name, setting).program for name in names}  # None: the library's own
+    found = {name: _seconds(make(setting), size, machine) for name, make in programs.items() if make is not None}
     instant = replace(machine, step=0.0)
     ranks, nodes = world.size, world.nodes
     textbook = [doubling_all_reduce(ranks, nodes)]

@@ -397,7 +397,7 @@ class GroupCollectives(versions.Base):
             return FinishedWork(outputs)
         title = f"{name} of {self.comm.label}"
         order = order_of(arguments, self._queue.streams)
-        work = self._queue.submit(Operation(title, call, outputs, self._queue, order))
+        work = Operation(title, call, outputs, self._queue, order)
         if at_once:  # by a thread, because nobody can be called back from inside MPI
             work.wait()
         return self._remember(work)

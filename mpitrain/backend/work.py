@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from mpitrain.backend.failures import GroupError, translation
 from mpitrain.comm import Communicator
 from mpitrain.comm.memory.device import current_stream, is_accelerator, recorded
-from mpitrain.comm.runtime.work import Messages, Order, Streams, Worker
+from mpitrain.comm.runtime.work import Messages, Order, Queued, Streams, Worker
 from mpitrain.errors import MpitrainError
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _POLLS = 200  # before sleeping between them
 _NAP = 5e-5  # seconds
 
 
-class Queue(Worker["Operation"]):
+class Queue(Worker):
     """The operations of one process group, carried out in the order they were issued.
 
     Attributes:
@@ -52,7 +53,7 @@ class Queue(Worker["Operation"]):
         """
         super().__init__(comm.overlaps, comm.journal, comm.process.progress)
         self.limit = limit
-        self.given_up: list[Operation] = []
+        self.given_up: list[Queued] = []
         self.streams: Streams = {}
 
     def perform(self, call: Callable[[], None]) -> None:
@@ -143,30 +144,20 @@ class Operation(GroupWork):
             order: Its place among what the caller asks of devices; None for host memory.
         """
         super().__init__(outputs)
-        self.name = name
-        self.complete = False
-        self._call: Callable[[], None] | None = call
         self._queue, self._order = queue, order
         self._futures: list[torch.futures.Future] = []
         self._change = threading.Lock()
+        self._queued = Queued(name, partial(self._carry_out, call), queue, order, self._announce)
 
-    def run(self) -> None:
-        """Carry it out. The queue calls this once."""
-        call, self._call = self._call, None
-        assert call is not None
+    def _carry_out(self, call: Callable[[], None]) -> None:
         try:
-            if self._order is None:
-                call()
-            else:
-                with self._order.after_caller():
-                    call()
+            call()
         except BaseException as error:  # surfaces in wait() and in the futures
             self.error = translation(error)
 
-    def announce(self) -> None:
+    def _announce(self) -> None:
         """Resolve the futures that were asked for: it is complete. Their callbacks run in this thread."""
         with self._change:
-            self.complete = True
             waiting, self._futures = self._futures, []
         for future in waiting:
             self._resolve(future)
@@ -184,16 +175,17 @@ class Operation(GroupWork):
         Raises:
             GroupError: It is not complete in that time, or what the operation raised.
         """
-        if not self.complete:
+        queued = self._queued
+        if not queued.complete:
             limit = seconds_of(timeout, self._queue.limit)
             if limit is None or self._queue.is_this_thread:
-                self._queue.finish(self)
+                self._queue.finish(queued)
             else:
                 self._queue.start()
                 try:
-                    _poll(lambda: self.complete, limit, self.name, "does every rank call it?")
+                    _poll(lambda: queued.complete, limit, queued.name, "does every rank call it?")
                 except GroupError:
-                    self._queue.given_up.append(self)
+                    self._queue.given_up.append(queued)
                     raise
         if self.error is not None:
             raise self.error
@@ -203,27 +195,25 @@ class Operation(GroupWork):
 
     def is_completed(self) -> bool:
         """Whether it is complete; lets it make progress."""
-        if not self.complete:
-            self._queue.start()
-            self._queue.progress.start_workers()
-        return self.complete
+        self._queued.done()
+        return self._queued.complete
 
     def is_success(self) -> bool:
-        return self.complete and self.error is None
+        return self._queued.complete and self.error is None
 
     def get_future(self) -> torch.futures.Future:
         """A future that is resolved with the outputs. Its callbacks may run in any thread.
 
         An error is raised by a callback of our own: an exception set on a future crashes DDP's reducer.
         """
-        if not self.complete:
+        if not self._queued.complete:
             if self._queue.is_this_thread or (not self._queue.threaded and torch._C._current_graph_task_id() != -1):
-                self._queue.finish(self)
+                self._queue.finish(self._queued)
             else:
                 self._queue.start()
         future = _future_for(self.outputs)
         with self._change:
-            resolved = self.complete
+            resolved = self._queued.complete
             if not resolved:
                 self._futures.append(future)
         if resolved:

@@ -125,12 +125,14 @@ class BoundCache:
             self._ended.append(compiled)
 
 
-def kept(among: OrderedDict[Hashable, T], key: Hashable, made: T) -> T:
-    """Keep what was made under the key; the oldest is dropped when there are too many."""
-    among[key] = made
-    if len(among) > _KEPT:
-        among.popitem(last=False)
-    return made
+def cached(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """Return what is kept under the key, or else is made now; the oldest is dropped when there are too many."""
+    found = among.get(key)
+    if found is None:
+        found = among[key] = make()
+        if len(among) > _KEPT:
+            among.popitem(last=False)
+    return found
 
 
 class Binder:
@@ -201,22 +203,24 @@ class Binder:
 
     # -- which program
 
-    def choose(self, algorithms: Algorithms, name: str, setting: Setting, otherwise: str = "mpi") -> str:
+    def choose(self, algorithms: Algorithms, name: str, setting: Setting) -> str:
         """The name of an algorithm; of "auto", the fastest by the tuning table that these ranks and data allow."""
         if name != "auto":
             return name
-        return fastest(algorithms, setting, self.tuning, lambda: self.neighbours() is not None, otherwise)
+        return fastest(algorithms, setting, self.tuning, lambda: self.neighbours() is not None)
 
     def program(self, algorithm: Algorithm, setting: Setting) -> Program:
         """The algorithm's program; the same object for the same setting."""
-        assert algorithm.program is not None
-        key = algorithm.program, setting
-        program = self._programs.get(key)
-        if program is None:
-            program = kept(self._programs, key, algorithm.program(setting))
-            if self.proofs is not None:
-                self.proofs.require(program)
-        return program
+        make, proofs = algorithm.program, self.proofs
+        assert make is not None
+
+        def proved() -> Program:
+            program = make(setting)
+            if proofs is not None:
+                proofs.require(program)
+            return program
+
+        return cached(self._programs, (make, setting), proved)
 
     # -- where the data are
 
@@ -291,12 +295,9 @@ class Binder:
         self.board()  # on all ranks, also on those that have their node for themselves
         if self._register is None or self.node.size == 1:
             return compiled
-        key = said, compiled.meets, together
-        signature = self._signatures.get(key)
-        if signature is None:
-            signature = self._register.signature(said, meets=compiled.meets, together=together)
-            kept(self._signatures, key, signature)
-        return compiled.after(signature)
+        meets = compiled.meets
+        make = partial(self._register.signature, said, meets=meets, together=together)
+        return compiled.after(cached(self._signatures, (said, meets, together), make))
 
     def staging(self) -> Arena | None:
         """Shared memory of WINDOW bytes a rank for data outside arenas; None where no memory can be shared.
@@ -352,7 +353,6 @@ class Binder:
         layout: Layout,
         reduction: Reduction | None = None,
         arena: Arena | None = None,
-        keeps: Sequence[object] = (),
         *,
         said: str = "",
     ) -> Compiled:
@@ -364,8 +364,7 @@ class Binder:
             board = self.board()
             told = f"{said}, {program.name.split()[0]}", f"{program.blocks} x {program.segments}"
             layout = replace(layout, board=board if self.node.size > 1 else None, said=told)
-        compiled = self._plan(program, layout, reduction, arena).bind(layout)
-        return Compiled([compiled], [compiled, *keeps]) if keeps else compiled
+        return self._plan(program, layout, reduction, arena).bind(layout)
 
     def compile_phases(
         self, program: Program, layout: Layout, reduction: Reduction | None, arena: Arena | None
@@ -377,11 +376,11 @@ class Binder:
         owner = arena or self._board or self._staging
         reduces = (reduction.op, reduction.dtype) if reduction is not None else None
         key = id(program), layout.shape, reduces, id(owner)
-        known = self.cache.plans.get(key)
-        if known is None:
-            plan = Plan(program, self.comm, layout, reduction, self.node.Barrier, syncs(owner))
-            known = kept(self.cache.plans, key, (program, plan))  # with the program, whose id stays its own
-        return known[1]
+
+        def make() -> tuple[Program, Plan]:  # with the program, whose id stays its own
+            return program, Plan(program, self.comm, layout, reduction, self.node.Barrier, syncs(owner))
+
+        return cached(self.cache.plans, key, make)[1]
 
     def widened(self, x: torch.Tensor, bind: Callable[[torch.Tensor], Compiled], *, back: bool = True) -> Compiled:
         """A 16-bit operation in place as one on an fp32 copy, rounded once at the end.

@@ -29,12 +29,11 @@ from mpitrain.comm.job.record import Record
 from mpitrain.comm.job.topology import Member, Topology
 from mpitrain.comm.job.traffic import Journal, Moved, Note, clock
 from mpitrain.comm.memory.buffers import as_tensor
-from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.elements import inner_tensors, is_wrapper
 from mpitrain.comm.runtime.agreement import Repeated, compare, repeated
 from mpitrain.comm.runtime.executor import Compiled
 from mpitrain.comm.runtime.kernels import Call
-from mpitrain.comm.runtime.work import OnDevice, Queued, Streams, Work, Worker, between, seen
+from mpitrain.comm.runtime.work import Order, Queued, Streams, Work, Worker, between, seen
 from mpitrain.errors import InputError
 
 # what looking for a key in `ready` raises: it is not there, or an argument is no tensor, has no storage or no hash
@@ -137,7 +136,8 @@ class CollectiveOperation:
             blocks = block_sizes(comm, self.name, tensors[1 - whole], tensors[whole], counts, *names)
             alike = self.replaced(given, counts=blocks)
             given = self.replaced(given, counts=if_unequal(blocks))
-        placed = None if self.placed is None else self.placed(comm.rank, *tensors, *given)
+        place = self.placed if comm._compared is not None else None  # which only the debug mode asks for
+        placed = None if place is None else place(comm.rank, *tensors, *given)
         return self.on(tensors, written, *given, alike=alike, placed=placed)
 
     def key(self, *given: Any) -> tuple[Hashable, ...]:
@@ -204,7 +204,7 @@ class Dispatcher(Member):
         self._background: Binder | None = None
         if process.spare_cores > 0 and topology.size > 1:  # made now, because making them is collective
             self._background = self._make_binder(self._owned.duplicate(comm))
-        self._worker = Worker[Queued](self._background is not None, process.journal, process.progress)
+        self._worker = Worker(self._background is not None, process.journal, process.progress)
         self._compared: MPI.Intracomm | None = None  # for the comparisons of the debug mode alone
         if process.debug and topology.size > 1:
             self._compared = self._owned.duplicate(comm)
@@ -299,13 +299,17 @@ class Dispatcher(Member):
             return None
         self.compare(call.name, call.tensors, call.alike, call.uneven, call.placed)
         device = self._device_of(call.name, call.tensors)
-        if device is not None:
-            return self._dispatch_on_device(call, device, async_op)
         if async_op:
-            perform = partial(self._perform, call, self._background or self.binder, self._background_record)
-            return Queued(self._described(call), perform, self._worker)
+            name = f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
+            perform = partial(self._perform, call, self._background or self.binder, self._background_record, device)
+            on_device = [] if device is None else [tensor for tensor in call.tensors if tensor is not None]
+            return Queued(name, perform, self._worker, Order(on_device, self._streams) if on_device else None)
         if self._background is None:
             self._worker.drain()  # what waits to be run here comes first
+        if device is not None:
+            with between(device):
+                self._perform(call, self.binder, self._record, device)
+            return None
         self._perform(call, self.binder, self._record)
         if call.key is not None and self._compared is None and all(map(_may_repeat, call.tensors)):
             compiled = self.binder.cache.bound.get(call.key)
@@ -322,9 +326,6 @@ class Dispatcher(Member):
         perform = repeated(record, name, compiled.calls, (), drain)  # what comes first counts by itself
         first = drain if self._background is None else None
         return journal.counting(perform, name, self.label, compiled.moved, record, first)
-
-    def _described(self, call: Invocation) -> str:
-        return f"{call.name} of {0 if call.first is None else call.first.numel()} elements on {self.label}"
 
     def compare(
         self, name: str, tensors: Tensors, alike: object, uneven: bool = False, placed: torch.Tensor | None = None
@@ -396,19 +397,6 @@ class Dispatcher(Member):
             perform = alone if self.size == 1 else self._transports_of(binder, device).perform
             perform(call)
 
-    def _dispatch_on_device(self, call: Invocation, device: torch.device, async_op: bool) -> Work | None:
-        """Likewise, of tensors on the rank's device."""
-        if not async_op:
-            if self._background is None:
-                self._worker.drain()
-            with between(device):
-                self._perform(call, self.binder, self._record, device)
-            return None
-        binder = self._background or self.binder
-        act = partial(self._perform, call, binder, self._background_record, device)
-        tensors = [tensor for tensor in call.tensors if tensor is not None]
-        return OnDevice(self._described(call), tensors, act, self._streams, self._worker)
-
     def _device_of(self, name: str, tensors: Tensors) -> torch.device | None:
         """The device that the tensors are on, which is the rank's; None for the host.
 
@@ -416,7 +404,7 @@ class Dispatcher(Member):
             InputError: They are on several devices, or on another than the rank's.
         """
         present = [tensor for tensor in tensors if tensor is not None]
-        if not any(is_accelerator(tensor.device) for tensor in present):
+        if all(tensor.is_cpu for tensor in present):
             return None
         device, memory = present[0].device, self.process.device_memory
         if any(tensor.device != device for tensor in present):

@@ -82,7 +82,8 @@ def _bind(binder: Binder, x: Tensor, op: str, root: int, algorithm: str) -> Comp
     if at_root:
         return binder.compile(program, layout, reduction)
     sums = torch.empty(x.numel(), dtype=x.dtype)  # partial sums of other ranks than the root: their x stays
-    return binder.compile(program, replace(layout, target=sums.data_ptr()), reduction, keeps=[sums])
+    inner = binder.compile(program, replace(layout, target=sums.data_ptr()), reduction)
+    return Compiled([inner], [inner, sums])
 
 
 def _said(binder: Binder, x: Tensor, op: str, root: int, algorithm: str, place: str = "") -> str:

@@ -181,18 +181,20 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
         CommunicationError: In the function that is returned: MPI fails, or another rank of the node is in another
             operation.
     """
-    signature = calls[0] if calls else None
-    if not isinstance(signature, Signature):
-        return _unsigned(record, name, calls, waiting, drain)
-    digest, together, register = signature.digest, signature.together, signature.register
-    last, own, words, look = register.last, register.own, register.others, register.look
-    thread, now, performed = threading.get_ident, time.monotonic, tuple(calls[1:])
+    signature, performed = calls[0] if calls else None, tuple(calls)
+    words: Sequence[memoryview] = ()
+    signs = isinstance(signature, Signature)  # not for no data, or where a rank is alone on its node
+    if isinstance(signature, Signature):
+        performed, digest, together, register = performed[1:], signature.digest, signature.together, signature.register
+        last, own, words, look = register.last, register.own, register.others, register.look
+    thread, now = threading.get_ident, time.monotonic
 
     def perform(tensor: torch.Tensor | None) -> float:
         if waiting:
             drain()
-        last[0] = number = last[0] + STEP
-        own[0] = word = number + digest  # long before the others' words are read, which then may be there
+        if signs:
+            last[0] = number = last[0] + STEP
+            own[0] = word = number + digest  # long before the others' words are read, which then may be there
         record.sequence += 1
         record.name = name
         record.tensor = tensor
@@ -210,26 +212,6 @@ def repeated(record: Record, name: str, calls: Sequence[Call], waiting: Sized, d
         finally:
             record.since = 0.0
             record.tensor = None
-        return began
-
-    return perform
-
-
-def _unsigned(record: Record, name: str, calls: Sequence[Call], waiting: Sized, drain: Call) -> Timed:
-    """Likewise, where no rank signs: alone on its node, or for no data."""
-
-    def perform(tensor: torch.Tensor | None) -> float:
-        if waiting:
-            drain()
-        record.begin(name, tensor)
-        began = record.since
-        try:
-            for call in calls:
-                call()
-        except MPI.Exception as error:
-            raise CommunicationError(f"{record.text()} failed in MPI: {error}") from error
-        finally:
-            record.end()
         return began
 
     return perform

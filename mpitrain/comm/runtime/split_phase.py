@@ -59,40 +59,15 @@ class Event:
             node: A communicator of the node's ranks, for this event alone.
             label: The communicator that the event belongs to, for messages.
         """
-        self._node, self.label = node, label
-        self._idle: list[_Sent] = []
-
-    def signal(self, row: bytes) -> _Sent:
-        """Tell all other ranks that this one has come here; what is returned is for `wait`.
-
-        Args:
-            row: What this rank does, as on the board.
-        """
-        sent = self._idle.pop() if self._idle else _Sent(self._node)
-        sent.own[:] = row
-        MPI.Prequest.Startall(sent.requests)
-        return sent
-
-    def wait(self, sent: _Sent) -> str:
-        """Wait until all other ranks have given a signal.
-
-        Args:
-            sent: What `signal` has returned.
-
-        Returns:
-            What is wrong if some of them gave it for something else, else an empty text.
-        """
-        MPI.Request.Waitall(sent.requests)
-        self._idle.append(sent)
-        same = all(row == sent.own for row in sent.rows)
-        return "" if same else difference([bytes(row) for row in sent.rows], range(self._node.size))
+        self.node, self.label = node, label
+        self.idle: list[_Sent] = []
 
     def free(self) -> None:
         """Release the requests that are idle. The communicator is released by whoever made it."""
-        for sent in self._idle:
+        for sent in self.idle:
             for request in sent.requests:
                 request.Free()
-        self._idle.clear()
+        self.idle.clear()
 
 
 class Telling:
@@ -101,6 +76,7 @@ class Telling:
     __slots__ = ("_event", "_row", "_sent")
 
     def __init__(self, event: Event, row: bytes) -> None:
+        """row: what this rank does, as on the board."""
         self._event, self._row = event, row
         self._sent: _Sent | None = None
 
@@ -111,7 +87,10 @@ class Telling:
 
     def signal(self) -> None:
         """Tell the other ranks of the node that this one has come here."""
-        self._sent = self._event.signal(self._row)
+        idle = self._event.idle
+        sent = self._sent = idle.pop() if idle else _Sent(self._event.node)
+        sent.own[:] = self._row
+        MPI.Prequest.Startall(sent.requests)
 
     def wait(self) -> None:
         """Wait until all other ranks of the node have given the signal.
@@ -121,7 +100,10 @@ class Telling:
         """
         sent, self._sent = self._sent, None
         assert sent is not None
-        if wrong := self._event.wait(sent):
+        MPI.Request.Waitall(sent.requests)
+        self._event.idle.append(sent)
+        if any(row != sent.own for row in sent.rows):
+            wrong = difference([bytes(row) for row in sent.rows], range(self._event.node.size))
             raise CommunicationError(f"{self._event.label}: {wrong}")
 
     def arrived(self) -> bool:

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -256,24 +255,7 @@ class Messages(Work):
         return True
 
 
-class Carried(Protocol):
-    """An operation that a `Worker` carries out."""
-
-    @property
-    def complete(self) -> bool:
-        """Return whether it was carried out."""
-
-    def run(self) -> None:
-        """Carry it out, once; its error is raised where it is waited for."""
-
-    def announce(self) -> None:
-        """Tell those who wait for it; the worker may go on with the next one."""
-
-
-C = TypeVar("C", bound=Carried)
-
-
-class Worker(Generic[C]):
+class Worker:
     """A queue of operations, carried out one after the other in the order in which they were submitted.
 
     A thread carries them out, or whoever waits for one of them. The thread ends when there has been nothing to do for a
@@ -290,14 +272,14 @@ class Worker(Generic[C]):
         """
         self.threaded = threaded
         self._journal, self.progress = journal, progress
-        self._queue: deque[C] = deque()  # an operation leaves it when it was carried out
+        self._queue: deque[Queued] = deque()  # an operation leaves it when it was carried out
         self._running = threading.Lock()  # held by whoever carries out an operation
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, work: C) -> C:
-        """Put an operation into the queue, and return it."""
+    def submit(self, work: Queued) -> None:
+        """Put an operation into the queue."""
         with self._changed:
             self._queue.append(work)
             self._changed.notify_all()
@@ -305,7 +287,6 @@ class Worker(Generic[C]):
             self.start()
         elif self._thread is None:
             self.progress.defer(self)
-        return work
 
     def start(self) -> None:
         """Let a thread carry out what is in the queue.
@@ -331,7 +312,7 @@ class Worker(Generic[C]):
         """Return whether the caller is the worker's thread, which must not wait for itself."""
         return self._thread is threading.current_thread()
 
-    def finish(self, work: C) -> None:
+    def finish(self, work: Queued) -> None:
         """Complete an operation and those before it: in the thread if there is one, else here."""
         if self._thread is not None and not self.is_this_thread:
             self.waits(work, None)
@@ -339,7 +320,7 @@ class Worker(Generic[C]):
             if not self._next():
                 time.sleep(0)  # another thread has carried it out and is about to say so
 
-    def waits(self, work: C, timeout: float | None) -> bool:
+    def waits(self, work: Queued, timeout: float | None) -> bool:
         """Wait for an operation that a thread carries out; returns whether it is complete in time."""
         begin = clock() if self._journal.on else 0.0
         with self._changed:
@@ -401,38 +382,54 @@ class Worker(Generic[C]):
 
 
 class Queued(Work):
-    """An operation of a communicator's worker."""
+    """An operation of a worker, which goes on while the caller computes.
 
-    def __init__(self, name: str, call: Callable[[], None], worker: Worker[Queued]) -> None:
+    Attributes:
+        name: Name of the operation, for messages to people.
+        complete: Whether it was carried out, or was tried and failed.
+        announce: Called when it is complete; the worker goes on with the next one afterwards.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[], object],
+        worker: Worker,
+        order: Order | None = None,
+        announce: Callable[[], None] = lambda: None,
+    ) -> None:
         """Submit an operation.
 
         Args:
             name: Name of the operation, for messages to people.
-            call: What carries it out.
+            call: What carries it out, on the current stream where it is on a device.
             worker: The worker that carries it out.
+            order: Its place among what the caller asks of devices; None for host memory.
+            announce: What to call when it is complete.
         """
-        self.name = name
+        self.name, self.announce = name, announce
         self.complete = False
-        self._call: Callable[[], None] | None = call
+        self._call: Callable[[], object] | None = call
         self._error: BaseException | None = None
-        self._worker = worker
+        self._worker, self._order = worker, order
         worker.submit(self)
 
     def run(self) -> None:
-        """Carry the operation out. Its error is raised by `wait`."""
+        """Carry the operation out, once. Its error is raised by `wait`."""
         call, self._call = self._call, None
         assert call is not None
         try:
-            call()
+            if self._order is None:
+                call()
+            else:
+                with self._order.after_caller():
+                    call()
         except BaseException as error:  # surfaces in wait()
             self._error = error
         self.complete = True
 
-    def announce(self) -> None:
-        """Do nothing: there is nobody to inform."""
-
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the operation has been carried out; see `Work.wait`."""
+        """Block until the operation has been carried out; the caller's streams wait for the rest on a device."""
         if self.complete:
             pass
         elif timeout is None:
@@ -445,13 +442,15 @@ class Queued(Work):
                 )
         if self._error is not None:
             raise self._error
+        if self._order is not None:
+            self._order.wait()
 
     def done(self) -> bool:
-        """Return whether the operation has been carried out; from now on a thread makes progress on it."""
+        """Return whether the operation is complete, on a device too; from now on a thread makes progress on it."""
         if not self.complete:
             self._worker.start()
             self._worker.progress.start_workers()
-        return self.complete
+        return self.complete and (self._order is None or self._order.done())
 
 
 Streams = dict[torch.device, torch.Stream]  # side streams
@@ -527,40 +526,3 @@ class Order:
     def done(self) -> bool:
         """Return whether the devices have done the operation, which has been carried out."""
         return all(event.query() for event in self._complete.values())
-
-
-class OnDevice(Work):
-    """An operation of a `Worker` on device memory, which goes on while the caller computes."""
-
-    def __init__(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        act: Callable[[], object],
-        streams: Streams,
-        worker: Worker[Queued],
-    ) -> None:
-        """Submit the operation.
-
-        Args:
-            name: Name of the operation, for messages.
-            tensors: The operation's, on devices.
-            act: Performs it on the current stream.
-            streams: Side streams; see `Order`.
-            worker: What carries it out.
-        """
-        self._act, self._order = act, Order(tensors, streams)
-        self._queued = Queued(name, self._run, worker)
-
-    def _run(self) -> None:
-        with self._order.after_caller():
-            self._act()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until all of the operation was asked of the device; the caller's streams wait for the rest."""
-        self._queued.wait(timeout)
-        self._order.wait()
-
-    def done(self) -> bool:
-        """Whether the operation is complete, on the device too."""
-        return self._queued.done() and self._order.done()

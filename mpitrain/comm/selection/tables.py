@@ -192,24 +192,21 @@ def _name(algorithms: Algorithms, setting: Setting, tuning: Tuning, algorithm: s
     return all_gather_name(name, setting) if algorithms.operation == "all_gather" else name
 
 
-def fastest(
-    algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable: Callable[[], bool], otherwise: str = "mpi"
-) -> str:
-    """The name of the algorithm that is fastest by the tuning table, if these ranks and data allow it.
+def fastest(algorithms: Algorithms, setting: Setting, tuning: Tuning, reachable: Callable[[], bool]) -> str:
+    """Return the name of the algorithm that is fastest by the tuning table, if these ranks and data allow it, else mpi.
 
     Args:
         algorithms: Those of the operation.
         setting: That of the call.
         tuning: The table.
         reachable: Tells whether the system lets neighbours reach vectors outside arenas; asked where it matters.
-        otherwise: What serves where the fastest is not possible.
     """
     name = tuning.algorithm(algorithms, setting)
     needs = algorithms[name]
     if needs.one_node and not setting.one_node:
-        return otherwise
+        return "mpi"
     if needs.reach and not needs.stages and setting.memory != "arena" and not reachable():
-        return otherwise
+        return "mpi"
     return name
 
 
@@ -222,13 +219,6 @@ def all_reduce_algorithm(name: str, setting: Setting) -> Algorithm:
     if algorithm.one_node and not setting.one_node:
         raise InputError(f"algorithm {name} needs all ranks on one node; use {algorithm.instead}", agreed=True)
     return PAIRWISE_ALL_REDUCE if setting.reproducible and not algorithm.reproduces(setting) else algorithm
-
-
-def all_reduce_program(name: str, setting: Setting) -> Program:
-    """The program of what serves for the named algorithm, which must not be the library. Raises InputError likewise."""
-    program = all_reduce_algorithm(name, setting).program
-    assert program is not None
-    return program(setting)
 
 
 def reduce_scatter_name(name: str, setting: Setting, *, by_itself: bool, halves: bool) -> str:
