@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_reduce
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.measuring.algorithms import AlgorithmContenders, contenders, in_arena, zeros
+from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, zeros
 from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import Contender
 

@@ -24,8 +24,7 @@ from mpitrain.data.dataset import verify
 from mpitrain.data.defaults import resolve
 from mpitrain.data.format import MANIFEST, TOKENIZER, DatasetManifest, read_manifest
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import sync
-from mpitrain.storage.room import free_bytes
+from mpitrain.storage.disk import free_bytes, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
