@@ -77,9 +77,9 @@ def init(
             _end_without_the_dead(error)
     if _world.size > 1:
         _world.process.watchdog.start()
-    atexit.register(_leave, os.getpid())
-    end_with = partial(_leave, os.getpid())
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: end_with()), None)  # MPI-4.1, section 11.2.4
+    leave = partial(_leave, os.getpid())
+    atexit.register(leave)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: leave()), None)  # MPI-4.1, section 11.2.4
     return _world
 
 
