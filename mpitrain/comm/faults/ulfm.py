@@ -33,7 +33,7 @@ from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import connections, launcher
 from mpitrain.comm.job.abort import Faults, say
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
@@ -281,7 +281,7 @@ def shrink(
             time.sleep(0.01)
             continue
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        ranks = [int(r) for r in MPI.Group.Translate_ranks(comm.group, range(comm.size), world._comm.group)]
+        ranks = ranks_in(comm, world._comm)
         if order is not None:
             ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
         failures.begin(comm, [before[rank] for rank in ranks])

@@ -10,11 +10,12 @@ The kernel frees a window's memory when the last of its processes ends, however 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
 from mpitrain.comm.memory.sharing import MappedMemory, all_agree, map_each_other
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import SHARED_MEMORY
+from mpitrain.storage.disk import SHARED_MEMORY, free_bytes
 
 _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
 _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
@@ -281,11 +282,8 @@ def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
     node.Allreduce(MPI.IN_PLACE, wanted)
     free = np.zeros(1, dtype=np.int64)
     if node.rank == 0:
-        try:
-            status = os.statvfs(SHARED_MEMORY)
-            free[0] = status.f_bavail * status.f_frsize
-        except OSError:
-            pass
+        with suppress(OSError):
+            free[0] = free_bytes(Path(SHARED_MEMORY))
     node.Bcast(free)
     return int(wanted[0]), int(free[0])
 
