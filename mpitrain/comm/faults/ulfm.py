@@ -26,8 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import connections, launcher
@@ -208,9 +206,7 @@ def begin(world: Communicator) -> Communicator:
         InputError: The MPI does not allow that.
     """
     launcher.require_fault_tolerance(across_nodes=world.num_nodes > 1)
-    told = np.empty((world.size, 2), dtype=np.int64)
-    world.all_gather(told.reshape(-1), np.array([os.getpid(), launcher.find()]))
-    pids, mpiruns = told[:, 0].tolist(), told[:, 1].tolist()
+    pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find()]), strict=True)
     neighbours: dict[int, tuple[int, int]] = {}
     for rank in range(world.size):
         if world.nodes[rank] == world.node and rank != world.rank:
