@@ -26,7 +26,7 @@ from mpitrain.checkpoint import Part, Store, TensorSpec
 from mpitrain.layout import Box, Piece
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.speeds.timing import Contender, interleaved
-from mpitrain.storage.crc import crc32
+from mpitrain.storage.extents import crc32
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

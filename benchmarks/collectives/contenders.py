@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.runner.plain_mpi import PlainCollectives
 from mpitrain.comm import Communicator
 from mpitrain.comm.collectives import all_reduce
-from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.measuring.algorithms import AlgorithmContenders, contenders, in_arena, zeros
+from mpitrain.measuring.tune import AlgorithmContenders, contenders, in_arena, zeros
 from mpitrain.speeds.links import Probes
 from mpitrain.speeds.timing import Contender
 
@@ -25,7 +25,7 @@ class CollectiveContenders:
 
     def __init__(self, world: Communicator) -> None:
         """world: the ranks. Collective."""
-        self.world, self.plain = world, PlainMPI(world)
+        self.world, self.plain = world, PlainCollectives(world)
         self._algorithms = AlgorithmContenders(world)
 
     @contextmanager

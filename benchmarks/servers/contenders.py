@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from benchmarks.runner.peers import rpc
+from benchmarks.runner.plain_mpi import PlainCollectives, Window
 from benchmarks.servers.carriers import SERVER, Carrier, Desk
 from benchmarks.servers.mode import ModeServer
 from mpitrain.comm import Arena, Communicator, Letter
-from mpitrain.comm.plain_mpi import PlainMPI, Window
 from mpitrain.errors import CommunicationError
 from mpitrain.speeds.timing import Contender
 
@@ -204,7 +204,7 @@ def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) 
         computing: Whether also one-sided while the server computes, which takes seconds.
     """
     with ExitStack() as stack:
-        desk, mpi = Desk(world, numel), PlainMPI(world)
+        desk, mpi = Desk(world, numel), PlainCollectives(world)
         made: dict[str, Carrier] = {"memcpy": Memcpy(desk)}
         rows = desk.workers * numel if desk.serves else 1
         shares = world.num_nodes == 1

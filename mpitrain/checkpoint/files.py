@@ -21,9 +21,8 @@ import torch
 from mpitrain.checkpoint.image import hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
 from mpitrain.layout import Piece
-from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import opened
-from mpitrain.storage.extents import ExtentHasher, write_at
+from mpitrain.storage.extents import ExtentHasher, crc32, write_at
 from mpitrain.storage.hdf5 import Image, contiguous, hdf5_image
 
 PlannedPiece = tuple[TensorSpec, Piece]  # a piece in a file that is yet to be written, and its tensor

@@ -23,10 +23,9 @@ from pathlib import Path
 from mpitrain.checkpoint.manifest import FORMAT, MANIFEST, is_fruitful
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder, temporary_name
-from mpitrain.storage.disk import free_name, reason, replacing, sync
+from mpitrain.storage.disk import free_name, lack_of_room, reason, replacing, sync
 from mpitrain.storage.hdf5 import SIGNATURE
 from mpitrain.storage.locks import LOCK
-from mpitrain.storage.room import lack_of_room
 from mpitrain.storage.run_folder import CHECKPOINTS
 from mpitrain.storage.text import bytes_text
 

@@ -22,9 +22,8 @@ from mpitrain.checkpoint.files import Part, bytes_of
 from mpitrain.checkpoint.manifest import HASHED, Extent, Manifest, TensorSpec
 from mpitrain.errors import CheckpointError
 from mpitrain.layout import Piece, stretches
-from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import opened
-from mpitrain.storage.extents import read_at
+from mpitrain.storage.extents import crc32, read_at
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.device_memory import Arrivals, DeviceBytes, ReadBuffers

@@ -13,11 +13,13 @@ out; Open MPI then writes a message that is too long behind the memory it was fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
-from mpitrain.comm import objects
 from mpitrain.comm.collectives.all_gather import all_gather
 from mpitrain.comm.collectives.all_reduce import OPERATION as ALL_REDUCE
 from mpitrain.comm.collectives.all_reduce import all_reduce
@@ -35,7 +37,7 @@ from mpitrain.comm.memory import board
 from mpitrain.comm.memory.arena import Arena
 from mpitrain.comm.point_to_point import ANY_SOURCE, PointToPoint
 from mpitrain.comm.runtime.split_phase import SplitPhase
-from mpitrain.errors import InputError
+from mpitrain.errors import InputError, MpitrainError
 
 __all__ = ["ANY_SOURCE", "Communicator"]
 
@@ -74,13 +76,99 @@ class Communicator(PointToPoint):
         """
         return self._deferred.reduce_scatter(self, out, x, op)
 
-    # -- small values, which are what JSON can hold: in mpitrain.comm.objects
+    # -- small values, which are what JSON can hold: nothing that arrives is ever executed
 
-    broadcast_object = objects.broadcast_object
-    all_gather_object = objects.all_gather_object
-    gather_objects = objects.gather_objects
-    agree = objects.agree
-    on_root = objects.on_root
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The root's value, on every rank. Collective.
+
+        Args:
+            value: What JSON can hold; of the other ranks it does not matter.
+            root: The rank whose value all get.
+        """
+        data = _encode(value) if self.rank == root else np.empty(0, dtype=np.uint8)
+        length = np.array([data.size], dtype=np.int64)
+        self.broadcast(length, root)
+        if self.rank != root:
+            data = np.empty(int(length[0]), dtype=np.uint8)
+        self.broadcast(data, root)
+        return json.loads(data.tobytes())
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank. Collective.
+
+        Args:
+            value: What JSON can hold.
+        """
+        data, lengths = self._encoded(value)
+        everything = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self.all_gather(everything, data, counts=[int(n) for n in lengths])
+        ends = np.cumsum(lengths)
+        return [json.loads(everything[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any]:
+        """Every rank's value, in order of rank, on the root; an empty list elsewhere. Collective.
+
+        Args:
+            value: What JSON can hold.
+            root: The rank that gets the values.
+        """
+        data, lengths = self._encoded(value)
+        width = int(lengths.max())
+        padded = np.zeros(width, dtype=np.uint8)
+        padded[: data.size] = data
+        everything = np.empty((self.size, width), dtype=np.uint8) if self.rank == root else None
+        self.gather(everything, padded, root)
+        if everything is None:
+            return []
+        return [json.loads(row[:n].tobytes()) for row, n in zip(everything, lengths, strict=True)]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank has an error: the first such rank's, named. Collective.
+
+        This is how ranks that can fail alone (files, memory) stay together.
+
+        Args:
+            error: This rank's; None where all went well here.
+
+        Raises:
+            MpitrainError: Of the kind of the first rank's error, or of this kind itself where that is not one of ours.
+        """
+        failed = np.array([self.rank if error is not None else self.size], dtype=np.int64)
+        self.all_reduce(failed, "min")
+        first = int(failed[0])
+        if first == self.size:
+            return
+        told = None
+        if self.rank == first and error is not None:
+            where = f"rank {first}: " if self.size > 1 and not getattr(error, "agreed", False) else ""
+            told = [type(error).__name__, where + (str(error) or type(error).__name__)]
+        kind, text = self.broadcast_object(told, first)
+        known = {k.__name__: k for k in _all_errors(MpitrainError)}
+        if kind in known:
+            raise known[kind](text, agreed=True) from error
+        raise MpitrainError(f"{text} ({kind})" if kind not in text else text, agreed=True) from error
+
+    def on_root(self, function: Callable[[], Any], root: int = 0) -> Any:
+        """Call a function on one rank; every rank returns its value or raises its error. Collective.
+
+        Args:
+            function: What is called; its value is what JSON can hold.
+            root: The rank that calls it.
+        """
+        value, error = None, None
+        if self.rank == root:
+            try:
+                value = function()
+            except Exception as caught:  # told to all ranks by agree()
+                error = caught
+        self.agree(error)
+        return self.broadcast_object(value, root)
+
+    def _encoded(self, value: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return this rank's value as bytes, and the numbers of bytes of all ranks' values. Collective."""
+        data, lengths = _encode(value), np.empty(self.size, dtype=np.int64)
+        self.all_gather(lengths, np.array([data.size], dtype=np.int64))
+        return data, lengths
 
     # -- letters, between threads that know nothing of each other's calls
 
@@ -169,3 +257,19 @@ class Communicator(PointToPoint):
         """
         self.require_same(board.described("node_copy", numel, dtype))
         return allocate_node_copy(self, numel, dtype)
+
+
+def _encode(value: Any) -> np.ndarray:
+    try:
+        text = json.dumps(value)
+    except TypeError as error:
+        raise InputError(f"{error}; only what JSON can hold travels between ranks: send arrays as arrays") from None
+    data: np.ndarray = np.frombuffer(text.encode(), dtype=np.uint8).copy()
+    return data
+
+
+def _all_errors(kind: type[MpitrainError]) -> list[type[MpitrainError]]:
+    found = [kind]
+    for child in kind.__subclasses__():
+        found += _all_errors(child)
+    return found

@@ -53,17 +53,12 @@ class Posted(Work):
         self._held: Sequence[object] = held  # which MPI reads
         self._error: CommunicationError | None = None
 
-    @property
-    def sent(self) -> bool:
-        """Whether it was seen to be sent; `done` looks."""
-        return not self._requests
-
     def done(self) -> bool:
         """Whether the payload may be written again. Calling this also lets it make progress."""
         self._box._look_at_posted()
         if self._error is not None:
             raise self._error
-        return self.sent
+        return not self._requests
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the payload may be written again; see `Work.wait`."""
@@ -84,7 +79,7 @@ class Posted(Work):
             if not MPI.Request.Testall(self._requests):
                 return False
         except MPI.Exception as error:
-            self._error = CommunicationError(f"{self._box.label}: post to rank {self._dest} failed in MPI: {error}")
+            self._error = self._box._failed(f"post to rank {self._dest}", error)
         self._requests, self._held = [], ()
         return True
 

@@ -110,11 +110,10 @@ class PointToPoint(Dispatcher):
             check_rank(self, source)
         tensor = as_tensor(x)
         device = self._device_of("recv", (tensor,))
-        near, asked = self._landing(tensor, device)
         ranks = self.world_ranks
         awaited = [r for r in ranks if r != ranks[self.rank]] if source == ANY_SOURCE else [ranks[source]]
         note = self._noted("recv", source, tag, 0, clock()) if self.journal.on else None
-        landing = Landing(tensor, near, asked)
+        landing = self._landing(tensor, device)
         record, progress = self._message_record, self.process.progress
         return ReceiveWork(self._messages, source, _checked(tag), landing, record, awaited, progress, note)
 
@@ -129,15 +128,14 @@ class PointToPoint(Dispatcher):
         recorded(device).synchronize()
         return near
 
-    def _landing(self, tensor: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, torch.Event | None]:
-        """Where MPI is to write, and for host memory in a device's stead, after what it may be copied to the device."""
+    def _landing(self, tensor: torch.Tensor, device: torch.device | None) -> Landing:
         if device is None:
-            return tensor, None
+            return Landing(tensor, tensor, None)
         asked = recorded(device)
         if self._takes_addresses(device):
             asked.synchronize()
-            return tensor, None
-        return pinned(tensor.shape, tensor.dtype, device), asked
+            return Landing(tensor, tensor, None)
+        return Landing(tensor, pinned(tensor.shape, tensor.dtype, device), asked)
 
     def _takes_addresses(self, device: torch.device) -> bool:
         memory = self.process.device_memory

@@ -8,15 +8,13 @@ import time
 from functools import partial
 from typing import NoReturn
 
-import numpy as np
-
 from mpitrain.comm.collectives.services import DeviceMemory, ProcessServices
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import launcher
 from mpitrain.comm.job.abort import Faults, abort
 from mpitrain.comm.job.arrival import end, limit, watched
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import discover, find_share, ranks_in, spare_cores, this_machine
+from mpitrain.comm.job.topology import all_gather_bytes, discover, find_share, ranks_in, spare_cores, this_machine
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.programs.verify import Proofs
 from mpitrain.comm.runtime.progress import ProgressEngine
@@ -77,9 +75,9 @@ def init(
             _end_without_the_dead(error)
     if _world.size > 1:
         _world.process.watchdog.start()
-    atexit.register(_leave, os.getpid())
-    end_with = partial(_leave, os.getpid())
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: end_with()), None)  # MPI-4.1, section 11.2.4
+    leave = partial(_leave, os.getpid())
+    atexit.register(leave)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: leave()), None)  # MPI-4.1, section 11.2.4
     return _world
 
 
@@ -98,7 +96,9 @@ def _make(given: MPI.Intracomm | None, timeout: float, abort_on_error: bool, deb
     arenas = ArenaIndex()
     progress = ProgressEngine(lambda: watchdog.records)
     faults.before_leaving = partial(_end_together, watchdog, progress, arenas)
-    table = Tuning.from_json(_same_text(comm, tuning.load(this_machine()).to_json()))
+    own_table = tuning.load(this_machine()).to_json() if comm.rank == 0 else ""
+    # the first rank's on all: ranks that chose algorithms from different tables would hang
+    table = Tuning.from_json(all_gather_bytes(comm, own_table.encode())[0].decode())
     cores = find_share(comm, topology)
     spare = spare_cores(comm, cores)
     proofs = Proofs() if debug else None
@@ -167,17 +167,6 @@ def carry_device_memory(way: str) -> None:
             raise refusal(f"device memory is carried by {memory.way} already; choose {way} before the first operation")
         memory.way = way
         _world.process.arenas.maps_devices = way in ("auto", "peer")
-
-
-def _same_text(comm: MPI.Intracomm, text: str) -> str:
-    """Rank 0's text on all ranks: ranks that chose algorithms from different tables would hang."""
-    data = np.frombuffer(text.encode(), dtype=np.uint8).copy()
-    length = np.array([data.size])
-    comm.Bcast(length)
-    if comm.rank:
-        data = np.empty(int(length[0]), dtype=np.uint8)
-    comm.Bcast(data)
-    return bytes(data).decode()
 
 
 def _refuse_singletons(environment: os._Environ[str] | dict[str, str]) -> None:

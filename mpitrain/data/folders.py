@@ -42,8 +42,7 @@ from mpitrain.data.shards import verify
 from mpitrain.errors import InputError
 from mpitrain.storage import locks
 from mpitrain.storage.commit import MARK, begin_folder, end_folder, leftovers, remove_folder
-from mpitrain.storage.disk import sync
-from mpitrain.storage.room import free_bytes
+from mpitrain.storage.disk import free_bytes, sync
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

@@ -26,9 +26,8 @@ import numpy.typing as npt
 
 from mpitrain.data.format import EXTENT_BYTES, DatasetManifest, FieldSpec, ShardSpec
 from mpitrain.errors import InputError
-from mpitrain.storage.crc import crc32
 from mpitrain.storage.disk import open_plain
-from mpitrain.storage.extents import ExtentHasher, bytes_of_array, read_at, write_at
+from mpitrain.storage.extents import ExtentHasher, bytes_of_array, crc32, read_at, write_at
 from mpitrain.storage.hdf5 import SIGNATURE, Image, begin_file, contiguous, hdf5_image
 
 _COPY_BYTES = 8 << 20

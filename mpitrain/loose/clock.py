@@ -78,13 +78,11 @@ class Clock:
 
     Attributes:
         limit: The last step to be given out.
-        held: What each part that is given out and not applied is held by.
     """
 
     def __init__(self, applied: Applied, workers: Sequence[int], staleness: int | None) -> None:
         self.applied, self.staleness = applied, staleness
         self.limit = applied.completed
-        self.held: dict[Portion, int] = {}
         self._workers = list(workers)
         self._opened = applied.completed  # the last step that `open` allowed; `stop` takes nothing back of it
         self._before = applied.completed  # the last step before those that `open` allowed
@@ -110,7 +108,6 @@ class Clock:
             parts = (Portion(self._begun, part) for part in range(self.applied.parts))
             self._open += [portion for portion in parts if portion not in self.applied]
         self._open.remove(found)
-        self.held[found] = worker
         return found
 
     def _next(self, worker: int) -> Portion | None:
@@ -132,11 +129,6 @@ class Clock:
     def exhausted(self) -> bool:
         """Whether all parts of all steps up to the limit have been given out."""
         return not self._open and self._begun >= self.limit
-
-    def settled(self, portion: Portion) -> list[int]:
-        """Note that a part was applied; returns the steps that are complete by it, in order."""
-        self.held.pop(portion, None)
-        return self.applied.add(portion)
 
     def stop(self) -> int:
         """Give out no more steps than have been begun, but at least one; returns the last of them."""

@@ -48,34 +48,25 @@ class SharedFlats:
 
     Attributes:
         buckets: (number of the group, number in the group) of every bucket, in the order in which backward finishes.
+        parameters, gradients: This rank's arenas, one for each group.
     """
 
     def __init__(self, groups: Sequence[FlatGroup], world: Communicator) -> None:
         self.groups, self._world = groups, world
         self.buckets = numbered(groups)
-        self._arenas = [[world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2)]
-
-    @property
-    def parameters(self) -> list[Arena]:
-        """This rank's, an arena for each group."""
-        return self._arenas[0]
-
-    @property
-    def gradients(self) -> list[Arena]:
-        """Likewise."""
-        return self._arenas[1]
+        self.parameters, self.gradients = ([world.arena(g.layout.numel, g.dtype) for g in groups] for _ in range(2))
 
     def sees(self, rank: int) -> bool:
         """Whether this rank shares memory with another one; it does with itself."""
         other = self._world.world_ranks[rank]
-        return rank == self._world.rank or all(other in arena.segments for of in self._arenas for arena in of)
+        return rank == self._world.rank or all(other in arena.segments for arena in (*self.parameters, *self.gradients))
 
     def parameter_share(self, rank: int, bucket: int, share: int) -> torch.Tensor:
         """A share of a bucket of a rank's parameters, which this rank must see: a view."""
         return self._share(self.parameters, rank, bucket, share)
 
     def gradient_share(self, rank: int, bucket: int, share: int) -> torch.Tensor:
-        """The same of its gradients."""
+        """One rank's share of a bucket's gradients."""
         return self._share(self.gradients, rank, bucket, share)
 
     def share_bounds(self, bucket: int, share: int) -> tuple[int, int]:

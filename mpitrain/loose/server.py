@@ -278,17 +278,13 @@ class Server:
         complete = []
         for _, commit in commits:
             self.progress += commit.weight
-            complete += self._note(Portion(int(commit.step), int(commit.part)))
+            complete += self.applied.add(Portion(int(commit.step), int(commit.part)))
         self._complete(complete)
 
     def _gradients(self, worker: int, bucket: int) -> torch.Tensor:
         if self._flats.sees(worker):
             return self._flats.gradient_share(worker, bucket, self._share)
         return self.inbox[worker].bucket(bucket)
-
-    def _note(self, portion: Portion) -> list[int]:
-        """Note that a part was applied; returns the steps that are complete by it."""
-        return self.applied.add(portion) if self._clock is None else self._clock.settled(portion)
 
     def _complete(self, steps: Sequence[int]) -> None:
         """Tell all ranks of steps that are complete."""
@@ -376,7 +372,7 @@ class Server:
         waiting = [pull for pull in self._pulls if pull.least <= step]
         self._pulls = [pull for pull in self._pulls if pull.least > step]
         for part in commits:
-            self._note(Portion(step, part))
+            self.applied.add(Portion(step, part))
         unused = self._unused_by(Portion(step, part) for part in commits)
         self.progress, failed = float(step), None
         for bucket in range(self._buckets - 1, -1, -1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -55,15 +56,12 @@ class PulledParameters(Parameters):
                 published.bucket(number).copy_((flats.parameters[g].tensor if far is None else far)[lo:hi])
         self.need: Callable[[Buckets], object] = lambda buckets: None
         self._hooks = [
-            unit.register_forward_pre_hook(self._waiting(buckets))
+            unit.register_forward_pre_hook(partial(self._wait, buckets))
             for unit, buckets in _buckets_of_units(module, groups, flats.buckets)
         ]
 
-    def _waiting(self, buckets: Buckets) -> Callable[..., None]:
-        def wait(*_: object) -> None:
-            self.need(buckets)
-
-        return wait
+    def _wait(self, buckets: Buckets, *_: object) -> None:
+        self.need(buckets)
 
     def came(self, bucket: int) -> None:
         """A bucket's parameters are in host memory: take them to where the module has them."""
@@ -116,12 +114,11 @@ class PushedGradients(WholeGradients):
         super().__init__(groups, _AsTheyCome([world], "sum"), sharded=True, dtype=None)
 
     def _allocate(self, dtype: torch.dtype | None) -> list[Arena]:
-        far = [g.device for g in self.groups]
         return [
-            Arena("device", torch.zeros(near.tensor.numel(), dtype=near.tensor.dtype, device=device))
-            if is_accelerator(device)
+            Arena("device", torch.zeros(g.layout.numel, dtype=g.dtype, device=g.device))
+            if is_accelerator(g.device)
             else near
-            for near, device in zip(self._flats.gradients, far, strict=True)
+            for g, near in zip(self.groups, self._flats.gradients, strict=True)
         ]
 
     def start(self, bucket: int, background: bool) -> Work | None:
@@ -178,7 +175,9 @@ class ServedSharding(Sharding):
         self.published: OwnShares | None = None
         self.sums: OwnShares | None = None
         super().__init__(module, optimizer, alone, replace(options, zero=1))  # states in shares
-        self.update = self._make_update()
+        self.update: ShareUpdate | None = None
+        if self.published is not None and self.sums is not None:
+            self.update = ShareUpdate(self, self.sums, self.published, len(self.flats.buckets))
 
     def _share_number(self) -> int | None:
         rank, servers = self.world.rank, self.roles.servers
@@ -211,12 +210,6 @@ class ServedSharding(Sharding):
         """This rank's memory of whole groups where it only serves: it has no other use for it there."""
         serves = self.world.rank not in self.roles.workers
         return [a.tensor if serves and a.tensor.dtype == kind else None for a, kind in zip(arenas, kinds, strict=True)]
-
-    def _make_update(self) -> ShareUpdate | None:
-        if self.published is None or self.sums is None:
-            return None
-        buckets = len(self.flats.buckets)
-        return ShareUpdate(self, self.sums, self.published, buckets)
 
 
 def _buckets_of_units(

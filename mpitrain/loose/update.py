@@ -54,10 +54,10 @@ class ShareUpdate:
             place.add_(gradients, alpha=factor)
         elif factor == 1.0:
             place.copy_(gradients)
+        elif gradients.dtype == place.dtype:
+            torch.mul(gradients, factor, out=place)
         else:
-            torch.mul(gradients, factor, out=place) if gradients.dtype == place.dtype else place.copy_(gradients).mul_(
-                factor
-            )
+            place.copy_(gradients).mul_(factor)
 
     @torch.no_grad()
     def squares(self) -> float:

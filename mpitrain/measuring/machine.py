@@ -32,12 +32,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.comm import Communicator, init
+from mpitrain.comm import Communicator
 from mpitrain.comm.job.topology import processor_name
 from mpitrain.comm.plain_mpi import PlainMPI
-from mpitrain.errors import EXIT_DONE
-from mpitrain.measuring.algorithms import MEMORIES, TABLES, AlgorithmContenders
-from mpitrain.measuring.self_start import at_each, launched, leave, parsed, parser, started_here, temporary_folder
+from mpitrain.comm.selection.tables import TABLES
+from mpitrain.measuring.self_start import measured, parsed, parser, started_here, temporary_folder
+from mpitrain.measuring.tune import MEMORIES, AlgorithmContenders
 from mpitrain.models.gpt import GPT
 from mpitrain.monitor import memory_bytes, peak_memory_bytes
 from mpitrain.monitor.memory import node_memory_bytes
@@ -52,7 +52,7 @@ from mpitrain.trainer.trainer import Trainer
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES, QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), (64 * KIB,)
-_TABLES = [table for table in TABLES if table.operation != "reduce"]  # which training does not use
+_TABLES = [table for table in TABLES.values() if table.operation != "reduce"]  # which training does not use
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,18 +67,10 @@ def main(arguments: Sequence[str]) -> int:
         help="accelerators to measure: auto (those there are), cpu (none), cuda, xpu and so on [auto]",
     )
     options = parsed(made, arguments)
-    if launched():
-        world = init()
-        result = measure(world, options)
-        if world.rank == 0 and started_here():
-            leave(result)
-        elif world.rank == 0:
-            keep({world.size: result}, options)
-        return EXIT_DONE
-    results, code = at_each(["-m", "mpitrain.plan", "--measure", *arguments], options, "machine")
-    if results:  # also where a later rank count has failed
-        keep(results, options)
-    return code
+    command = ["-m", "mpitrain.plan", "--measure", *arguments]
+    return measured(
+        command, options, "machine", lambda world: measure(world, options), lambda results: keep(results, options)
+    )
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -159,16 +151,12 @@ def _collectives(world: Communicator, quick: bool) -> list[list[Any]]:
     return rows
 
 
-# -- What a rank takes beside its model: seconds of a step that are none of the model's, and the run folder's speed
-
+# -- what a rank takes beside its model: seconds of a step that are none of the model's, and the run folder's speed
 
 _WIDTH, _TOKENS, _VOCABULARY = 8, 8, 256
 _WARM = 10  # steps that do not count
 _PIECE = 8 << 20  # bytes of one write, as checkpoints do
 _ROOM = 4  # times as many bytes must be free
-
-
-# -- a step
 
 
 def overhead(world: Communicator, quick: bool) -> float:

@@ -13,11 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.early import RANK_NAMES, launched_first
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, InputError, MpitrainError
 from mpitrain.storage.text import counted
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 _RESULT = "MPITRAIN_RESULT"  # the file into which rank 0 of a started job puts its result
 _GRACE = 10.0  # seconds from asking mpirun to end to making it
@@ -102,6 +105,38 @@ def at_each(command: Sequence[str], options: argparse.Namespace, name: str) -> t
     return found, EXIT_DONE
 
 
+def measured(
+    command: Sequence[str],
+    options: argparse.Namespace,
+    name: str,
+    measure: Callable[[Communicator], Any],
+    keep: Callable[[dict[int, Any]], None],
+) -> int:
+    """Measure in this job, or in jobs started at each rank count. Returns the exit code.
+
+    Args:
+        command: What Python is to run to start a job.
+        options: Those of `parser`.
+        name: Name of what is measured, for people.
+        measure: Gives a job's result, which is what JSON can hold. Collective.
+        keep: Called once, with the results by rank count; also where a later rank count has failed.
+    """
+    if not launched():
+        results, code = at_each(command, options, name)
+        if results:
+            keep(results)
+        return code
+    from mpitrain.comm import init  # starts MPI
+
+    world = init()
+    result = measure(world)
+    if world.rank == 0 and started_here():
+        leave(result)
+    elif world.rank == 0:
+        keep({world.size: result})
+    return EXIT_DONE
+
+
 def started_here() -> bool:
     """Whether `at_each` has started this job."""
     return _RESULT in os.environ
@@ -158,7 +193,7 @@ def byte_sizes(text: str) -> list[int]:
 
 
 @contextmanager
-def temporary_folder(world: Any, parent: Path) -> Iterator[Path]:
+def temporary_folder(world: Communicator, parent: Path) -> Iterator[Path]:
     """A folder that all ranks see, for what is measured with; removed afterwards. Collective.
 
     Args:

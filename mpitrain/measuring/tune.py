@@ -4,21 +4,92 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
-from typing import Any
 
-from mpitrain.comm import Communicator, init
+import torch
+
+from mpitrain.comm import Arena, Communicator
+from mpitrain.comm.inspection import reads_neighbours
 from mpitrain.comm.job.topology import this_machine
 from mpitrain.comm.selection import tuning
-from mpitrain.comm.selection.registry import Setting
-from mpitrain.errors import EXIT_DONE, InputError
-from mpitrain.measuring.algorithms import MEMORIES, TABLES, AlgorithmContenders
-from mpitrain.measuring.self_start import at_each, byte_sizes, launched, leave, parsed, parser, started_here
-from mpitrain.speeds.timing import interleaved
+from mpitrain.comm.selection.registry import Algorithms, Setting
+from mpitrain.comm.selection.tables import TABLES
+from mpitrain.errors import InputError
+from mpitrain.measuring.self_start import byte_sizes, measured, parsed, parser
+from mpitrain.speeds.timing import Contender, interleaved
 
 SIZES = [16 << 2 * i for i in range(12)]  # bytes: 16 B to 64 MiB
 _QUICK_SIZES = [64, 64 << 10, 1 << 20, 4 << 20]
+MEMORIES = ("arena", "private")
+_SINGLE_FROM = 1 << 20  # bytes from which a measurement is one call: more would stay in the cache
+
+
+class AlgorithmContenders:
+    """The algorithms that these ranks can use, with vectors that live as long as the context they come from."""
+
+    def __init__(self, world: Communicator) -> None:
+        """world: the ranks. Collective."""
+        self.world = world
+        self._reads_neighbours = reads_neighbours(world)
+
+    @contextmanager
+    def of(self, table: Algorithms, memory: str, size: int) -> Iterator[dict[str, Contender]]:
+        """Contenders by algorithm. Collective.
+
+        Args:
+            table: The operation's algorithms.
+            memory: Where the vectors lie: arena or private.
+            size: Bytes of a rank's whole vector.
+        """
+        each = max(1, size // 4 // self.world.size)
+        numel = size // 4 if table.operation == "all_reduce" else each * self.world.size
+        if memory == "arena":
+            with in_arena(self.world, numel) as arena:
+                x = arena.tensor
+                yield self._all(table, memory, size, x, x[self.world.rank * each : (self.world.rank + 1) * each])
+        else:
+            yield self._all(table, memory, size, zeros(numel), zeros(each))
+
+    def _all(
+        self, table: Algorithms, memory: str, size: int, x: torch.Tensor, block: torch.Tensor
+    ) -> dict[str, Contender]:
+        world = self.world
+        calls: dict[str, Callable[[str], Callable[[], object]]] = {
+            "all_reduce": lambda name: partial(world.all_reduce, x, "sum", name),
+            "reduce": lambda name: partial(world.reduce, x, 0, "sum", name),
+            "broadcast": lambda name: partial(world.broadcast, x, 0, name),
+            "reduce_scatter": lambda name: partial(world.reduce_scatter, block, x, "sum", name),
+            "all_gather": lambda name: partial(world.all_gather, x, block, name),
+        }
+        return contenders(size, **{name: calls[table.operation](name) for name in self._usable(table, memory)})
+
+    def _usable(self, table: Algorithms, memory: str) -> list[str]:
+        one_node, reached = self.world.num_nodes == 1, memory == "arena" or self._reads_neighbours
+        known = {name: table[name] for name in table.names if not (one_node and name == "two_level")}
+        return [n for n, a in known.items() if (one_node or not a.one_node) and (reached or a.stages or not a.reach)]
+
+
+@contextmanager
+def in_arena(world: Communicator, numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Arena]:
+    """An arena of so many elements, freed afterwards. Collective."""
+    arena = world.arena(numel, dtype)
+    try:
+        yield arena
+    finally:
+        arena.free()
+
+
+def contenders(size: int, **calls: Callable[[], object]) -> dict[str, Contender]:
+    """What is to be timed, by name. size: bytes of a rank's vector."""
+    return {name: Contender(call, single=size >= _SINGLE_FROM) for name, call in calls.items()}
+
+
+def zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in memory that has been written to: a page that was only reserved is the system's one page of zeros."""
+    return torch.empty(numel, dtype=dtype).zero_()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,22 +99,17 @@ def main(arguments: Sequence[str]) -> int:
         "--sizes", type=byte_sizes, metavar="S,S", help="bytes of a vector, such as 16,64Ki,4Mi [16 to 64Mi]"
     )
     options = parsed(made, arguments)
-    if launched():
-        _tune(init(), options)
-        return EXIT_DONE
-    found, code = at_each(["-m", "mpitrain.doctor", "--tune", *arguments], options, "algorithms")
-    if found:
-        _tell(next(iter(found.values())))
-    return code
+    command = ["-m", "mpitrain.doctor", "--tune", *arguments]
+    return measured(command, options, "algorithms", lambda world: _tune(world, options), _tell)
 
 
-def _tune(world: Communicator, options: argparse.Namespace) -> None:
-    """Measure at this number of ranks, and write the machine's table. Collective."""
+def _tune(world: Communicator, options: argparse.Namespace) -> str:
+    """Measure at this number of ranks, and write the machine's table, whose path is returned. Collective."""
     if world.size == 1:
         raise InputError("collectives of one rank do nothing; start 2 ranks or more", agreed=True)
     repeats, seconds = (5, 0.3) if options.quick else (21, 8.0)
     bench, origin, rules = AlgorithmContenders(world), f"measured {time.strftime('%Y-%m-%d')}", {}
-    for table, memory in product(TABLES, MEMORIES):
+    for table, memory in product(TABLES.values(), MEMORIES):
         medians = {}
         for size in options.sizes or (_QUICK_SIZES if options.quick else SIZES):
             with bench.of(table, memory, size) as contenders:
@@ -54,14 +120,11 @@ def _tune(world: Communicator, options: argparse.Namespace) -> None:
         rules[key] = tuning.rules_from(medians)
         if world.rank == 0:
             print(f"  {key.rpartition('/')[0]}: {tuning.describe(rules[key])}", flush=True)
-    path = world.on_root(lambda: str(tuning.keep(this_machine(), rules, origin)))
-    if world.rank == 0 and started_here():
-        leave(path)
-    elif world.rank == 0:
-        _tell(path)
+    return str(world.on_root(lambda: str(tuning.keep(this_machine(), rules, origin))))
 
 
-def _tell(path: Any) -> None:
+def _tell(paths: dict[int, str]) -> None:
+    path = next(iter(paths.values()))
     print(
         f"The rules are in {path}; jobs on this machine with this MPI use them from now on (python -m mpitrain.doctor "
         "shows them; delete the file to go back to the built-in ones)."

@@ -2,11 +2,9 @@
 
 locks      one worker at a time in a folder
 commit     folders that are whole or not there at all
-extents    positioned writes and reads, and the hash of each extent
+extents    positioned writes and reads, and the CRC-32 of each extent
 hdf5       what our HDF5 files have in common
-room       whether so many bytes more fit
-crc        CRC-32
-disk       single acts on files
+disk       single acts on files, and whether so many bytes more fit
 proc       facts about this machine and its processes, of proc(5)
 text       numbers, sizes and times as people read them
 run_folder names of what is in a run folder

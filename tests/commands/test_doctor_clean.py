@@ -17,7 +17,7 @@ import pytest
 from support import clean_environment, job, launcher, one_line
 from warm import Warm
 
-from mpitrain.comm.job.cleanup import candidates, held_by_processes, unused
+from mpitrain.comm.job.cleanup import candidates, held_by_processes, is_among, unused
 
 SHM = Path("/dev/shm")
 CLEAN = ("doctor", "--clean")
@@ -84,7 +84,7 @@ def of_nobody() -> set[str]:
     """What lies in /dev/shm and no live process has open or mapped."""
     there = list(SHM.iterdir())
     held = held_by_processes()
-    return {path.name for path in there if not held.holds(path)}
+    return {path.name for path in there if not is_among(path, held)}
 
 
 def _with_descendants(pid: int) -> list[int]:

@@ -73,7 +73,7 @@ class BoundCache:
         self._ended: list[Compiled] = []  # whose memory is gone, to be released by the binder's thread
         self._arenas = arenas
         self._generation = arenas.generation  # when the oldest entry was bound
-        arenas.watch(self._arenas_changed)
+        arenas.changed.add(self._arenas_changed)
 
     def find(self, key: Hashable) -> Compiled | None:
         """Return what was bound under the key; None where one of its addresses may belong to other memory by now."""

@@ -213,7 +213,7 @@ class Dispatcher(Member):
         self._transports: dict[Binder, Transports] = {}
         self._streams: Streams = {}  # for operations on a device in the background
         self._freed = False
-        self.journal.switched(self._forget_ready)
+        self.journal.switched.add(self._forget_ready)
 
     @property
     def journal(self) -> Journal:

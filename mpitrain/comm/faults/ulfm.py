@@ -26,14 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from mpitrain.comm import world as of_process
 from mpitrain.comm.communicator import Communicator
 from mpitrain.comm.job import connections, launcher
 from mpitrain.comm.job.abort import Faults, say
 from mpitrain.comm.job.mpi import MPI
-from mpitrain.comm.job.topology import Topology
+from mpitrain.comm.job.topology import Topology, ranks_in
 from mpitrain.comm.memory.arena import ArenaIndex
 from mpitrain.comm.runtime.progress import ProgressEngine
 from mpitrain.comm.runtime.watchdog import Watchdog
@@ -208,9 +206,7 @@ def begin(world: Communicator) -> Communicator:
         InputError: The MPI does not allow that.
     """
     launcher.require_fault_tolerance(across_nodes=world.num_nodes > 1)
-    told = np.empty((world.size, 2), dtype=np.int64)
-    world.all_gather(told.reshape(-1), np.array([os.getpid(), launcher.find()]))
-    pids, mpiruns = told[:, 0].tolist(), told[:, 1].tolist()
+    pids, mpiruns = zip(*world.all_gather_object([os.getpid(), launcher.find()]), strict=True)
     neighbours: dict[int, tuple[int, int]] = {}
     for rank in range(world.size):
         if world.nodes[rank] == world.node and rank != world.rank:
@@ -281,7 +277,7 @@ def shrink(
             time.sleep(0.01)
             continue
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        ranks = [int(r) for r in MPI.Group.Translate_ranks(comm.group, range(comm.size), world._comm.group)]
+        ranks = ranks_in(comm, world._comm)
         if order is not None:
             ranks = [ranks[place] for place in order([world.nodes[rank] for rank in ranks])]
         failures.begin(comm, [before[rank] for rank in ranks])

@@ -9,7 +9,7 @@ of a certain name, which ends when the start is complete:
     rank 2  D                      has not come so far: its imports hang
 
 A rank whose process is gone is named within seconds: mpirun ends the job for it, but not where it was told to go on
-without ranks that die (`fault_tolerance`), and not for one that ended with code 0. The processes that the launcher's
+without ranks that die (`launcher`), and not for one that ended with code 0. The processes that the launcher's
 daemon started here are counted for that, now and then, until the start is complete.
 
 No files, no messages.

@@ -61,19 +61,6 @@ class Leftover:
     unseen: str = ""
 
 
-@dataclass(frozen=True)
-class Held:
-    """What live processes have open or mapped."""
-
-    paths: frozenset[str]
-    inodes: frozenset[tuple[int, int]]  # device, inode
-
-    def holds(self, path: Path) -> bool:
-        """Whether one of them has this file open or mapped."""
-        status = _status(path)
-        return status is not None and (str(path) in self.paths or (status.st_dev, status.st_ino) in self.inodes)
-
-
 def clean(arguments: Sequence[str]) -> int:
     """The command.
 
@@ -159,11 +146,11 @@ def _named(folder: Path, pattern: re.Pattern[str], kind: Callable[[int], bool]) 
 
 
 def unused(found: Sequence[Leftover]) -> list[Leftover]:
-    """Those that certainly no process holds; `found` was made before."""
+    """Return the leftovers among `found`, which was made before, that certainly no process holds."""
     held = held_by_processes()
 
     def dead(one: Leftover) -> bool:
-        if any(map(held.holds, one.files)):
+        if any(is_among(path, held) for path in one.files):
             return False
         if _SEGMENT.fullmatch(one.path.name):
             return not _is_open(one.path)
@@ -192,10 +179,12 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-def held_by_processes() -> Held:
-    """Looks through /proc; processes of other users cannot be read, nor could they open these files."""
-    paths: set[str] = set()
-    inodes: set[tuple[int, int]] = set()
+def held_by_processes() -> set[str | tuple[int, int]]:
+    """Return what live processes have open or mapped: paths, and (device, inode), which may differ from mount to mount.
+
+    Processes of other users cannot be read in /proc, nor could they open these files.
+    """
+    held: set[str | tuple[int, int]] = set()
     for process in proc.processes():
         # open files first: a file is mapped before it is closed, so it is seen in one of the two
         for descriptor in _entries(Path(f"/proc/{process}/fd")):
@@ -203,17 +192,15 @@ def held_by_processes() -> Held:
                 target = os.readlink(descriptor)
                 if target.startswith("/"):
                     status = os.stat(descriptor)
-                    paths.add(target)
-                    inodes.add((status.st_dev, status.st_ino))
+                    held |= {target, (status.st_dev, status.st_ino)}
             except OSError:
                 continue
         for line in proc.read(f"{process}/maps").splitlines():  # address permissions offset device inode path
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith("/"):
                 major, minor = fields[3].split(":")
-                paths.add(fields[5])
-                inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
-    return Held(frozenset(paths), frozenset(inodes))
+                held |= {fields[5], (os.makedev(int(major, 16), int(minor, 16)), int(fields[4]))}
+    return held
 
 
 def _launcher_lives(path: Path) -> bool:
@@ -252,6 +239,12 @@ def _status(path: Path) -> os.stat_result | None:
 def _occupied(path: Path) -> int:
     status = _status(path)
     return 0 if status is None else status.st_blocks * 512
+
+
+def is_among(path: Path, held: set[str | tuple[int, int]]) -> bool:
+    """Tell whether a file is one of those that `held_by_processes` returned."""
+    status = _status(path)
+    return status is not None and (str(path) in held or (status.st_dev, status.st_ino) in held)
 
 
 def _remove(leftover: Leftover) -> str:

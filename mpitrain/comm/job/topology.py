@@ -93,6 +93,16 @@ def ranks_in(comm: MPI.Comm, of: MPI.Comm) -> list[int]:
     return ranks
 
 
+def all_gather_bytes(comm: MPI.Intracomm, mine: bytes) -> list[bytes]:
+    """Return what each rank gives, of any length. Collective."""
+    lengths = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([len(mine)], dtype=np.int64), lengths)
+    everything = np.empty(int(lengths.sum()), dtype=np.uint8)
+    comm.Allgatherv(np.frombuffer(mine, dtype=np.uint8), [everything, lengths.tolist(), MPI.BYTE])
+    ends = np.cumsum(lengths)
+    return [everything[end - n : end].tobytes() for n, end in zip(lengths, ends, strict=True)]
+
+
 def library_name() -> str:
     """The MPI library and its version, in a few words."""
     line = MPI.Get_library_version().splitlines()[0].replace("\0", "").replace("\t", " ")
@@ -240,14 +250,11 @@ def share_of(rank: int, allowed: Sequence[Collection[int]], core_of: Mapping[int
 def find_share(comm: MPI.Intracomm, topology: Topology) -> Share:
     """What this rank has. Collective over the world."""
     mine = os.sched_getaffinity(0)
-    width = np.array([max(mine) + 1])
-    comm.Allreduce(MPI.IN_PLACE, width, MPI.MAX)
-    row = np.zeros(int(width[0]), dtype=np.uint8)
+    row = np.zeros(max(mine) + 1, dtype=np.uint8)
     row[list(mine)] = 1
-    packed = np.packbits(row)
-    everyone = np.empty((comm.size, packed.size), dtype=np.uint8)
-    comm.Allgather(packed, everyone)
-    allowed = [np.flatnonzero(np.unpackbits(everyone[rank])).tolist() for rank in topology.neighbours]
+    rows = all_gather_bytes(comm, np.packbits(row).tobytes())
+    near = [np.frombuffer(rows[rank], dtype=np.uint8) for rank in topology.neighbours]
+    allowed = [np.flatnonzero(np.unpackbits(bits)).tolist() for bits in near]
     return share_of(topology.neighbours.index(topology.rank), allowed, siblings())
 
 

@@ -100,6 +100,24 @@ class Communication(NamedTuple):
     sequence: int
 
 
+class Watchers:
+    """Methods that are called whenever something changes, for as long as the objects that they belong to live."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def add(self, method: Callable[[], None]) -> None:
+        """Have one more called."""
+        self._methods.append(weakref.WeakMethod(method, self._methods.remove))
+
+    def tell(self) -> None:
+        """Call them all."""
+        for reference in list(self._methods):
+            method = reference()
+            if method is not None:
+                method()
+
+
 Row = list[float]  # calls, inside, between, seconds
 Performs = Callable[..., float]
 
@@ -114,6 +132,7 @@ class Journal:
         waited: Seconds that the main thread has spent in communication since `start`: in collectives, in waits for
             those in the background, for messages and for letters. Read it before and after something to know how much
             of that was communication.
+        switched: Called whenever the journal is switched on or off.
     """
 
     def __init__(self) -> None:
@@ -124,11 +143,7 @@ class Journal:
         self._lock = threading.Lock()  # of what several threads add to
         self._kept: list[Communication] | None = None
         self._numbers: Counter[str] = Counter()  # of messages, by sender, receiver and tag
-        self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
-
-    def switched(self, act: Callable[[], None]) -> None:
-        """Call a method whenever the journal is switched, for as long as the object that it belongs to lives."""
-        self._watchers.append(weakref.WeakMethod(act, self._watchers.remove))
+        self.switched = Watchers()
 
     def start(self) -> None:
         """Count from now on, from zero. The caller's thread becomes the main thread."""
@@ -136,18 +151,12 @@ class Journal:
             self._rows.clear()
             self._numbers.clear()
         self._main, self.waited, self.on = threading.get_ident(), 0.0, True
-        self._tell()
+        self.switched.tell()
 
     def stop(self) -> None:
         """Count no longer, and keep no single operations. What was counted can still be asked for."""
         self.on, self._kept = False, None
-        self._tell()
-
-    def _tell(self) -> None:
-        for watcher in list(self._watchers):
-            act = watcher()
-            if act is not None:
-                act()
+        self.switched.tell()
 
     def account(self) -> list[Sent]:
         """What was sent since `start`, in order of names. It goes on being counted."""

@@ -10,24 +10,25 @@ The kernel frees a window's memory when the last of its processes ends, however 
 
 from __future__ import annotations
 
-import os
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.traffic import Watchers
 from mpitrain.comm.memory.buffers import memory_at, tensor_at
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.comm.memory.elements import DTYPES, LARGEST_COUNT
 from mpitrain.comm.memory.sharing import MappedMemory, all_agree, map_each_other
 from mpitrain.errors import InputError
-from mpitrain.storage.disk import SHARED_MEMORY
+from mpitrain.storage.disk import SHARED_MEMORY, free_bytes
 
 _ALIGNMENT = 4096  # bytes: pages, and whatever vector instructions and file systems like
 _LIBRARY = 2 << 20  # bytes a rank that are left for the MPI library's own queues, which grow there as well
@@ -119,6 +120,7 @@ class ArenaIndex:
         numbers: Gives each arena of which this process is the first rank the number in its name.
         warned: Whether a warning was printed that shared memory has no room.
         generation: Changes whenever an address may have come to lie in an arena, or may do so no longer.
+        changed: Called whenever the generation has changed.
         maps_devices: Whether the ranks of a node are to map each other's arenas on devices.
     """
 
@@ -129,18 +131,11 @@ class ArenaIndex:
         self.warned = False  # that there is no room in shared memory
         self.generation = 0  # changes whenever an address may have begun or ceased to lie in an arena
         self.maps_devices = True
-        self._watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Call a method whenever the generation has changed, for as long as the object that it belongs to lives."""
-        self._watchers.append(weakref.WeakMethod(changed, self._watchers.remove))
+        self.changed = Watchers()
 
     def _change(self) -> None:
         self.generation += 1
-        for watcher in list(self._watchers):
-            changed = watcher()
-            if changed is not None:
-                changed()
+        self.changed.tell()
 
     def add(self, arena: Arena, *, for_tensors: bool) -> None:
         """Enter an arena into the index.
@@ -287,11 +282,8 @@ def _wanted_and_free(node: MPI.Intracomm, nbytes: int) -> tuple[int, int]:
     node.Allreduce(MPI.IN_PLACE, wanted)
     free = np.zeros(1, dtype=np.int64)
     if node.rank == 0:
-        try:
-            status = os.statvfs(SHARED_MEMORY)
-            free[0] = status.f_bavail * status.f_frsize
-        except OSError:
-            pass
+        with suppress(OSError):
+            free[0] = free_bytes(Path(SHARED_MEMORY))
     node.Bcast(free)
     return int(wanted[0]), int(free[0])
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mpitrain.comm.job.mpi import MPI
+from mpitrain.comm.job.topology import all_gather_bytes
 from mpitrain.comm.memory.device import export_memory, import_memory, synchronize
 from mpitrain.errors import InputError, MpitrainError
 
@@ -61,7 +62,7 @@ def map_each_other(
         told = json.dumps(export_memory(tensor))
     except _IMPOSSIBLE:
         told = ""
-    texts = _all_gather_text(node, told)
+    texts = all_gather_bytes(node, told.encode())
     memories = list[torch.Tensor]()
     try:
         for rank, text in enumerate(texts if all(texts) else []):
@@ -92,13 +93,3 @@ def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
     answer = np.array([yes], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])
-
-
-def _all_gather_text(comm: MPI.Intracomm, text: str) -> list[str]:
-    data = np.frombuffer(text.encode(), dtype=np.uint8).copy()
-    lengths = np.empty(comm.size, dtype=np.int64)
-    comm.Allgather(np.array([data.size], dtype=np.int64), lengths)
-    everything = np.empty(int(lengths.sum()), dtype=np.uint8)
-    comm.Allgatherv(data, [everything, lengths.tolist(), MPI.BYTE])
-    ends = np.cumsum(lengths)
-    return [everything[end - n : end].tobytes().decode() for n, end in zip(lengths, ends, strict=True)]
