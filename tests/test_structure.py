@@ -134,8 +134,8 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 WITHOUT_MPI = """
     comm comm.algorithms.* comm.memory.device comm.programs.* comm.selection.* config.* layers.* layout mesh models.*
-    pipe.partition pipe.passes pipe.schedule pipe.schedules pipe.simulate pipe.slices planner.* shard.flat
-    shard.placement shard.units tensor.* trainer.recompute
+    pipe.partition pipe.passes pipe.schedule pipe.schedules pipe.simulate pipe.slices planner.*
+    shard.placement shard.flat tensor.* trainer.recompute
 """
 
 

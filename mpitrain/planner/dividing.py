@@ -14,9 +14,8 @@ from torch import nn
 
 from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.planner.model import AxisExchange, Divided
-from mpitrain.tensor.axis import Axis
+from mpitrain.tensor.axis import Axis, RngTracker
 from mpitrain.tensor.plan import parallelize, plan_for
-from mpitrain.tensor.rng_tracker import RngTracker
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

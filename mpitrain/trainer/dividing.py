@@ -22,7 +22,7 @@ from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.pipe.slices import require_look_back
 from mpitrain.shard import placement
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.units import blocks_of
+from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize
 from mpitrain.trainer.device import move
 from mpitrain.trainer.recompute import recompute_blocks
@@ -40,7 +40,7 @@ class DividedModel:
     Attributes:
         module: The part, with the names of the whole model.
         axes: Its place in the mesh.
-        blocks: Of the model, as `mpitrain.shard.units.blocks_of` finds them before it is divided.
+        blocks: Of the model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
     """
 
     module: nn.Module

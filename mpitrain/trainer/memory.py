@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpitrain.shard.parameters import Parameters
 from mpitrain.shard.placement import formula
-from mpitrain.shard.protocols import Parameters
 from mpitrain.shard.sharding import Sharding
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from mpitrain.monitor.parts import StepClock
 from mpitrain.pipe.executor import Watched
 from mpitrain.pipe.schedule import BackwardInput, Forward, Receive, Send, Step
-from mpitrain.shard.protocols import Parameters
+from mpitrain.shard.parameters import Parameters
 from mpitrain.trainer.memory import ActivationMeter
 
 

@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.errors import refusal
-from mpitrain.shard.units import blocks_of
+from mpitrain.shard.flat import blocks_of
 
 
 def recompute_blocks(module: nn.Module) -> int:
     """Let every block of a model be recomputed in backward; the module is changed in place.
 
     Args:
-        module: The model; `mpitrain.shard.units.blocks_of` says what its blocks are.
+        module: The model; `mpitrain.shard.flat.blocks_of` says what its blocks are.
 
     Returns:
         The number of blocks.

@@ -23,8 +23,8 @@ from mpitrain.planner.predictor import Predictor
 from mpitrain.planner.profile import profile_of
 from mpitrain.planner.step import StepSimulation
 from mpitrain.shard import flat, placement
+from mpitrain.shard.gradients import _slots
 from mpitrain.shard.placement import STAGES
-from mpitrain.shard.sharded_gradients import _slots
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.tensor import axis
 from mpitrain.trainer.data import microbatch_size

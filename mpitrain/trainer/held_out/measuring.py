@@ -27,7 +27,7 @@ from mpitrain.models.measures import measures_of, named_measures
 from mpitrain.models.metrics import IGNORED, Collected, Judged, Measure, Metric, OfScores, fits, judged
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.judging import judge, whole
+from mpitrain.tensor.vocabulary import judge, whole
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.held_out.library_metric import LibraryMetric, gathered_from, is_library_metric
 from mpitrain.trainer.modes.strategy import GroupPlaces
