@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mpitrain.checkpoint import contents
-from mpitrain.checkpoint.tensor_files import save_torch
+from mpitrain.checkpoint.convert import save_torch
 from mpitrain.config.training import ModelSection
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, InputError, exit_code_of, tell

@@ -26,11 +26,9 @@ from PIL import Image
 from rich.console import Console
 
 from mpitrain.checkpoint.__main__ import main as checkpoint
-from mpitrain.checkpoint.contents import load_tensor
-from mpitrain.checkpoint.convert import os_errors
+from mpitrain.checkpoint.contents import damages, load_tensor
+from mpitrain.checkpoint.convert import os_errors, read_tensors
 from mpitrain.checkpoint.manifest import read_manifest as read_checkpoint
-from mpitrain.checkpoint.tensor_files import read_tensors
-from mpitrain.checkpoint.verify import damages
 from mpitrain.comm.selection.tuning import Tuning
 from mpitrain.config import deepspeed
 from mpitrain.config.settings import Config

@@ -135,7 +135,7 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 WITHOUT_MPI = """
     comm comm.algorithms.* comm.memory.device comm.programs.* comm.selection.* config.* layers.* layout mesh models.*
     pipe.partition pipe.passes pipe.schedule pipe.schedules pipe.simulate planner.* shard.flat
-    shard.placement shard.units tensor.*
+    shard.placement tensor.*
 """
 
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mpitrain.checkpoint import contents, convert, folders
+from mpitrain.checkpoint.contents import damages
 from mpitrain.checkpoint.manifest import is_fruitful
-from mpitrain.checkpoint.verify import damages
 from mpitrain.early import VERSION
 from mpitrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, exit_code_of, tell
 from mpitrain.storage import locks

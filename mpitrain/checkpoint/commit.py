@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from mpitrain.checkpoint import folders
-from mpitrain.checkpoint.exchange import quiet_min
 from mpitrain.checkpoint.files import Part, PlannedPiece, Structure, make_structure, write_parts
 from mpitrain.checkpoint.manifest import (
     Extent,
@@ -35,6 +36,7 @@ from mpitrain.storage.hdf5 import begin_file, image_bytes
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
 
+TAG = 32_000  # of messages between the ranks that save, apart from those of the training's
 T = TypeVar("T")
 Protect = Callable[[Path, dict[str, int], dict[str, int]], Sequence[ParitySet]]
 
@@ -86,6 +88,27 @@ def attempt(
     if quiet_min(comm, comm.rank if error is not None else comm.size) < comm.size:
         comm.agree(error)
     return value
+
+
+def quiet_min(comm: Communicator, number: int) -> int:
+    """The smallest of all ranks' numbers, when every rank has come here. Collective.
+
+    MPI's own reductions spin while they wait, which would take a core from the training. So this is dissemination
+    (Hensgen, Finkel and Manber, 1988): in round k every rank tells the one 2^k places on.
+
+    Raises:
+        CommunicationError: A rank has not come within the job's time limit.
+    """
+    distance, mine = 1, torch.tensor([number])
+    while distance < comm.size:
+        other = torch.empty_like(mine)
+        receive = comm.irecv(other, (comm.rank - distance) % comm.size, TAG)
+        send = comm.isend(mine, (comm.rank + distance) % comm.size, TAG)
+        receive.wait(comm.process.watchdog.timeout)
+        send.wait(comm.process.watchdog.timeout)
+        mine = torch.minimum(mine, other)
+        distance *= 2
+    return int(mine)
 
 
 class FileLayout:

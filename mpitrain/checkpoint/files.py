@@ -1,8 +1,10 @@
 """The files of a checkpoint: an HDF5 structure, and the bytes in it written at their places, hashed on the way.
 
 A file belongs to a rank, or to all ranks of a node: the first of them makes the structure, then each writes its
-own pieces. HDF5 is only asked where the data sets lie (`image`); all bytes are written with positioned writes, so
+own pieces. HDF5 is only asked where the data sets lie; all bytes are written with positioned writes, so
 that a full disk is an OSError of ours, and writing is as fast as the disk.
+
+Names and types of tensors in the HDF5 images of checkpoints (see `storage.hdf5`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import h5py
 import numpy as np
 import torch
 
-from mpitrain.checkpoint.image import hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, HASHED, Extent, TensorSpec
 from mpitrain.layout import Piece
 from mpitrain.storage.disk import opened
@@ -202,3 +203,24 @@ def _start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
     """Let the kernel begin to write these bytes to the disk; only a hint."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
+
+
+def link(file: h5py.File, name: str, dataset: h5py.h5d.DatasetID) -> None:
+    """Give a data set its name, and make the groups in that."""
+    how = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    how.set_create_intermediate_group(True)
+    how.set_char_encoding(h5py.h5t.CSET_UTF8)
+    h5py.h5o.link(dataset, file["/"].id, name.encode(), lcpl=how)
+
+
+def hdf5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
+    """The HDF5 type of a torch dtype; bfloat16 is a float type of its own that other tools read as float32."""
+    if dtype == torch.bfloat16:
+        kind = h5py.h5t.IEEE_F32LE.copy()
+        kind.set_fields(15, 7, 8, 0, 7)
+        kind.set_size(2)
+        kind.set_ebias(127)
+        return kind
+    if dtype == torch.bool:
+        dtype = torch.uint8
+    return h5py.h5t.py_create(torch.empty(0, dtype=dtype).numpy().dtype)

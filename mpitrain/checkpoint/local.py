@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 from mpitrain.checkpoint import folders, parity
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
-from mpitrain.checkpoint.exchange import FileTransfer, exchange
+from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.manifest import FRUITLESS, MANIFEST, Manifest, ParitySet, Values, decode, read_manifest
-from mpitrain.checkpoint.verify import has_whole_tensors
+from mpitrain.checkpoint.parity import FileTransfer, exchange
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import remove_folder
 from mpitrain.storage.disk import read_plain, reason, sync, write_whole

@@ -12,25 +12,36 @@ de Supinski, "Design, Modeling, and Evaluation of a Scalable Multi-level Checkpo
 
 So a set survives any one lost member, for 1 / (members - 1) of the bytes. The functions here decide who sends what;
 `exchange` moves it.
+
+Moving the bytes of files between ranks, a window at a time, without a rank waiting for another's disk alone.
+
+Every rank knows all messages. A rank whose disk fails goes on sending and receiving, so that nobody waits for it,
+and raises at the end.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from mpitrain.checkpoint.exchange import WINDOW, FileTransfer
+from mpitrain.checkpoint.commit import TAG
 from mpitrain.checkpoint.manifest import ParitySet
 from mpitrain.checkpoint.reading import read_exactly
+from mpitrain.errors import MpitrainError
 from mpitrain.layout import split
 from mpitrain.storage.disk import opened
 from mpitrain.storage.extents import write_at
+
+if TYPE_CHECKING:
+    from mpitrain.comm import Communicator
 
 GROUP = 8  # nodes of a parity set, about
 
@@ -241,3 +252,71 @@ def _add(path: Path, offset: int, size: int, data: memoryview) -> None:
         read_exactly(descriptor, memoryview(before), offset, path)
         mixed = np.bitwise_xor(np.frombuffer(before, np.uint8), np.frombuffer(data, np.uint8))
         write_at(descriptor, mixed.data, offset)
+
+
+WINDOW = 8 << 20  # bytes of a message at most
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """Bytes that go from one rank's file to another's.
+
+    Attributes:
+        source: The rank that has them.
+        dest: The rank that gets them, which may be the same.
+        nbytes: How many.
+        get: Called on `source` with the memory to fill.
+        put: Called on `dest` with the bytes.
+    """
+
+    source: int
+    dest: int
+    nbytes: int
+    get: Callable[[memoryview], None]
+    put: Callable[[memoryview], None]
+
+
+def exchange(comm: Communicator, rounds: Iterable[Sequence[FileTransfer]]) -> None:
+    """Send and receive the messages of each round, then those of the next. Collective.
+
+    Args:
+        comm: The ranks.
+        rounds: The messages of each round, the same on all ranks.
+
+    Raises:
+        OSError, CheckpointError: After the last round, what this rank's `get` or `put` raised first.
+    """
+    failure: Exception | None = None
+    limit = comm.process.watchdog.timeout
+    for messages in rounds:
+        receiving = []
+        for message in messages:
+            if message.dest == comm.rank != message.source:
+                data = torch.empty(message.nbytes, dtype=torch.uint8)
+                receiving.append((message, data, comm.irecv(data, message.source, TAG)))
+        sending = []
+        for message in messages:
+            if message.source != comm.rank:
+                continue
+            data = torch.zeros(message.nbytes, dtype=torch.uint8)
+            failure = _attempt(message.get, data, failure)
+            if message.dest == comm.rank:
+                failure = _attempt(message.put, data, failure)
+            else:
+                sending.append(comm.isend(data, message.dest, TAG))
+        for message, data, work in receiving:
+            work.wait(limit)
+            failure = _attempt(message.put, data, failure)
+        for work in sending:
+            work.wait(limit)
+    if failure is not None:
+        raise failure
+
+
+def _attempt(act: Callable[[memoryview], None], data: torch.Tensor, failure: Exception | None) -> Exception | None:
+    if failure is None:
+        try:
+            act(data.numpy().data)
+        except (OSError, MpitrainError) as error:
+            return error
+    return failure

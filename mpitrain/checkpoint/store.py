@@ -4,29 +4,40 @@ The order of a commit: every file written and fsynced; all ranks agree that it w
 fsynced; the folder fsynced, renamed, its parent fsynced; only then are older checkpoints removed. With node-local
 folders (`checkpoint.local`) the first rank of each node does that in its node's folder, after the copies or parities
 for the other nodes are there.
+
+Saving while training goes on: a copy of the state in host memory, and the thread that writes it.
+
+The copy is one pass over the state, into memory that is kept from save to save. Of a device's state it is the one copy
+to the host, into pinned memory, and the only wait for the device. Whatever goes wrong in the thread
+is agreed upon by all ranks there, and raised where the training calls next.
+
+Replicas: pieces of a checkpoint that several ranks hold are written by one of them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import mmap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from mpitrain.checkpoint import folders
 from mpitrain.checkpoint.commit import FileLayout, Target, attempt, write_checkpoint
-from mpitrain.checkpoint.cooperative_read import cooperative_read
 from mpitrain.checkpoint.files import Part
 from mpitrain.checkpoint.local import LocalFolders
 from mpitrain.checkpoint.manifest import FRUITLESS, Manifest, Values, is_fruitful, read_manifest, require_files
-from mpitrain.checkpoint.reading import Block, files_of, plan
-from mpitrain.checkpoint.replicas import Replicas
-from mpitrain.checkpoint.snapshot import BackgroundTask, Snapshot, require_threads
+from mpitrain.checkpoint.reading import Block, cooperative_read, files_of, plan
 from mpitrain.errors import CheckpointError, InputError, MpitrainError, refusal
+from mpitrain.layout import Piece
 from mpitrain.storage import locks
 from mpitrain.storage.disk import reason
 
@@ -389,3 +400,135 @@ class Store:
             self.repairs += [
                 f"{folder / name} was damaged on a node's disk; repaired from other nodes" for name in damaged
             ]
+
+
+_ALIGNMENT = 64  # bytes
+_ROUNDING = 2 << 20  # bytes; a huge page
+
+
+class Snapshot:
+    """Host memory for the parts of one rank, which grows when it must."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """Copy parts into this memory, where they are valid until the next copy."""
+        nbytes = needed(parts)
+        away = [part.data for part in parts if not part.data.is_cpu]
+        if nbytes > self._memory.numel() or (away and not self._pinned):
+            self._make_room(nbytes, away)
+        copies, begin = [], 0
+        for part in parts:
+            end = begin + part.data.numel() * part.data.element_size()
+            into = self._memory[begin:end].view(part.data.dtype)
+            into.copy_(part.data, non_blocking=True)
+            copies.append(replace(part, data=into))
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if away:
+            from mpitrain.comm.memory.device import recorded
+
+            recorded(away[0].device).synchronize()
+        return copies
+
+    def _make_room(self, nbytes: int, away: Sequence[torch.Tensor]) -> None:
+        """Get memory; away: what of the parts lies on a device, so that the memory is to be pinned."""
+        self._memory = torch.empty(0, dtype=torch.uint8)  # give the old memory back first
+        self._pinned = bool(away)
+        if away:
+            from mpitrain.comm.memory.device import pinned
+
+            self._memory = pinned((nbytes,), torch.uint8, away[0].device)
+        else:  # in huge pages: touching small ones costs more than the copy
+            block = mmap.mmap(-1, -(-nbytes // _ROUNDING) * _ROUNDING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(block, dtype=torch.uint8)
+
+
+def needed(parts: Sequence[Part]) -> int:
+    """How many bytes a snapshot of these parts takes."""
+    return sum(-(-p.data.numel() * p.data.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parts)
+
+
+def require_threads(comm: Communicator) -> None:
+    """Raise InputError where MPI cannot be called from the thread that saves."""
+    from mpitrain.comm.inspection import mpi_facts
+
+    level = mpi_facts(comm).thread_level
+    if level != "MULTIPLE":
+        raise refusal(
+            f"checkpoint.background needs an MPI with THREAD_MULTIPLE, this one gives {level}; use another MPI or "
+            "set checkpoint.background = false"
+        )
+
+
+class BackgroundTask:
+    """A function that runs in a thread.
+
+    Args:
+        function: The function, which is called at once.
+
+    Attributes:
+        error: What it has raised, if anything.
+        seconds: That it took, once it has ended.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self._function = function
+        self._thread = threading.Thread(target=self._run, name="mpitrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._function()
+        except BaseException as error:  # raised by wait()
+            self.error = error
+        self.seconds = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Return when the function has ended. Raises what it raised."""
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+class Replicas:
+    """Which of the pieces that this rank holds it is to write; remembered until some rank holds other pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._digest = np.zeros(2, dtype=np.int64)  # of this rank's pieces
+        self._everyone: np.ndarray | None = None  # all ranks' digests when `_mine` was found
+        self._mine: list[int] = []
+
+    def written_here(self, comm: Communicator, parts: Sequence[Part]) -> list[Part]:
+        """The parts that this rank writes: those whose pieces no rank before it holds, each piece once. Collective."""
+        pieces = [part.piece for part in parts]
+        if pieces != self._pieces or self._everyone is None:
+            self._pieces, self._digest = pieces, _digest(repr(pieces))
+        everyone = np.empty(2 * comm.size, dtype=np.int64)
+        comm.all_gather(everyone, self._digest)
+        if self._everyone is None or not np.array_equal(everyone, self._everyone):
+            self._everyone, self._mine = everyone, _first_holders(comm, pieces)
+        return [parts[number] for number in self._mine]
+
+
+def _first_holders(comm: Communicator, pieces: Sequence[Piece]) -> list[int]:
+    """The numbers of the pieces that this rank is the first to hold."""
+    keys = np.array([_digest(repr(piece)) for piece in pieces], dtype=np.int64).reshape(-1)
+    counts = np.empty(comm.size, dtype=np.int64)
+    comm.all_gather(counts, np.array([keys.size]))
+    everyone = np.empty(int(counts.sum()), dtype=np.int64)
+    comm.all_gather(everyone, keys, counts=[int(n) for n in counts])
+    begin = int(counts[: comm.rank].sum()) // 2
+    _, first = np.unique(everyone.reshape(-1, 2), axis=0, return_index=True)
+    mine = set(first.tolist())
+    return [number for number in range(len(pieces)) if begin + number in mine]
+
+
+def _digest(text: str) -> np.ndarray:
+    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype=np.int64)

@@ -22,8 +22,7 @@ from math import prod
 import h5py
 import numpy as np
 
-from mpitrain.checkpoint.files import dataset_names
-from mpitrain.checkpoint.image import hdf5_type, link
+from mpitrain.checkpoint.files import dataset_names, hdf5_type, link
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Extent, TensorSpec, grouped
 from mpitrain.checkpoint.reading import distinct
 from mpitrain.layout import Box, Piece

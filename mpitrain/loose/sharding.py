@@ -14,14 +14,11 @@ from mpitrain.comm import Arena, Communicator, Work
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.loose.memory import OwnShares, Roles, SharedFlats
 from mpitrain.loose.update import ShareUpdate
-from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.flat import FlatGroup, flat_groups, in_backward_order, members, units_of
 from mpitrain.shard.flat_parameters import FlatParameter, refuse_unless_elementwise, sharded_flat_parameters
-from mpitrain.shard.parameters import move_into, move_out
-from mpitrain.shard.protocols import Gradients, Parameters
-from mpitrain.shard.reduction import BucketReduction
+from mpitrain.shard.gradients import BucketReduction, Gradients, WholeGradients
+from mpitrain.shard.parameters import Parameters, move_into, move_out
 from mpitrain.shard.sharding import Options, Sharding
-from mpitrain.shard.units import members, units_of
-from mpitrain.shard.whole_gradients import WholeGradients
 
 Buckets = Sequence[int]
 

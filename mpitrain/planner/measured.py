@@ -35,7 +35,7 @@ from mpitrain.planner.subject import Cut, Subject, signature
 from mpitrain.shard.in_place import InPlace
 
 if TYPE_CHECKING:
-    from mpitrain.shard.protocols import Gradients
+    from mpitrain.shard.gradients import Gradients
 
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 _SECONDS = 0.8  # of rounds, for one number of samples
@@ -217,7 +217,7 @@ class _Places:
     """Where gradients go: memory that was there before, as the engine has it.
 
     Those of large linear layers are computed in their places, others copied there as soon as they are complete (see
-    `shard.in_place` and `shard.whole_gradients`).
+    `shard.in_place` and `shard.gradients`).
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -167,7 +167,7 @@ class StageHoldings:
 
 
 def is_unit(block: BlockCost) -> bool:
-    """Whether it is one of the blocks in a list of the model: gathered, and recomputed, by itself (`shard.units`)."""
+    """Whether it is one of the blocks in a list of the model: gathered, and recomputed, by itself (`shard.flat`)."""
     return block.name.rpartition(".")[2].isdigit()
 
 

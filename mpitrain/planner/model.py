@@ -117,7 +117,7 @@ class ModelProfile(ABC):
         listed: Whether the model lists its blocks, so that it can be cut into stages.
         divisible: Whether the model says how its layers are divided over tensor ranks.
         synchronous: Whether it has batch norms, so that every rank needs as many microbatches as any other.
-        has_units: Whether it has blocks that are recomputed, or compiled, by themselves (see `shard.units`).
+        has_units: Whether it has blocks that are recomputed, or compiled, by themselves (see `shard.flat`).
         order: Names of all parameters in the order of registration, which is that of flat gradients reversed.
     """
 

@@ -27,8 +27,8 @@ from mpitrain.planner.memory import ITEMSIZE
 from mpitrain.planner.model import BlockCost, Divided, ModelProfile, Weight
 from mpitrain.planner.passes import Observed, between, observe
 from mpitrain.planner.subject import Cut, Subject
+from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.in_place import LEAST
-from mpitrain.shard.units import blocks_of
 
 _EXACT = 4  # samples up to which passes are made; sizes of more follow in a straight line
 _POINTS = (2, _EXACT)  # samples of the passes that the straight line goes through; counting makes no others

@@ -36,9 +36,8 @@ from mpitrain.layers.sync_batchnorm import SyncBatchNorm
 from mpitrain.models import Task, build_model
 from mpitrain.pipe.partition import listed_blocks, require_look_back, slice_sequences
 from mpitrain.planner.model import AxisExchange, Divided
-from mpitrain.tensor.axis import Axis
+from mpitrain.tensor.axis import Axis, RngTracker
 from mpitrain.tensor.plan import parallelize, plan_for
-from mpitrain.tensor.rng_tracker import RngTracker
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

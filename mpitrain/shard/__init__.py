@@ -2,12 +2,11 @@
 
 sharding                        puts the rest together for a stage of ZeRO
 placement                       the stages, and what each takes by formula
-protocols                       what parameters and gradients offer, wherever they are kept
-parameters, sharded_parameters  the placements of parameters; units: which modules are gathered together
-whole_gradients, sharded_gradients, reduction, reducer, in_place
-                                the placements of gradients, and how backward fills and reduces them
+flat                            parameters end to end in buckets, or in the units that are gathered together
+parameters                      the placements of parameters
+gradients, reducer, in_place    the placements of gradients, and how backward fills and reduces them
 flat_parameters, update, offload
-                                    what this rank's optimizer updates, and where its states are
+                                what this rank's optimizer updates, and where its states are
 virtual_workers                 the parts that a global batch is always divided into
 ddp, join                       DistributedDataParallel, the replicated case by itself
 axes                            the module's place in a mesh of more axes

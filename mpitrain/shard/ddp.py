@@ -13,9 +13,8 @@ from torch import nn
 from mpitrain.comm import Communicator, init
 from mpitrain.comm.compression import Compression, from_name
 from mpitrain.shard.flat import flat_groups, in_backward_order
+from mpitrain.shard.gradients import BucketReduction, WholeGradients
 from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.reduction import BucketReduction
-from mpitrain.shard.whole_gradients import WholeGradients
 
 
 class DistributedDataParallel(nn.Module):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from mpitrain.shard.protocols import Gradients
+    from mpitrain.shard.gradients import Gradients
 
 LEAST = 1 << 19  # elements of a weight: copying fewer costs less than the Python in each pass (2 MiB: 0.2 ms, as much)
 

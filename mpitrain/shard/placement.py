@@ -116,7 +116,7 @@ def bucket_size(bucket_mb: float, sharded: bool, overlaps: bool, nodes: int, on_
 
 
 def slot_count(overlaps: bool, in_order: bool, shared: bool, nodes: int) -> int:
-    """Return the slots that sharded gradients pass through (see `shard.sharded_gradients`).
+    """Return the slots that sharded gradients pass through (see `shard.gradients`).
 
     Args:
         overlaps: Whether a core is free to reduce one bucket while backward makes the next.

@@ -16,8 +16,8 @@ from torch import nn
 from mpitrain.comm import Communicator, Work
 from mpitrain.errors import CommunicationError, InputError
 from mpitrain.shard.flat import numbered, refuse_sparse
+from mpitrain.shard.gradients import Gradients
 from mpitrain.shard.in_place import InPlace
-from mpitrain.shard.protocols import Gradients
 
 
 class Reducer:

@@ -25,7 +25,7 @@ from mpitrain.comm.collectives.node_memory import NodeCopy
 from mpitrain.comm.compression import Compression
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import refusal
-from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order
+from mpitrain.shard.flat import MULTIPLE, FlatGroup, flat_groups, in_backward_order, members, unit_groups, units_of
 from mpitrain.shard.flat_parameters import (
     FlatParameter,
     GradientOf,
@@ -37,17 +37,18 @@ from mpitrain.shard.flat_parameters import (
     replicated_flat_parameters,
     sharded_flat_parameters,
 )
-from mpitrain.shard.host_update import HostUpdate
-from mpitrain.shard.offload import MappedFiles
-from mpitrain.shard.parameters import NodeParameters, PrivateParameters, ReplicatedParameters, shard_order
+from mpitrain.shard.gradients import BucketReduction, Gradients, ShardedGradients, WholeGradients
+from mpitrain.shard.offload import HostUpdate, MappedFiles
+from mpitrain.shard.parameters import (
+    NodeParameters,
+    Parameters,
+    PrivateParameters,
+    ReplicatedParameters,
+    ShardedParameters,
+    shard_order,
+)
 from mpitrain.shard.placement import STAGES, bucket_size, conflict, is_elsewhere, node_has_one_copy
-from mpitrain.shard.protocols import Gradients, Parameters
 from mpitrain.shard.reducer import Reducer
-from mpitrain.shard.reduction import BucketReduction
-from mpitrain.shard.sharded_gradients import ShardedGradients
-from mpitrain.shard.sharded_parameters import ShardedParameters
-from mpitrain.shard.units import members, unit_groups, units_of
-from mpitrain.shard.whole_gradients import WholeGradients
 
 EXACT_BLOCK = 1024  # elements whose squares are summed together where sums must not depend on the number of ranks
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from mpitrain.comm.compression.topk import TopK
 from mpitrain.comm.programs.rings import bytes_sent
 from mpitrain.shard.flat import numbered
-from mpitrain.shard.protocols import Gathered
+from mpitrain.shard.parameters import Gathered
 
 if TYPE_CHECKING:
     from mpitrain.shard.sharding import Sharding

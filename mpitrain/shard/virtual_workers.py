@@ -27,7 +27,7 @@ from mpitrain.layout import split
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
-    from mpitrain.shard.protocols import Gradients
+    from mpitrain.shard.gradients import Gradients
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator

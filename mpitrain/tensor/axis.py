@@ -1,4 +1,4 @@
-"""The ranks of the tensor axis and their exchange of activations.
+"""The ranks of the tensor axis, their exchange of activations, and the streams of random numbers they draw from.
 
 Activations come at ever new addresses, and messages or reads of private memory cost several times what their sum
 does. So they pass through memory that the node shares, two slots a rank, used in turns (see
@@ -10,21 +10,46 @@ The headers tell what each rank brought: ranks that were fed different samples, 
 get an error, not a hang or a wrong sum.
 
 Where the axis spans nodes, on a device, or without shared memory, the communicator's own operations do it.
+
+The functions between what all ranks of the tensor axis have and what each has its part of, with their gradients.
+
+                        forward                       backward
+    copy                the same tensor               sum over the ranks          f of Shoeybi et al. (2019), fig. 3
+    reduce              sum over the ranks            the same tensor             g
+    gather              all parts along a dimension   this rank's part
+    scatter             this rank's part              all parts
+    all_gather          all parts                     this rank's part of the sum    g of Korthikanti et al. (2022)
+    reduce_scatter      this rank's part of the sum   all parts                      g-bar, section 4.2.2
+
+`gather` is for what all ranks then use alike, `all_gather` for what each then uses in its own way. Parts are those
+of `layout.split`, any length. On one rank all of them are the identity.
+
+The RNG tracker: which stream of random numbers dropout draws from (Megatron-LM's name for it).
+
+Dropout of activations that all ranks of the tensor axis have must draw the same numbers on all of them; dropout of
+activations of which each has its own part must draw different ones.
+
+The default generators of the CPU and of the device, which the trainer seeds alike on all ranks of the axis at each
+step, are the replicated stream. Between a column-parallel layer and the row-parallel one after it, activations are
+split: there they go on from a seed that is drawn from the replicated stream and increased by the rank, and afterwards
+from where they were before. So nothing is kept from step to step, the step's seed gives all masks of the step, and a
+recomputed forward pass, which restores the generators, draws what the first one drew.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from mpitrain.comm.memory import device as devices
 from mpitrain.comm.memory.device import is_accelerator
 from mpitrain.errors import CommunicationError
 from mpitrain.layout import split
-from mpitrain.tensor.rng_tracker import RngTracker
 
 if TYPE_CHECKING:
     from mpitrain.comm import Communicator
@@ -269,3 +294,122 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total.to(dtype)
+
+
+Gradient = Callable[[torch.Tensor], torch.Tensor]  # of the output to that of the input
+
+
+def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x itself; backward sums its gradient over the ranks."""
+    return _exchanged(x, axis, lambda x: (x.view_as(x), axis.all_reduce))
+
+
+def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of every rank's x; backward gives each rank the gradient as it is."""
+    return _exchanged(x, axis, lambda x: (axis.all_reduce(x), lambda grad: grad))
+
+
+def gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Every rank's x put together along a dimension; backward gives each rank its part of the gradient."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Gradient]:
+        whole, lengths = axis.all_gather(x, dim)
+        return whole, lambda grad: grad.narrow(dim, sum(lengths[: axis.rank]), lengths[axis.rank])
+
+    return _exchanged(x, axis, forward)
+
+
+def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of x along a dimension; backward puts the gradients of all parts together."""
+    lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
+    return _exchanged(
+        x, axis, lambda x: (axis.own(x, dim).contiguous(), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0])
+    )
+
+
+def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Every rank's x put together along a dimension; backward sums the gradients and gives each rank its part."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, Gradient]:
+        whole, lengths = axis.all_gather(x, dim)
+        return whole, lambda grad: axis.reduce_scatter(grad, dim, lengths)
+
+    return _exchanged(x, axis, forward)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of the sum of every rank's x; backward puts the gradients of all parts together."""
+    lengths = [hi - lo for lo, hi in pairwise(axis.bounds(x.shape[dim]))]
+    return _exchanged(
+        x, axis, lambda x: (axis.reduce_scatter(x, dim), lambda grad: axis.all_gather(grad, dim, lengths=lengths)[0])
+    )
+
+
+def _exchanged(
+    x: torch.Tensor, axis: Axis, forward: Callable[[torch.Tensor], tuple[torch.Tensor, Gradient]]
+) -> torch.Tensor:
+    """What `forward` makes of x, which also gives what backward makes of the gradient; x itself on one rank."""
+    return _Exchange.apply(x, forward) if axis.size > 1 else x
+
+
+class _Exchange(torch.autograd.Function):
+    """One of these functions and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], tuple[torch.Tensor, Gradient]]) -> Any:
+        out, ctx.of_gradient = function(x)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.of_gradient(grad), None
+
+
+_LARGEST_SEED = (1 << 63) - 1
+
+
+class RngTracker:
+    """Switches the default generators between the replicated stream and the rank's own.
+
+    Args:
+        rank: This rank's number on the tensor axis.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._opener: object = None
+        self._seed = 0
+        self._before: list[tuple[torch.device, torch.Tensor]] = []  # of each generator, the state it is put back to
+
+    @property
+    def _inside(self) -> bool:
+        """Whether the generators are on the rank's own stream still, and were not seeded anew by a step or recompute.
+
+        That of the CPU tells for both: whoever seeds or restores that of a device does so with the CPU's.
+        """
+        return bool(self._before) and torch.default_generator.initial_seed() == self._seed
+
+    def enter(self, opener: object, device: torch.device) -> None:
+        """Go to the rank's own stream, unless the generators are on it already.
+
+        Args:
+            opener: The module that goes there; see `leave`.
+            device: Whose generator is meant, beside the CPU's.
+        """
+        if self._inside:
+            return
+        drawn = int(torch.empty((), dtype=torch.int64).random_())
+        self._opener = opener
+        ours = [devices.CPU, device] if devices.is_accelerator(device) else [devices.CPU]
+        self._before = [(of, devices.generator_state(of)) for of in ours]
+        self._seed = (drawn + self._rank) & _LARGEST_SEED
+        for of in ours:
+            devices.seed_generator(of, self._seed)
+
+    def leave(self, opener: object = None) -> None:
+        """Go back to the replicated stream; with an opener, only if it was the one that left that stream."""
+        if opener is None or opener is self._opener:
+            for device, state in self._before if self._inside else ():
+                devices.set_generator_state(device, state)
+            self._opener, self._before = None, []

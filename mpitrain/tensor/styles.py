@@ -13,11 +13,17 @@ from torch import nn
 from mpitrain.errors import refusal
 from mpitrain.layers.linear_parts import LinearParts, linear_parts
 from mpitrain.layers.lora import LoraLinear
-from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.functions import gather, scatter
-from mpitrain.tensor.heads import column_features, row_features
-from mpitrain.tensor.linear import SEQUENCE, ColumnParallelLinear, RowParallelLinear, sum_gradient
-from mpitrain.tensor.lora import ColumnParallelLora, RowParallelLora, refuse_sequence
+from mpitrain.tensor.axis import Axis, gather, scatter
+from mpitrain.tensor.features import column_features, row_features
+from mpitrain.tensor.linear import (
+    SEQUENCE,
+    ColumnParallelLinear,
+    ColumnParallelLora,
+    RowParallelLinear,
+    RowParallelLora,
+    refuse_sequence,
+    sum_gradient,
+)
 from mpitrain.tensor.vocabulary import VocabularyParallelEmbedding
 
 

@@ -39,7 +39,7 @@ from mpitrain.pipe.pipeline import Pipeline
 from mpitrain.pipe.schedules import default_microbatches
 from mpitrain.shard import placement
 from mpitrain.shard.axes import Axes
-from mpitrain.shard.units import blocks_of
+from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import ParallelStyle, parallelize, plan_for
 from mpitrain.trainer.data import microbatch_size
 from mpitrain.trainer.device import move
@@ -147,7 +147,7 @@ class DividedModel:
     Attributes:
         module: The part, with the names of the whole model.
         axes: Its place in the mesh.
-        blocks: Of the model, as `mpitrain.shard.units.blocks_of` finds them before it is divided.
+        blocks: Of the model, as `mpitrain.shard.flat.blocks_of` finds them before it is divided.
     """
 
     module: nn.Module
@@ -250,7 +250,7 @@ def recompute_blocks(module: nn.Module) -> int:
     Dropout draws the same numbers again.
 
     Args:
-        module: The model; `mpitrain.shard.units.blocks_of` says what its blocks are.
+        module: The model; `mpitrain.shard.flat.blocks_of` says what its blocks are.
 
     Returns:
         The number of blocks.

@@ -18,7 +18,7 @@ import torch
 from mpitrain.checkpoint import Manifest, Part, TensorSpec
 from mpitrain.checkpoint.manifest import DTYPES, Extent, decode_extent, encode_extent
 from mpitrain.checkpoint.reading import Block, plan, settle
-from mpitrain.checkpoint.snapshot import Snapshot, needed
+from mpitrain.checkpoint.store import Snapshot, needed
 from mpitrain.comm import Communicator
 from mpitrain.comm.faults.ulfm import partners
 from mpitrain.storage.extents import crc32

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpitrain.monitor.parts import StepClock
 from mpitrain.pipe.executor import Watched
 from mpitrain.pipe.schedule import BackwardInput, Forward, Receive, Send, Step
+from mpitrain.shard.parameters import Parameters
 from mpitrain.shard.placement import formula
-from mpitrain.shard.protocols import Parameters
 from mpitrain.shard.sharding import Sharding
 
 

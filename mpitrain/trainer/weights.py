@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from mpitrain.checkpoint.contents import load_tensor, whole
-from mpitrain.checkpoint.convert import import_weights, make_first, os_errors
+from mpitrain.checkpoint.convert import import_weights, make_first, os_errors, read_tensors, write_safetensors
 from mpitrain.checkpoint.manifest import DTYPES, MODEL, Manifest
-from mpitrain.checkpoint.tensor_files import read_tensors, write_safetensors
 from mpitrain.config.preset import CONFIG_JSON, config_json, form_of, preset_values
 from mpitrain.config.settings import Config
 from mpitrain.data.format import TOKENIZER

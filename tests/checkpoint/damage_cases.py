@@ -17,7 +17,7 @@ from checkpoint_states import empty, in_boxes, in_shares, in_slices, same, small
 
 import mpitrain
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.verify import damages
+from mpitrain.checkpoint.contents import damages
 from mpitrain.errors import CheckpointError, InputError
 from mpitrain.storage.commit import begin_folder
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 from support import clean_environment, job, launcher
 
-from mpitrain.checkpoint.contents import load_tensor
+from mpitrain.checkpoint.contents import damages, load_tensor
 from mpitrain.checkpoint.folders import finished_steps
 from mpitrain.checkpoint.manifest import read_manifest
-from mpitrain.checkpoint.verify import damages
 
 HERE = Path(__file__).resolve().parent
 

@@ -16,11 +16,10 @@ import torch
 from support import little_memory, one_line
 
 from mpitrain.checkpoint.__main__ import main
-from mpitrain.checkpoint.contents import load_tensor
+from mpitrain.checkpoint.contents import damages, load_tensor
 from mpitrain.checkpoint.convert import export, import_weights
 from mpitrain.checkpoint.folders import point_to
 from mpitrain.checkpoint.manifest import MANIFEST, read_manifest
-from mpitrain.checkpoint.verify import damages
 from mpitrain.errors import CheckpointError, InputError
 
 WRONG = [[], [[]], "x", "../x", {}, {"x": 1}, 1.5, True, None, -1, 0, 1, 10**9, 10**30, float("nan")]

@@ -13,9 +13,9 @@ import pytest
 from checkpoint_states import empty, in_shares, in_slices, same, small_tensors, whole_parts
 
 from mpitrain.checkpoint import Store
+from mpitrain.checkpoint.contents import has_whole_tensors
 from mpitrain.checkpoint.manifest import ParitySet, read_manifest
 from mpitrain.checkpoint.parity import parity_sets, partner_copies, segment
-from mpitrain.checkpoint.verify import has_whole_tensors
 from mpitrain.errors import CheckpointError, InputError
 
 NODES = {2: (0, 1), 3: (0, 1, 2), 4: (0, 0, 1, 2), 8: (0, 0, 0, 1, 1, 2, 2, 2)}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.cooperative_read import SLOT, loads
 from mpitrain.checkpoint.manifest import HASHED, read_manifest
+from mpitrain.checkpoint.reading import SLOT, loads
 from mpitrain.errors import CheckpointError
 
 

@@ -69,7 +69,7 @@ _OWN = r"/(rank|node)-\d+\.h5$"
 
 # in the order in which they come
 COMMIT = (
-    Moment("snapshot", "mpitrain.checkpoint.snapshot:Snapshot.copy", "mpitrain.checkpoint.snapshot:Snapshot.copy"),
+    Moment("snapshot", "mpitrain.checkpoint.store:Snapshot.copy", "mpitrain.checkpoint.store:Snapshot.copy"),
     Moment("save", SAVE, SAVE),
     Moment("folder marked", "mpitrain.checkpoint.folders:begin_folder", SAVE, who="first"),
     Moment("temporary folder", "pathlib:Path.mkdir", SAVE, _path, _TEMPORARY + "$", "first"),

@@ -26,10 +26,9 @@ from kill_cases import EVERY, SNAPSHOT, STEPS, Case, cases
 from kill_points import COMMIT, MOMENTS, PRUNING, SAID, Kill, job_arguments, notes, reached
 from support import clean_environment, launcher, train_command
 
-from mpitrain.checkpoint.contents import differences
+from mpitrain.checkpoint.contents import damages, differences
 from mpitrain.checkpoint.folders import finished_steps, folder_name
 from mpitrain.checkpoint.manifest import read_manifest
-from mpitrain.checkpoint.verify import damages
 from mpitrain.data import open_dataset
 from mpitrain.data.prepare import prepare
 from mpitrain.monitor import read_metrics

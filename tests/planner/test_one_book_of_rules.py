@@ -33,8 +33,8 @@ from mpitrain.planner.profile import BlockProfile, profile_of
 from mpitrain.planner.search import given, offered
 from mpitrain.planner.subject import StandIn
 from mpitrain.shard import placement
+from mpitrain.shard.flat import blocks_of
 from mpitrain.shard.parameters import shard_order
-from mpitrain.shard.units import blocks_of
 from mpitrain.shard.virtual_workers import VirtualWorkers
 from mpitrain.tensor import parallelize, plan_for
 from mpitrain.trainer.assemble import recompute_blocks, refuse_divisions, tried_out

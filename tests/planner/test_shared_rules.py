@@ -21,8 +21,8 @@ from mpitrain.planner.model import AxisExchange
 from mpitrain.planner.predictor import Predictor, StepSimulation
 from mpitrain.planner.profile import profile_of
 from mpitrain.shard import flat, placement
+from mpitrain.shard.gradients import _slots
 from mpitrain.shard.placement import STAGES
-from mpitrain.shard.sharded_gradients import _slots
 from mpitrain.shard.sharding import Options, Sharding
 from mpitrain.tensor import axis
 from mpitrain.trainer.data import microbatch_size

@@ -8,7 +8,7 @@ from torch import nn
 
 from mpitrain.comm.memory.device import pinned
 from mpitrain.shard.flat_parameters import FlatParameter
-from mpitrain.shard.host_update import HostUpdate
+from mpitrain.shard.offload import HostUpdate
 
 
 @pytest.mark.parametrize("device", ["pretend"], indirect=True)

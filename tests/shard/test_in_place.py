@@ -12,10 +12,9 @@ from torch.nn import functional
 
 from mpitrain.shard import in_place
 from mpitrain.shard.ddp import DistributedDataParallel
+from mpitrain.shard.gradients import ShardedGradients, WholeGradients
 from mpitrain.shard.in_place import InPlace, Linear
-from mpitrain.shard.sharded_gradients import ShardedGradients
 from mpitrain.shard.sharding import Options
-from mpitrain.shard.whole_gradients import WholeGradients
 from mpitrain.trainer.engine import Engine
 
 WIDTH = 256

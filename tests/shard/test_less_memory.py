@@ -10,7 +10,7 @@ from torch import nn
 from mpitrain.errors import InputError
 from mpitrain.layers.tiled_linear import TiledLinear
 from mpitrain.models.gpt import GPT
-from mpitrain.shard.units import members, units_of
+from mpitrain.shard.flat import members, units_of
 from mpitrain.trainer.assemble import recompute_blocks
 
 

@@ -10,11 +10,8 @@ from torch import nn
 
 import mpitrain
 from mpitrain.shard.flat import flat_groups
-from mpitrain.shard.parameters import ReplicatedParameters
-from mpitrain.shard.protocols import Gradients, Parameters
-from mpitrain.shard.sharded_gradients import ShardedGradients
-from mpitrain.shard.sharded_parameters import ShardedParameters
-from mpitrain.shard.whole_gradients import WholeGradients
+from mpitrain.shard.gradients import Gradients, ShardedGradients, WholeGradients
+from mpitrain.shard.parameters import Parameters, ReplicatedParameters, ShardedParameters
 
 
 def test_nothing_asks_which_placement_it_has():

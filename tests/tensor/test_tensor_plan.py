@@ -11,8 +11,8 @@ from torch.nn import functional
 from mpitrain.errors import InputError
 from mpitrain.layout import is_replicated
 from mpitrain.tensor import Column, Row, parallelize, plan_for
+from mpitrain.tensor.plan import _pairs
 from mpitrain.tensor.styles import STYLES
-from mpitrain.tensor.whole import _pairs
 
 
 class Attention(nn.Module):

@@ -22,7 +22,7 @@ from mpitrain.models.class_metrics import of_classes
 from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged
 from mpitrain.monitor.events import read_events
 from mpitrain.tensor import Axis
-from mpitrain.tensor.judging import judge, whole
+from mpitrain.tensor.vocabulary import judge, whole
 from mpitrain.trainer.trainer import Trainer
 
 GPT = {"layers": 2, "width": 16, "heads": 2, "sequence": 16}

@@ -11,7 +11,7 @@ from torch import nn
 
 import mpitrain as mt
 from mpitrain.checkpoint import Store
-from mpitrain.checkpoint.verify import damages
+from mpitrain.checkpoint.contents import damages
 from mpitrain.comm.faults.ulfm import Loss, partners
 from mpitrain.config.settings import Config
 from mpitrain.mesh import tensor_groups_first

@@ -6,7 +6,7 @@ import pytest
 
 import mpitrain as mt
 from mpitrain.monitor.rank_file import axis_of
-from mpitrain.shard.protocols import Gathered
+from mpitrain.shard.parameters import Gathered
 from mpitrain.shard.traffic import expected_bytes as of_data
 from mpitrain.trainer.recording.rank_records import expected_bytes
 

@@ -34,7 +34,7 @@ from mpitrain.models.measures import measures_of, named_measures
 from mpitrain.models.metrics import IGNORED, Collected, Gather, Judged, Measure, Metric, OfScores, fits, judged
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
-from mpitrain.tensor.judging import judge, whole
+from mpitrain.tensor.vocabulary import judge, whole
 from mpitrain.trainer.data import microbatches
 from mpitrain.trainer.engine import Engine
 from mpitrain.trainer.modes.strategy import GroupPlaces

@@ -15,7 +15,7 @@ from mpitrain.errors import refusal
 from mpitrain.mesh import Mesh
 from mpitrain.shard.axes import Axes
 from mpitrain.shard.ddp import broadcast_state
-from mpitrain.shard.units import blocks_of
+from mpitrain.shard.flat import blocks_of
 from mpitrain.tensor import plan_for
 from mpitrain.trainer.assemble import DividedModel, Plan, divide, recompute_blocks, refuse_divisions
 from mpitrain.trainer.device import found_on, move, place

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mpitrain.checkpoint import MODEL, Part
-from mpitrain.checkpoint.replicas import Replicas
+from mpitrain.checkpoint.store import Replicas
 from mpitrain.comm import Communicator
 
 
