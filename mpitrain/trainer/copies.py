@@ -270,7 +270,7 @@ def _flat(copies: Sequence[Part]) -> torch.Tensor:
 
 
 def _contents(copies: Sequence[Part]) -> str:
-    """What lies where in that memory, as JSON: shape and type of each part's tensor, and its extent."""
+    """Return the contents of that memory as JSON: shape and type of each part's tensor, and its extent."""
     listed = []
     for part in copies:
         offset = int(part.data.storage_offset()) * part.data.element_size()
