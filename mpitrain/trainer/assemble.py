@@ -109,7 +109,7 @@ def assemble(
 
 
 def tried_out(config: Config, mesh: Mesh, task: Task, data: Dataset) -> Cut:
-    """How to cut the model: parallel.cut, or what each block costs, measured by one rank for all. Collective.
+    """Return how to cut the model: parallel.cut, or the cost of each block, measured by one rank for all. Collective.
 
     Before the model is divided in any other way: what its layers then do together, one rank cannot do alone.
     Raises InputError for a model that slices of a sequence do not go with.
@@ -259,14 +259,17 @@ def recompute_blocks(module: nn.Module) -> int:
         InputError: The model has none.
     """
     blocks = blocks_of(module)
-    if not blocks:
-        raise refusal(
-            "train.recompute finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it "
-            "to false"
-        )
+    _require_blocks("train.recompute", blocks)
     for block in blocks:
         block.forward = partial(_recomputed, block, block.forward)
     return len(blocks)
+
+
+def _require_blocks(key: str, blocks: Sequence[nn.Module]) -> None:
+    if not blocks:
+        raise refusal(
+            f"{key} finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it to false"
+        )
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -291,11 +294,7 @@ def compile_blocks(blocks: Sequence[nn.Module], engine: Engine, world: Communica
     Raises:
         InputError: There are no blocks, they do not compile under this engine, or a compiler is missing somewhere.
     """
-    if not blocks:
-        raise refusal(
-            "model.compile finds no blocks in the model: put its layers into a ModuleList or Sequential, or set it to "
-            "false"
-        )
+    _require_blocks("model.compile", blocks)
     if why := uncompiled(engine.sharding.parameters.gathers, engine.synchronous and engine.comm.size > 1):
         raise refusal(why)
     together(world, lambda: require_compiler(engine.device))

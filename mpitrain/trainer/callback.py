@@ -1,4 +1,4 @@
-"""What hangs on the steps of a `Trainer`, without being a line in its loop.
+"""Callbacks: what is done at the steps of a `Trainer` without being a line in its loop.
 
 setup
   on_restore   on_fit_start
@@ -97,7 +97,7 @@ class Callback:
         """All of a step is done but saving. Figures put into `step.extras` come into its line of metrics.jsonl."""
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """What is to be kept in checkpoints: values that JSON can hold, under names of one's own."""
+        """Return values to keep in checkpoints: such as JSON can hold, under names of one's own."""
         return {}
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:

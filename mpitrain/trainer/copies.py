@@ -78,7 +78,7 @@ class Copies:
         self.losses = 0
 
     def take(self, world: Communicator, engine: Engine, step: int, values: dict[str, Any]) -> None:
-        """PeerCopy the state at the end of a step. Collective.
+        """Copy the state at the end of a step. Collective.
 
         Between two calls must lie an operation that every rank takes part in.
         """
@@ -96,7 +96,7 @@ class Copies:
         own.key = key
 
     def take_alone(self, engine: Engine, key: Key, values: dict[str, Any], rank: int, columns: int) -> None:
-        """PeerCopy all that this rank holds, after ranks died with those that kept their copies; needs stage 0.
+        """Copy all that this rank holds, after ranks died with those that kept their copies; needs stage 0.
 
         key: of the set it may stand in for. rank: in the world that made the engine.
         """
@@ -270,7 +270,7 @@ def _flat(copies: Sequence[Part]) -> torch.Tensor:
 
 
 def _contents(copies: Sequence[Part]) -> str:
-    """What lies where in that memory, as JSON: shape and type of each part's tensor, and its extent."""
+    """Return the contents of that memory as JSON: shape and type of each part's tensor, and its extent."""
     listed = []
     for part in copies:
         offset = int(part.data.storage_offset()) * part.data.element_size()

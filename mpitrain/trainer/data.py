@@ -89,7 +89,7 @@ def batches(
 
 
 def augment_of(config: Config) -> Augment:
-    """What is done to the images of a training batch."""
+    """Return the augmentation of the images of a training batch."""
     return Augment(config.data.augment, config.data.augment_padding, config.run.seed)
 
 

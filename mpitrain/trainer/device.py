@@ -1,4 +1,4 @@
-"""Where a rank computes: its device and who shares it, its threads, model and batches on it, and a full device."""
+"""The device of a rank: who shares it, threads, model and batches on it, and what to say when it is full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceFull(MpitrainError):
 
 @dataclass(frozen=True)
 class RankDevice:
-    """Where the ranks of a run compute.
+    """The devices of a run.
 
     Attributes:
         device: This rank's.
@@ -118,7 +118,7 @@ def place(module: nn.Module, kind: str, world: Communicator) -> None:
 
 
 def found_on(module: nn.Module, kind: str, world: Communicator) -> torch.device:
-    """Where a module of the user's is to compute: where it is, or on a device of the kind. Collective.
+    """Return where a module of the user's is to compute: where it is, or on a device of the kind. Collective.
 
     Raises what `place` raises.
     """

@@ -62,7 +62,7 @@ class Reached(NamedTuple):
 
 
 class Survivors(Callback):
-    """What of a run outlives the death of ranks. everyone: those that train (`trainer.world`) and those that wait."""
+    """The state of a run that outlives the death of ranks. everyone: those that train (`trainer.world`) or wait."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self.everyone = trainer, trainer.world
@@ -119,7 +119,7 @@ class Survivors(Callback):
     # -- when ranks died
 
     def missed(self, error: BaseException) -> bool:
-        """Whether an error came of the death of ranks."""
+        """Return whether an error came of the death of ranks."""
         if not ulfm.ranks_died(self.everyone, error):
             return False
         self.missing = True
@@ -246,7 +246,7 @@ class Survivors(Callback):
     # -- where nothing fits
 
     def too_few(self) -> TooFewLeft:
-        """What to end with, after the newest copy was written as a checkpoint. Collective over those that train."""
+        """Write the newest copy as a checkpoint, and return the error to end with. Collective over those that train."""
         self._tell(_SAVE)
         saved = self._save()
         size = self.everyone.size
@@ -272,7 +272,7 @@ class Survivors(Callback):
 
 
 def data_ranks(config: Config, ranks: int, *, even: bool) -> int:
-    """How many data-parallel ranks go on where so many ranks are left; 0: not even one pipeline of tensor groups.
+    """Return how many data-parallel ranks go on where so many ranks are left; 0: too few for one pipeline of groups.
 
     The pipeline and the tensor groups stay as they are, and so does the global batch. With run.reproducible their
     number divides run.workers. even: each must have as many microbatches as any other (batch norms outside of

@@ -76,7 +76,7 @@ class LossScale:
             self.passed = 0
 
     def explains(self, overflows: int) -> bool:
-        """Whether so many overflows in a row are no more than its adjustment takes."""
+        """Return whether so many overflows in a row are no more than its adjustment takes."""
         return self.dynamic and overflows <= 1 + self.spare
 
     def state(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What `Engine.step` did.
+    """The outcome of `Engine.step`.
 
     Attributes:
         norm: The 2-norm of all gradients, before clipping.
@@ -172,7 +172,7 @@ class Engine:
         return Sharding(self.module, self.optimizer, self.comm, self.options, axes.counted, staged=staged)
 
     def _make_state(self, axes: Axes, *, first: bool) -> EngineState:
-        """What knows the tensors of a checkpoint. first: whether this rank is the first along all axes but data."""
+        """Make the state that knows a checkpoint's tensors. first: this rank is the first along all axes but data."""
         return EngineState(self.sharding, axes, first=first)
 
     # -- the pieces of a step
@@ -238,7 +238,7 @@ class Engine:
         Gradients are summed in order within a virtual worker, and over virtual workers as a binary tree.
 
         Args:
-            workers: Of each of this rank's virtual workers its microbatches (x, y), possibly none.
+            workers: Microbatches (x, y) of each virtual worker of this rank; may be empty.
             samples: Of the global batch.
             rounds: The most microbatches that any rank has.
             before: Called with the number of a virtual worker on this rank before its passes, to seed what is
@@ -344,7 +344,7 @@ class Engine:
         self.settled = True
 
     def _update_unseen(self, squares: torch.Tensor) -> None:
-        """The same for a norm that the host does not know yet: the device clips, and decides whether to update."""
+        """Clip and update on the device, before the host knows the norm; the device decides whether to update."""
         norm = squares[0].sqrt() / self.scale.value
         divisor = torch.full_like(norm, self.scale.value)
         if self.clip:
@@ -376,14 +376,14 @@ class Engine:
     # -- checkpoints
 
     def parts(self) -> tuple[list[Part], dict[str, Any]]:
-        """What this rank writes into a checkpoint, and the values that go with it. Collective."""
+        """Return what this rank writes into a checkpoint, and the values that go with it. Collective."""
         parts, values = self._state.parts()
         for axis in self._axes:
             values["optimizer"] = merged(axis.all_gather_object(values["optimizer"]))
         return parts, values | self._settings()
 
     def parts_alone(self) -> tuple[list[Part], dict[str, Any]]:
-        """The same of all data-parallel ranks, where each of them has everything (stage 0). Not collective."""
+        """Return the parts of all data-parallel ranks, where each of them has everything (stage 0). Not collective."""
         parts, values = self._state.parts(alone=True)
         return parts, values | self._settings()
 
@@ -400,7 +400,7 @@ class Engine:
         return nbytes + self._state.trained() * state_bytes(self.optimizer) // self.sharding.comm.size
 
     def parts_to_load(self, manifest: Manifest) -> list[Part]:
-        """What this rank fills from a checkpoint; `finish_load` then puts it in place."""
+        """Return the parts that this rank fills from a checkpoint; `finish_load` then puts them in place."""
         return self._state.parts_to_load(manifest)
 
     def finish_load(self, manifest: Manifest) -> None:

@@ -39,7 +39,7 @@ class Interrupted(MpitrainError):
 
 
 def together(world: Communicator, act: Callable[[], T]) -> T:
-    """What `act` returns on this rank. Where it raises a deliberate error on any, that is raised on all. Collective."""
+    """Return what `act` returns on this rank; raise on all a deliberate error that it raises on any. Collective."""
     try:
         value = act()
     except MpitrainError as error:
@@ -191,7 +191,7 @@ class RunFolder:
             write_whole(path, text)
 
     def resume_command(self) -> str:
-        """What to type for the run to go on, or for longer."""
+        """Return the command with which the run goes on, or goes on for longer."""
         train, more = self.config.train, ""
         if self.step >= train.steps:
             more = f" --train.epochs {2 * train.epochs:g}" if train.epochs else f" --train.steps {2 * train.steps}"
@@ -213,7 +213,7 @@ def _made(path: Path) -> bool:
 
 
 def _is_resolved(path: Path) -> bool:
-    """Whether a file of settings is one that `Config.to_toml` wrote, and nobody has changed."""
+    """Return whether a file of settings is one that `Config.to_toml` wrote, and nobody has changed."""
     try:
         text = path.read_text(encoding="utf-8")
         return not path.is_symlink() and Config.from_dict(read_toml(str(path))).to_toml() == text

@@ -1,4 +1,4 @@
-"""Where the bytes of training are: counted from the tensors that hold them, beside what the formula says."""
+"""The bytes of training by category: counted from the tensors that hold them, beside what the formula says."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ActivationMeter:
 
     @contextmanager
     def counting(self, parameters: Parameters) -> Iterator[None]:
-        """Inside, count what autograd keeps: anew. parameters: the module's, as they are placed."""
+        """Count what autograd keeps, anew. parameters: the module's, as they are placed."""
         self._begin()
         with parameters.watch_saved(self.add), saved_tensors_hooks(self.add, lambda kept: kept):
             yield
@@ -136,7 +136,7 @@ class PipelineMeter:
 
     @contextmanager
     def counting(self, parameters: Parameters) -> Iterator[None]:
-        """Inside, count a batch: anew. parameters: the module's, as they are placed."""
+        """Count a batch, anew. parameters: the module's, as they are placed."""
         self._parameters, self.nbytes = parameters, 0
         try:
             yield
@@ -163,7 +163,7 @@ class PipelineMeter:
 
 
 def counting(clock: StepClock, meter: PipelineMeter) -> Watched:
-    """What a pipeline is to call instead of the calls that carry its steps out, where it trains.
+    """Return what a pipeline calls instead of the calls that carry its steps out, where it trains.
 
     Args:
         clock: Counts forward and backward steps, and has a listener told of each of them.

@@ -1,4 +1,4 @@
-"""When a run is saved, and which checkpoint it goes on from: the newest one that is whole and of these data.
+"""The steps after which a run is saved, and the checkpoint it goes on from: the newest whole one of these data.
 
 It is saved after every so many steps, or when that costs least time (`checkpoint.every = "auto"`).
 
@@ -53,7 +53,7 @@ class SaveSchedule(Callback):
         self._told = 0  # steps
 
     def due(self, since: int, step: int) -> bool:
-        """Whether a save is due after this step, which was not due after step `since`, where ranks met last."""
+        """Return whether a save became due between step `since`, where ranks met last, and this step."""
         return step >= self._next if self._auto else due(since, step, self._every)
 
     def next_after(self, step: int) -> int | None:
@@ -109,7 +109,7 @@ class SaveSchedule(Callback):
 
 
 def due(since: int, step: int, every: int) -> bool:
-    """Whether one of every `every`-th steps is after step `since`, and not after this one; 0: none is."""
+    """Return whether a multiple of `every` lies after step `since` and not after this step; never for 0."""
     return every > 0 and step // every > since // every
 
 
@@ -164,7 +164,7 @@ def load_newest(trainer: Trainer) -> Restored:
 
 
 def _wanted(trainer: Trainer, folder: Path, manifest: Manifest) -> list[Part]:
-    """What this rank fills from a checkpoint, once it is known to be of the run's model."""
+    """Return the parts that this rank fills from a checkpoint, once that is known to be of the run's model."""
     told = manifest.values.get("task") or {}
     require_same_model(trainer.config.model.model_dump(), told.get("model") or {}, folder)
     return trainer.engine.parts_to_load(manifest)

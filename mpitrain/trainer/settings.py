@@ -80,7 +80,7 @@ def planned(config: Config, world: Communicator, device: torch.device) -> Config
 
 
 def while_others_sleep(world: Communicator, act: Callable[[], Any]) -> Any:
-    """As `world.on_root`, for what takes seconds and needs the cores: ranks that wait leave them. Collective."""
+    """Call `act` on rank 0 as `world.on_root` does, while the other ranks sleep and leave it the cores. Collective."""
     found, error = None, None
     word = torch.zeros(1)
     if world.rank == 0:
@@ -136,7 +136,7 @@ def _chosen(
 
 
 def _machine(config: Config, world: Communicator, device: torch.device) -> Callable[[], MachineProfile]:
-    """What gives rank 0 the profile to plan with, once what is not known is measured. Collective."""
+    """Measure what is not known of the machine; return what gives rank 0 the profile to plan with. Collective."""
     file, on_device = config.parallel.machine, devices.is_accelerator(device)
     if file:
         return lambda: fitting(read_machine(file), f"parallel.machine {file}", config.run.device, device)

@@ -1,4 +1,4 @@
-"""When a run stops before it is done: asked by a signal or a file, because its time is up, or as it learns nothing.
+"""Reasons to stop a run before it is done: a signal or a file asks, its time is up, or it learns nothing.
 
 In the first cases it is saved and can go on. Everybody may be asked; the ranks agree on it at the end of a step.
 
@@ -110,7 +110,7 @@ class StopInTime(Callback):
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
-    """When the batch system ends this job, in seconds since 1970; None where that is not known."""
+    """Return when the batch system ends this job, in seconds since 1970; None where that is not known."""
     if end := environment.get("SLURM_JOB_END_TIME"):
         return float(end)
     if job := environment.get("SLURM_JOB_ID"):
@@ -170,13 +170,13 @@ class Fruitless:
         return step - self.since + 1 if self.since else 0
 
     def hopeless(self, step: int, most: int) -> bool:
-        """Whether the run is to be given up, the last step done being `step`. most: steps of a row; 0: no limit."""
+        """Return whether to give the run up after step `step`. most: steps of a row; 0: no limit."""
         from_the_start = self.since == 1 and not math.isfinite(self.loss)
         return 0 < (min(FIRST, most) if from_the_start else most) <= self.count(step)
 
     @property
     def reason(self) -> str:
-        """What is wrong, as half a sentence."""
+        """The fault, as half a sentence."""
         if self.since == 1 and not math.isfinite(self.loss):
             return f"the loss is {self.loss} from the first step on, so that nothing was learned"
         if self.skipped:
@@ -215,7 +215,7 @@ class LearningCheck(Callback):
 
 
 def _mend(good: Path | None, since: int) -> str:
-    """What to do about a run that learns nothing since a step. good: its newest checkpoint from before."""
+    """Return advice for a run that learns nothing since a step. good: its newest checkpoint from before."""
     if since == 1:
         return "look for values that are not finite in data.path, lower optim.lr, or use another train.precision"
     again = f"start from --checkpoint.resume {good} in another run.dir" if good is not None else "start again"

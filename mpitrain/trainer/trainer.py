@@ -152,7 +152,7 @@ class Trainer:
                 self.call(lambda callback: callback.teardown(self), reverse=True)
 
     def train(self) -> int:
-        """What `fit` does inside of the run folder; returns its exit code."""
+        """Train inside of the run folder; returns the exit code of `fit`."""
         self._stop, self._ending, self._ended = "", False, False
         try:
             with full_told(self.device):
@@ -311,7 +311,7 @@ class Trainer:
         return folder
 
     def state(self) -> dict[str, Any]:
-        """What is kept with the tensors: the place in the data, what the model is, and each callback's `state`."""
+        """Return the values kept with the tensors: the place in the data, the model, and each callback's `state`."""
         about = self.data.description
         state: dict[str, Any] = {"position": self.position, "data": about.identity}
         state[TASK] = task_values(self.config.model, about)
@@ -415,7 +415,7 @@ class Trainer:
         self.store.require_room(self.engine.checkpoint_bytes(), saves_after(self.step, self.config))
 
     def _agree_to_stop(self) -> None:
-        """Whether any rank is to stop, and whether a save in the background failed anywhere, which is raised here."""
+        """End training where any rank is to stop; raise the error of a save in the background that failed anywhere."""
         flags = torch.tensor([bool(self._stop), self.store.failing], dtype=torch.uint8)
         self.world.all_reduce(flags, "max")
         stop, failing = flags.tolist()

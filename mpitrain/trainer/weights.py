@@ -262,7 +262,7 @@ def _export_theirs(folder: Path, out: Path, most: int) -> int:
 
 
 def _task(config: Config, vocabulary: int) -> dict[str, Any]:
-    """What a checkpoint says of its model, and of the data that it takes."""
+    """Return the value `task` of a checkpoint: its model, and the data that it takes."""
     tokens = {"x_shape": [config.model.sequence], "x_dtype": "int64", "y_shape": [config.model.sequence]}
     none = dict.fromkeys(("classes", "apart", "document_end"))
     data = {"kind": "tokens", **tokens, "y_dtype": "int64", "vocabulary": vocabulary, "masked": False, **none}

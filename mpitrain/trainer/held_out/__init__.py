@@ -1,1 +1,1 @@
-"""What is measured on samples that a model was not trained on, and what is made of it."""
+"""Figures of held-out samples, and the decisions that follow from them."""

@@ -41,7 +41,7 @@ _KEPT = {"model": None, "data": None, "train": ("batch", "microbatch", "precisio
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be evaluated.
+    """A request for an evaluation.
 
     Attributes:
         run: The run folder.
@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured.
+    """The figures of one evaluation.
 
     Attributes:
         checkpoint: The folder of what was evaluated.
@@ -134,7 +134,7 @@ class Evaluator(Trainer):
         return together(world, lambda: open_dataset(resolve(path), split, sequence=sequence))
 
     def prepare(self) -> None:
-        """As for training; and measure what is dearer, too."""
+        """Prepare as for training; and add the metrics that cost more."""
         together(self.world, self._require_trusted)
         super().prepare()
         description = self.data.description
@@ -271,7 +271,7 @@ def _without_states(manifest: Manifest) -> Manifest:
 
 
 def _form(description: Description) -> dict[str, Any]:
-    """What must be alike for a model to take the samples."""
+    """Return the properties of data that must be equal for a model to take the samples."""
     return {
         "kind": description.kind,
         "vocabulary": description.vocabulary,

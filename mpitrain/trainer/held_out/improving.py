@@ -1,4 +1,4 @@
-"""What is made of held-out figures: the best checkpoint is kept, a run ends or learns slower that gets no better.
+"""Decisions by held-out figures: the best checkpoint is kept, a run ends or learns slower that gets no better.
 
 The first two look at one figure each, the loss or a metric, and are told by it whether larger or smaller is better; a
 metric of one's own says so itself (`higher_is_better`). Rank 0's figure counts. What was the best is kept in
@@ -53,12 +53,12 @@ class Best:
         return f"{words(self.metric)} {figure(self.metric, self.value)}"
 
     def kept(self) -> dict[str, Any]:
-        """As JSON has it, which knows no NaN."""
+        """Return the fields as JSON has them, which knows no NaN."""
         return asdict(self) | {"value": None if math.isnan(self.value) else self.value}
 
     @staticmethod
     def of(values: dict[str, Any] | None, metric: str) -> Best:
-        """What was kept, if it is of the same figure."""
+        """Return the best that `kept` returned, if it is of the same figure."""
         if not values or values["metric"] != metric:
             return Best(metric)
         return Best(**values | {"value": math.nan if values["value"] is None else values["value"]})
@@ -179,7 +179,7 @@ def words(name: str) -> str:
 
 
 def higher(trainer: Trainer, key: str, name: str) -> bool:
-    """Whether a larger figure of that name is a better one.
+    """Return whether a larger figure of that name is a better one.
 
     Raises:
         InputError: On all ranks, where nothing is held out, there is no such figure, or it does not say.

@@ -236,7 +236,7 @@ class Meter:
 
 
 def meter_of(config: Config, task: Task, description: Description, engine: Engine) -> Meter:
-    """What measures a model that was put onto the ranks.
+    """Return the meter of a model that was put onto the ranks.
 
     Args:
         task: The whole model.
@@ -291,7 +291,7 @@ def summed(named: str, value: Any, y: Any) -> torch.Tensor:
 
 
 def _tried(named: str, act: Callable[[], Any]) -> Any:
-    """Call what is the user's. Raises InputError, with its name, where it raises anything."""
+    """Call a function of the user's. Raises InputError, with its name, where it raises anything."""
     try:
         return act()
     except Exception as error:
@@ -299,7 +299,7 @@ def _tried(named: str, act: Callable[[], Any]) -> Any:
 
 
 def _of_model(function: Function, output: Any, y: Any) -> dict[str, torch.Tensor]:
-    """What the model's own `metrics` says, by name."""
+    """Return the sums of the model's own `metrics`, by name."""
     named = "the model's metrics(output, y)"
     values = _tried(named, lambda: function(output, y))
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):

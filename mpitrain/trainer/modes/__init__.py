@@ -1,1 +1,1 @@
-"""What differs between the values of parallel.mode: sync, local and server."""
+"""The values of parallel.mode: sync, local and server."""

@@ -131,7 +131,7 @@ class Local(Strategy):
 
 
 def as_one(config: Config, step: int) -> bool:
-    """Whether all groups take the step after `step` steps as one."""
+    """Return whether all groups take the step after `step` steps as one."""
     parallel = config.parallel
     plain = parallel.outer == "average" and parallel.local_compression == "none"
     return step < parallel.warm or (parallel.local_steps == 1 and plain)
@@ -146,7 +146,7 @@ def end_of_period(config: Config, step: int) -> int:
 
 
 def notices(config: Config, step: int, *, overlaps: bool) -> list[str]:
-    """What is to be known when training begins after `step` steps, a line each.
+    """Return remarks for the start of training after `step` steps, a line each.
 
     overlaps: Whether what is begun in the background makes progress.
     """

@@ -282,7 +282,7 @@ class LocalEngine(Engine):
         return self._holdings(self._prefix + MASTER, self.averaging.ahead or [])
 
     def _holdings(self, prefix: str, tensors: Sequence[torch.Tensor]) -> list[Holding]:
-        """What tensors that are laid out like the slices hold of logical ones."""
+        """Return the pieces of logical tensors that lie in tensors laid out like the slices."""
         return [
             self._state.holding(prefix, p, first, last, tensor[place : place + last - first])
             for number, (part, tensor) in enumerate(zip(self.averaging.slices, tensors, strict=False))
@@ -317,7 +317,7 @@ class LocalEngine(Engine):
         return found
 
     def _alike(self, manifest: Manifest) -> bool:
-        """Whether the checkpoint was written by as many groups."""
+        """Return whether the checkpoint was written by as many groups."""
         return (manifest.values.get("local") or {}).get("groups") == self.among.grouping.count
 
     def _of_group(self, manifest: Manifest, alike: bool) -> Manifest:

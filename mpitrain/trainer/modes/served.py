@@ -152,7 +152,7 @@ def refuse_what_servers_cannot(config: Config, ranks: int) -> None:
 
 
 class Session:
-    """What a rank does between the start of training and its end.
+    """The work of a rank between the start of training and its end.
 
     Args:
         trainer: Whose steps are taken.
@@ -193,13 +193,13 @@ class Session:
         return Server(share, roles, flats, update, self._boxes, remembered, clock, self._rules, known, apart, inbox)
 
     def _bytes_between_nodes(self, world: Communicator, worker: int) -> int:
-        """What a part costs this worker: its gradients to servers of other nodes, and the parameters from them."""
+        """Return the bytes of one part: the gradients to servers of other nodes, and the parameters from them."""
         share = sum(g.layout.numel // g.layout.parts * g.dtype.itemsize for g in self._sharding.groups)
         return sum(2 * share for server in self._roles.servers if world.nodes[server] != world.nodes[worker])
 
     @property
     def remembered(self) -> Remembered | None:
-        """What was applied, on the rank that gives out samples; None on the others."""
+        """The steps that were applied, on the rank that gives out samples; None on the others."""
         gives_out = self._trainer.world.rank == self._roles.servers[0]
         return self._server.remembered if self._server is not None and gives_out else None
 
@@ -209,7 +209,7 @@ class Session:
         return self._sizes.steps(self._trainer.position - self._origin)
 
     def position(self, step: int) -> int:
-        """Where in the order the samples after a step begin."""
+        """Return the place in the order at which the samples after a step begin."""
         return self._origin + self._sizes.before(step)
 
     def _bounds(self, portion: Portion) -> tuple[int, int]:
@@ -221,7 +221,7 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, a server of a rank that works too runs in a thread."""
+        """Run the server of a rank that works too in a thread."""
         thread = None
         if self._server is not None and self._trainer.world.rank in self._roles.workers:
             thread = threading.Thread(target=self._serve_beside, name="parameter-server", daemon=True)
@@ -311,7 +311,7 @@ class Session:
         return next(on_device(iter([pin(Batch(ids, x, y, begin), to=trainer.device)]), trainer.device))
 
     def _step(self, record: StepRecord, *, together: bool) -> Step:
-        """What the trainer is to know of a step."""
+        """Return the step as the trainer knows it."""
         trainer, number = self._trainer, int(record.step)
         size, begin = self._sizes.size(number - 1), self.position(number - 1)
         ids = self._order.ids(begin, size if trainer.config.data.record_ids else 0)
@@ -330,7 +330,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Left:
-    """What a rank keeps of the time before ranks died.
+    """The state that a rank keeps of the time before ranks died.
 
     Attributes:
         engine: With its memory.
@@ -346,7 +346,7 @@ class Left:
 
 
 class ServedSurvivors(Survivors):
-    """What of a run with servers outlives the death of workers: the servers have all there is, and keep it.
+    """The state of a run with servers that outlives the death of workers: the servers have all of it, and keep it.
 
     No copies are made. Those that are left make a smaller world with the same servers, whose shares, optimizer states
     and count of what was applied the new engine takes over; the parts that a dead worker had are given to others. What

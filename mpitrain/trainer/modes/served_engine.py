@@ -24,7 +24,7 @@ from mpitrain.trainer.state import EngineState, Holding, merged
 
 
 class ServedState(EngineState):
-    """What a rank holds of a checkpoint's tensors: shares where it serves, and the first worker what is not trained."""
+    """A rank's part of a checkpoint's tensors: shares where it serves; of the first worker what is not trained."""
 
     def __init__(self, *args: Any, first_worker: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +66,7 @@ class ServedEngine(Engine):
         pulled.need, worker.came, pushed.push = worker.need, pulled.came, worker.push
 
     def memory(self) -> MemoryAccount:
-        """As of any engine; a rank that works and serves has its shares of parameters and gradients besides."""
+        """Count the bytes; a rank that works and serves has its shares of parameters and gradients besides."""
         account, sharding, servers = super().memory(), self.sharding, len(self._roles.servers)
         if sharding.published is None or sharding.sums is None:
             return replace(account, expected=account.expected | {"states": 0})

@@ -1,4 +1,4 @@
-"""How ranks train together: which of them take each step as one, and when all of them meet.
+"""Strategies of ranks that train together: which of them take each step as one, and when all of them meet.
 
     parallel.mode   take each step as one                  all ranks meet
     sync            all ranks                              after each step
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupPlaces:
-    """Where this rank stands. A group is what takes each step as one.
+    """The place of this rank. A group is the ranks that take each step as one.
 
     Attributes:
         mesh: The ranks of this rank's group.
@@ -52,7 +52,7 @@ class GroupPlaces:
 
 
 class Strategy(ABC):
-    """What differs between the values of parallel.mode. Made once a `Trainer`; nothing collective happens then.
+    """A value of parallel.mode. Made once a `Trainer`; nothing collective happens then.
 
     Attributes:
         engine: Makes the engine of the steps; called as `Engine` is.
@@ -86,15 +86,15 @@ class Strategy(ABC):
         return trainer.step + 1
 
     def role(self, rank: int) -> str:
-        """What a rank of the world is there for: worker, or server where it takes no steps itself."""
+        """Return the role of a rank of the world: worker, or server where it takes no steps itself."""
         return "worker"
 
     def survivors(self, trainer: Trainer) -> Survivors:
-        """What goes on when ranks die, with elastic.mode shrink."""
+        """Return the callback that goes on when ranks die, with elastic.mode shrink."""
         return Survivors(trainer)
 
     def describe(self) -> str:
-        """What is special about it, in a few words for the banner; empty where nothing is."""
+        """Describe this mode in a few words for the banner; empty for plain training."""
         return ""
 
 

@@ -153,7 +153,7 @@ def _kind_for(
 
 
 def _excepted(section: OptimSection, name: str, parameter: nn.Parameter, roles: ParameterRoles) -> bool:
-    """Whether optim.no_decay leaves a parameter out."""
+    """Return whether optim.no_decay leaves a parameter out."""
     if section.no_decay == "nothing":
         return False
     return parameter.dim() < 2 or (section.no_decay == "embeddings" and name in roles.embeddings)
@@ -191,7 +191,7 @@ def _made(kind: _Kind, section: OptimSection, groups: list[dict[str, Any]]) -> t
 
 
 def refuse_unknown(where: str, kind: type, options: Iterable[str], unnamed: Sequence[str]) -> None:
-    """Raise InputError for options that a class of torch.optim does not have. unnamed: what it has and is not told."""
+    """Raise InputError for options that a class of torch.optim lacks. unnamed: options that the message leaves out."""
     accepted = inspect.signature(kind).parameters
     if unknown := sorted(set(options) - set(accepted)):
         known = ", ".join(name for name in accepted if name not in unnamed)
@@ -263,7 +263,7 @@ def _spare_the_compiler() -> None:
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """What has the parameter groups and the states of several optimizers, and lets each make its step.
+    """Several optimizers as one: with the parameter groups and the states of all, and a step by each.
 
     Args:
         parts: The optimizers, that have made no step yet.

@@ -39,7 +39,7 @@ class RateSchedule(Protocol):
 
 
 def schedule_of(section: OptimSection, steps: int, *, evaluates: bool = True) -> RateSchedule:
-    """What a configuration says, for a run of `steps`. Raises InputError for what cannot be meant.
+    """Return the schedule that a configuration names, for a run of `steps`. Raises InputError for settings it refuses.
 
     evaluates: Whether the held-out loss will be told to a schedule that follows it.
     """
@@ -129,7 +129,7 @@ class TorchSchedule:
 
 
 def _following(kind: type[S], lr: float, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, S]:
-    """An optimizer of one number, and a scheduler that sets its rate."""
+    """Make an optimizer of one number, and a scheduler that sets its rate."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     make: Any = kind
     try:
@@ -200,7 +200,7 @@ class PlateauSchedule:
         self._plateau.step(loss)
 
     def state(self) -> dict[str, Any]:
-        """What `load` goes on from, as JSON has it, which knows no infinity."""
+        """Return the state for `load`, as JSON has it, which knows no infinity."""
         kept = {name: getattr(self._plateau, name) for name in _STATE}
         return kept | {"rate": self.rate(0), "best": kept["best"] if math.isfinite(kept["best"]) else None}
 

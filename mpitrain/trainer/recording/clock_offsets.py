@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart, measured by messages.
+"""Offsets between the clocks of the ranks, measured by messages.
 
 A rank is asked for its time again and again. Of the question that was answered soonest the time must have been taken
 between its begin and its end; half of that bounds the error. On each node the first rank asks the others of the node,
@@ -33,7 +33,7 @@ _ASK, _TOLD, _TURN = 71, 72, 73  # tags
 
 @dataclass(frozen=True)
 class Offset:
-    """What is to be added to a rank's time to have that of rank 0.
+    """The difference between rank 0's time and a rank's.
 
     Attributes:
         at: The rank's time at which that holds, in seconds.

@@ -119,7 +119,7 @@ def peak_of_ranks(trainer: Trainer) -> int:
 
 
 def facts(trainer: Trainer) -> RunFacts:
-    """What the banner tells."""
+    """Return the facts of the banner."""
     config, world = trainer.config, trainer.world
     columns = world.size // (config.parallel.pipeline * config.parallel.tensor)  # data-parallel ranks
     share = -(-config.train.batch // columns)
@@ -153,7 +153,7 @@ def facts(trainer: Trainer) -> RunFacts:
 
 
 def parallel_text(config: Config, ranks: int) -> str:
-    """How the ranks share the work, in a few words; empty for plain data parallel."""
+    """Describe how the ranks share the work, in a few words; empty for plain data parallel."""
     parallel, words = config.parallel, []
     if parallel.pipeline > 1 or parallel.tensor > 1:
         data = ranks // (parallel.pipeline * parallel.tensor)
@@ -252,7 +252,7 @@ class EventRecords(Callback):
 
 
 def start_fields(trainer: Trainer) -> dict[str, Any]:
-    """What the event `start` tells of the run and the machine. Collective."""
+    """Return the fields of the event `start`, about the run and the machine. Collective."""
     config, told = trainer.config, facts(trainer)
     hosts = trainer.world.all_gather_object(socket.gethostname())
     return {name: getattr(told, name) for name in _FACTS} | {
@@ -269,7 +269,7 @@ def start_fields(trainer: Trainer) -> dict[str, Any]:
 
 
 def _of_error(error: BaseException | None) -> tuple[str, str]:
-    """How a run ended that did not come to its end, and the first line of why."""
+    """Return the outcome of an interrupted run, and the first line of its error."""
     if error is None:
         return "failed", ""
     if isinstance(error, KeyboardInterrupt):
@@ -281,7 +281,7 @@ def _of_error(error: BaseException | None) -> tuple[str, str]:
 
 
 def _own_peak(trainer: Trainer) -> int | None:
-    """What this rank held at most; None where its device has failed and does not say."""
+    """Return the most bytes that this rank held; None where its device has failed and does not say."""
     try:
         return peak_memory_bytes(trainer.device)
     except RuntimeError:
@@ -289,7 +289,7 @@ def _own_peak(trainer: Trainer) -> int | None:
 
 
 def doubts(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] | None = None) -> list[str]:
-    """What is doubtful, a line each.
+    """Return warnings about settings that are valid but probably unintended, a line each.
 
     Args:
         config: The settings.
@@ -327,6 +327,6 @@ def doubts(config: Config, *, columns: int, on_cpu: bool, flags: frozenset[str] 
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, as Linux names it; empty where that is not known."""
+    """Return the features of the CPU as Linux names them; empty where that is not known."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", proc.read("cpuinfo"), re.MULTILINE)
     return frozenset(line[1].split()) if line else frozenset()

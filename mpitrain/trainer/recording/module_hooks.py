@@ -1,4 +1,4 @@
-"""When the modules of a model compute, forward and backward, while a timeline is recorded.
+"""The times at which modules of a model compute, forward and backward, while a timeline is recorded.
 
 Forward is what lies between the hooks before and after a module's call. Backward of that call begins when the gradient
 of its output is there, and ends when that of its input is, or when that of another call's output is, whatever comes
@@ -34,7 +34,7 @@ class _Call:
         self.name, self.parent, self.begin = name, parent, begin
 
     def inside(self, other: _Call) -> bool:
-        """Whether this call is in the other one."""
+        """Return whether this call is in the other one."""
         at = self.parent
         while at is not None and at is not other:
             at = at.parent
@@ -99,7 +99,7 @@ class ModuleHooks:
                 y._watched = (self, call, True)
 
     def _tells(self, x: Any, call: _Call) -> bool:
-        """Whether a hook is there that ends this call's backward when the gradient of its input comes.
+        """Return whether a hook is there that ends this call's backward when the gradient of its input comes.
 
         It is that of the call whose output the input is, or of a call around this one with the same input. A hook more
         takes microseconds, which adds up over all modules.
@@ -191,7 +191,7 @@ def levels_of(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 
 def affordable(levels: Sequence[Sequence[object]], calls: int, seconds: float) -> int:
-    """How many levels can be watched for so many seconds a step; at least the first one.
+    """Return how many levels can be watched for so many seconds a step; at least the first one.
 
     Args:
         levels: As of `levels_of`.

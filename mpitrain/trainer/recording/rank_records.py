@@ -85,7 +85,7 @@ class RankRecords(Callback):
         self._steps = 0
 
     def _sent_since(self, trainer: Trainer) -> list[list[Any]]:
-        """What was sent since the line before."""
+        """Return rows of what was sent since the line before."""
         rows = []
         for operation, axis, algorithm, *figures in trainer.world.journal.account():
             before = self._sent.get((operation, axis, algorithm), [0, 0, 0, 0.0])
@@ -181,14 +181,14 @@ def exchanged(exchanges: Sequence[AxisExchange], ranks: int) -> float:
 
 
 def _builds_its_model(trainer: Trainer) -> bool:
-    """Whether the model is the one that the configuration names."""
+    """Return whether the model is the one that the configuration names."""
     from mpitrain.trainer.trainer import Trainer as Plain
 
     return type(trainer).make_model is Plain.make_model
 
 
 def _again(name: str, block: Observed, staged: bool) -> Sequence[AxisExchange]:
-    """What a block exchanges when it is computed again for backward.
+    """Return what a block exchanges when it is recomputed for backward.
 
     A stage of a pipeline is computed again as a whole; else each block of a list is, up to the last tensor that
     backward needs, and what it exchanges last comes after that.

@@ -100,18 +100,15 @@ class Records(Callback):
 
     def _close(self, trainer: Trainer) -> None:
         """Close both files. Lines for people go to standard output again."""
-        if self._progress is not None:
-            self._progress.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._tracking is not None:
-            self._tracking.close()
+        for kept in (self._progress, self._metrics, self._tracking):
+            if kept is not None:
+                kept.close()
         self._progress = self._metrics = self._tracking = None
         trainer.print = partial(print, flush=True)
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """What was measured, for people: loss 1.2345, token accuracy 0.5."""
+    """Return measured figures for people: loss 1.2345, token accuracy 0.5."""
     return ", ".join(f"{spoken(name)} {figure(name, value)}" for name, value in figures.items())
 
 

@@ -143,7 +143,7 @@ class TimelineRecorder(Callback):
             self._end(trainer, self._recording)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """What was recorded so far may tell why."""
+        """Write what was recorded so far, which may explain the error."""
         recording, self._recording = self._recording, None
         if recording is not None:
             try:
@@ -162,7 +162,7 @@ class TimelineRecorder(Callback):
             self._note_seconds(trainer)
 
     def _note_seconds(self, trainer: Trainer) -> None:
-        """What forward and backward took in the last step; asked only right before the first that is recorded."""
+        """Note the seconds of forward and backward in the last step, right before the first that is recorded."""
         if trainer.step < self._wanted[0] - 2:
             return
         totals = trainer.engine.clock.totals()
