@@ -459,10 +459,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
     """(name, content) of every member but folders; None for what is no plain file, or none that is wanted."""
     with os_errors(f"archive {path} cannot be read"):
         try:
-            with (
-                opened(path) as file,
-                tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive,
-            ):
+            with opened(path) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # kept by the module, of millions, too
                     if not member.isdir():

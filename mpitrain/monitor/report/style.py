@@ -194,12 +194,7 @@ def run_dash(names: Sequence[str], title: str = "run") -> alt.StrokeDash:
     """A dash pattern for each run, beside its colour."""
     dashes = [RUN_DASHES[i % len(RUN_DASHES)] for i in range(len(names))]
     scale = alt.Scale(domain=list(names), range=dashes)
-    return alt.StrokeDash(
-        "run:N",
-        scale=scale,
-        title=title,
-        legend=_line_legend() if len(names) > 1 else None,
-    )
+    return alt.StrokeDash("run:N", scale=scale, title=title, legend=_line_legend() if len(names) > 1 else None)
 
 
 def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: str) -> alt.StrokeDash:

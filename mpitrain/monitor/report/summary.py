@@ -33,10 +33,7 @@ def summary(folder: Path) -> str:
         ("steps", f"{first['step']} to {last['step']} ({len(lines)} recorded)"),
         ("loss", f"{_loss(first['loss'])} -> {_loss(last['loss'])}"),
         ("skipped", _skipped(lines)),
-        (
-            "held-out loss",
-            " -> ".join(f"{_loss(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)]),
-        ),
+        ("held-out loss", " -> ".join(f"{_loss(v)} (step {s})" for s, v in held_out[:: max(1, len(held_out) // 4)])),
         *_metrics(lines),
         ("speed", _speed(lines)),
         (
