@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import os_errors
+from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.format import ColumnSpec
 from mpitrain.data.sources.streams import opened, plain_suffix
 from mpitrain.errors import InputError
@@ -231,10 +231,8 @@ def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[lis
 
 
 def _parquet(path: Path) -> Any:
-    try:
+    with needing(f"{path} needs", "pyarrow"):
         from pyarrow import parquet
-    except ImportError:
-        raise InputError(f'{path} needs the package pyarrow; pip install "mpitrain[data]"') from None
     with _arrow_errors(path, "not a whole Parquet file"):
         return parquet.ParquetFile(path)
 
