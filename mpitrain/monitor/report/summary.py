@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median, median_high
 
 from mpitrain.monitor.json_lines import FullStepLine
-from mpitrain.monitor.metrics import HELD_OUT, step_lines
+from mpitrain.monitor.run_files import HELD_OUT, step_lines
 from mpitrain.storage.run_folder import CHECKPOINTS
 from mpitrain.storage.text import aligned, counted, duration, number_text, rates_text, spoken
 
