@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.comm.memory.device import is_accelerator, memory_bytes
 from mpitrain.monitor.memory import host_memory_bytes
-from mpitrain.monitor.run_files import RankWriter
+from mpitrain.monitor.rank_file import RankWriter
 from mpitrain.trainer.callback import Callback, Step
 from mpitrain.trainer.recording.traffic import expected_bytes
 
