@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"mpitrain\.comm\.(collectives|job|memory|runtime|selection\.setting|mailbox\.Posted).*"),
     ("py:.*", r"mpitrain\.(checkpoint\.\w+|config\.\w+|data\.dataset|data\.format|tensor\.(features|styles))\.\w+"),
     ("py:.*", r"mpitrain\.trainer\.(engine|options|own_loop\.in_use)\.\w+"),
-    ("py:.*", r"mpitrain\.(data\.(on_device\.T|sources\.\w+\.\w+)|layers\.\w+\.\w+)"),
+    ("py:.*", r"mpitrain\.(data\.(on_device\.T|prepare\.MakeSource|sources(\.\w+)+)|layers\.\w+\.\w+)"),
 ]
 
 

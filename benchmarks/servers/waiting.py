@@ -46,7 +46,7 @@ from mpitrain.data import Batch
 from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import temporary_folder
 from mpitrain.models.task import Task
-from mpitrain.monitor.metrics import read_metrics
+from mpitrain.monitor.run_files import read_metrics
 from mpitrain.trainer.callback import Step
 from mpitrain.trainer.trainer import STRATEGIES, Trainer
 

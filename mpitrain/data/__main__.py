@@ -109,18 +109,9 @@ def _add_options(prepare: argparse.ArgumentParser) -> None:
     add("--missing", choices=get_args(Missing), help="tables: what missing values become; drop: leave such rows out")
     add("--categories", choices=get_args(Categories), help="tables: what texts become: several numbers, or one")
     add("--scale", choices=get_args(Scale), help="tables: give columns of numbers the mean 0 and the deviation 1")
-    add(
-        "--like",
-        type=Path,
-        metavar="DIR",
-        help="tables: do with columns what data set DIR did, to evaluate",
-    )
+    add("--like", type=Path, metavar="DIR", help="tables: do with columns what data set DIR did, to evaluate")
     add("--allow-nonfinite", action="store_true", help="tables, arrays: take nan and infinite numbers as they are")
-    add(
-        "--skip-bad",
-        action="store_true",
-        help="leave out images that cannot be read and ragged rows of tables",
-    )
+    add("--skip-bad", action="store_true", help="leave out images that cannot be read and ragged rows of tables")
     add("--classes", type=Path, metavar="FILE", help="archives of images: the names of the classes, one a line")
 
 

@@ -30,6 +30,7 @@ from mpitrain.errors import InputError
 OPEN_FILES = 64
 
 Ids = npt.NDArray[np.int64]
+_Form = tuple[tuple[int, ...], np.dtype[Any]]  # of a sample: shape and dtype
 
 
 @dataclass(frozen=True)
@@ -222,21 +223,8 @@ class TokenDataset(Dataset):
                 f"{sequence + 1}; give more data or a shorter sequence"
             )
         form, end = ((sequence,), np.dtype(np.int64)), manifest.document_end
-        masked = len(manifest.fields) > 1
-        facts = Description(
-            manifest.kind,
-            split,
-            samples,
-            *form,
-            *form,
-            manifest.vocabulary,
-            None,
-            manifest.identity,
-            masked=masked,
-            document_end=end,
-            apart=end if apart else None,
-        )
-        super().__init__(facts, reader)
+        told = {"masked": len(manifest.fields) > 1, "document_end": end, "apart": end if apart else None}
+        super().__init__(_described(manifest, split, samples, form, form, **told), reader)
         self._length, self._fields = sequence + 1, manifest.fields
         self._step = sequence + bool(manifest.pack)
 
@@ -259,15 +247,19 @@ class ArrayDataset(Dataset):
 
     def __init__(self, split: str, manifest: DatasetManifest, reader: RowReader) -> None:
         x, y = manifest.fields
-        samples, forms = manifest.splits[split].rows, (x.shape, x.handed, y.shape, y.handed)
-        named = manifest.vocabulary, manifest.classes, manifest.identity
-        described = Description(manifest.kind, split, samples, *forms, *named, columns=manifest.columns)
-        super().__init__(described, reader)
+        forms, samples = ((x.shape, x.handed), (y.shape, y.handed)), manifest.splits[split].rows
+        super().__init__(_described(manifest, split, samples, *forms, columns=manifest.columns), reader)
         self._fields = (x, y)
 
     def read(self, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         x, y = (_handed(field, self._windows(i, field, ids, 1, 1)[:, 0]) for i, field in enumerate(self._fields))
         return x, y
+
+
+def _described(manifest: DatasetManifest, split: str, samples: int, x: _Form, y: _Form, **more: Any) -> Description:
+    """Describe a split whose samples have these shapes and dtypes."""
+    vocabulary, classes = manifest.vocabulary, manifest.classes
+    return Description(manifest.kind, split, samples, *x, *y, vocabulary, classes, manifest.identity, **more)
 
 
 def _handed(field: FieldSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -97,6 +97,15 @@ def os_errors(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {_reason(error)}") from error
 
 
+@contextmanager
+def needing(what: str, package: str, extra: str = "data") -> Iterator[None]:
+    """Turn a missing package into an InputError that begins with `what` and names the extra that installs it."""
+    try:
+        yield
+    except ImportError:
+        raise InputError(f'{what} the package {package}; pip install "mpitrain[{extra}]"') from None
+
+
 def _reason(error: OSError) -> str:
     mends = {
         errno.ENOSPC: "the disk is full; free some space, or use another place",
@@ -197,10 +206,8 @@ def _fill_digits(folder: Path) -> None:
     from mpitrain.data.sources.split import partition
     from mpitrain.data.writer import Source, write_dataset
 
-    try:
+    with needing("data.path digits needs", "scikit-learn", "digits"):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise InputError('data.path digits needs the package scikit-learn; pip install "mpitrain[digits]"') from None
     digits = load_digits()
     x = (digits.images / 16.0).astype(np.float32)[:, None]  # grey values are 0 to 16
     y = digits.target.astype(np.int32)

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.data.folders import os_errors
+from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.prepare import Found, PrepareOptions, text_files
 from mpitrain.data.sources.documents import documents_of
-from mpitrain.data.sources.encoder import BYTES, ENDS
+from mpitrain.data.sources.encoder import BYTES, ENDS, without_surrogates
 from mpitrain.data.sources.text import encoding_of, text_pieces
 from mpitrain.errors import InputError
 from mpitrain.storage.disk import write_whole
@@ -40,10 +40,8 @@ def train_tokenizer(sources: Sequence[str], out: Path, vocabulary: int, options:
     Raises:
         InputError: The sources hold no text, the file exists, or the vocabulary is too small.
     """
-    try:
+    with needing("a tokenizer needs", "tokenizers"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise InputError('a tokenizer needs the package tokenizers; pip install "mpitrain[data]"') from None
     if vocabulary <= BYTES:
         raise InputError(f"--vocabulary {vocabulary} has no room for {BYTES} bytes and {END}; give {BYTES + 1} or more")
     if os.path.lexists(out):
@@ -85,7 +83,7 @@ def _train(tokenizer: Any, texts: Iterator[str], trainer: Any) -> None:
 def _document_texts(found: Sequence[Found], options: PrepareOptions) -> Iterator[str]:
     for one in found:
         for texts in documents_of(one.path, options.text_fields, options.encoding):
-            yield from (text.encode("utf-8", "replace").decode() for text in texts)
+            yield from map(without_surrogates, texts)
 
 
 def _file_texts(found: Sequence[Found], options: PrepareOptions) -> Iterator[str]:

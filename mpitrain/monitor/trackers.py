@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,21 @@ def kept_id(path: Path, resume_step: int | None) -> str:
         return ""
 
 
-def missing(key: str, extra: str, error: ImportError) -> InputError:
-    """What to say where a package is not there."""
-    return InputError(
-        f'{key} needs a package that is not there ({error}); pip install "mpitrain[{extra}]", or leave it out'
-    )
+def _package(name: str, key: str, extra: str) -> Any:
+    """Import a package that a setting needs."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InputError(
+            f'{key} needs a package that is not there ({error}); pip install "mpitrain[{extra}]", or leave it out'
+        ) from error
 
 
 class TensorBoard(Tracker):
     """A scalar for each figure, in event files in RUN/tensorboard. TensorBoard shows each step once after a resume."""
 
     def __init__(self) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise missing("monitor.tensorboard", "monitor", error) from error
-        self._make: Any = SummaryWriter
+        self._make = _package("torch.utils.tensorboard", "monitor.tensorboard", "monitor").SummaryWriter
         self._board: Any = None
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
@@ -115,11 +115,7 @@ class WeightsAndBiases(Tracker):
 
     def __init__(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would go to a server as it is imported
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing("monitor.wandb", "trackers", error) from error
-        self._wandb: Any = wandb
+        self._wandb = _package("wandb", "monitor.wandb", "trackers")
         self._run: Any = None
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
@@ -158,11 +154,8 @@ class MLflow(Tracker):
     def __init__(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        try:
-            from mlflow import MlflowClient, entities
-        except ImportError as error:
-            raise missing("monitor.mlflow", "trackers", error) from error
-        self._make, self._entities = MlflowClient, entities
+        mlflow = _package("mlflow", "monitor.mlflow", "trackers")
+        self._make, self._entities = mlflow.MlflowClient, _package("mlflow.entities", "monitor.mlflow", "trackers")
         self._client: Any = None
         self._run = ""
         self._last = 0  # step that is there

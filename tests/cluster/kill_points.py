@@ -106,7 +106,7 @@ TRAINING = (
     Moment("update", "mpitrain.shard.update:Updater.apply", STEP),
     Moment("agreement to stop", "mpitrain.trainer.trainer:any_rank", STEP),
     Moment("sample ids", "mpitrain.trainer.recording.records:gather_ids", STEP),
-    Moment("metrics", "mpitrain.monitor.metrics:MetricsWriter.write", STEP, who="first"),
+    Moment("metrics", "mpitrain.monitor.run_files:MetricsWriter.write", STEP, who="first"),
 )
 RESTORING = (
     Moment("lock", "mpitrain.trainer.folder:RunFolder._occupy", who="first"),
@@ -122,7 +122,7 @@ RESTORING = (
     Moment("restored", "mpitrain.trainer.trainer:Trainer.resume"),
     Moment("room asked for", "mpitrain.checkpoint.folders:require_room", who="first"),
     Moment("begun", "mpitrain.trainer.recording.console:Console.on_fit_start"),
-    Moment("metrics cut", "mpitrain.monitor.metrics:_cut_after", who="first"),
+    Moment("metrics cut", "mpitrain.monitor.run_files:_cut_after", who="first"),
 )
 ENDING = (
     Moment("evaluation", "mpitrain.trainer.trainer:Trainer.evaluate"),

@@ -9,7 +9,7 @@ import pytest
 from support import one_line
 
 from mpitrain import doctor, report
-from mpitrain.monitor.metrics import MetricsWriter
+from mpitrain.monitor.run_files import MetricsWriter
 
 
 @pytest.mark.ranks(1, 2, 3)

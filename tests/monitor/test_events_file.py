@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.events import EVENTS, EventLog, read_events
+from mpitrain.monitor.run_files import EVENTS, EventLog, read_events
 
 
 def kinds(events):

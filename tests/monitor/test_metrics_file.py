@@ -9,7 +9,7 @@ import pytest
 from pseudo_terminal import ROOT
 
 from mpitrain.errors import InputError
-from mpitrain.monitor.metrics import METRICS, MetricsWriter, read_metrics
+from mpitrain.monitor.run_files import METRICS, MetricsWriter, read_metrics
 
 KEYS = ["step", "loss", "lr", "grad_norm", "samples", "tokens", "step_s", "tokens_per_s", "memory_bytes", "world_size"]
 
@@ -60,7 +60,7 @@ def test_a_figure_that_is_not_finite_is_null(tmp_path):
 def test_a_line_is_there_when_write_returns_even_if_the_process_is_killed_then(tmp_path):
     script = f"""
         import os, signal
-        from mpitrain.monitor.metrics import MetricsWriter
+        from mpitrain.monitor.run_files import MetricsWriter
         writer = MetricsWriter({str(tmp_path)!r})
         writer.write(step=1, loss=1.0, lr=1.0, grad_norm=None, samples=1, tokens=1, step_s=1.0, tokens_per_s=1.0,
                      memory_bytes=1, world_size=1)
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_is_told(tmp_path):
     script = f"""
         import resource
         from mpitrain.errors import InputError
-        from mpitrain.monitor.metrics import MetricsWriter
+        from mpitrain.monitor.run_files import MetricsWriter
         line = dict(loss=1.0, lr=1.0, grad_norm=None, samples=1, tokens=1, step_s=1.0, tokens_per_s=1.0, memory_bytes=1)
         writer = MetricsWriter({str(tmp_path)!r})
         writer.write(step=1, world_size=1, **line)

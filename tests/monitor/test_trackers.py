@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import struct
+import sys
 
 import pytest
 from support import one_line
@@ -136,14 +136,7 @@ def test_offline_every_tracker_has_the_figures_of_each_step_once_also_after_a_re
     ("mlflow", "trackers", "mlflow"),
 ])  # fmt: skip
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, key, extra, package):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name == package:
-            raise ModuleNotFoundError(f"No module named {package!r}")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, package, None)  # to import it fails
     with pytest.raises(InputError, match=rf'monitor\.{key} needs .*pip install "mpitrain\[{extra}\]"'):
         asked_for(MonitorSection(**{key: True}))
 

@@ -26,9 +26,8 @@ from warm import shared
 
 from mpitrain.errors import InputError
 from mpitrain.monitor import json_lines
-from mpitrain.monitor.events import EventLog
 from mpitrain.monitor.json_lines import GrowingFile
-from mpitrain.monitor.metrics import MetricsWriter
+from mpitrain.monitor.run_files import EventLog, MetricsWriter
 from mpitrain.monitor.watch import sparkline
 from mpitrain.monitor.watched import Curve, RunStatus, Watched
 from mpitrain.storage import locks

@@ -13,7 +13,7 @@ from mpitrain.checkpoint.folders import best_folder, finished_steps
 from mpitrain.checkpoint.manifest import read_manifest
 from mpitrain.errors import EXIT_DONE, EXIT_REQUEUE, InputError
 from mpitrain.monitor import read_metrics
-from mpitrain.monitor.events import read_events
+from mpitrain.monitor.run_files import read_events
 from mpitrain.trainer.held_out.improving import Best
 
 

@@ -20,7 +20,7 @@ from mpitrain.errors import InputError
 from mpitrain.models.build import build_model
 from mpitrain.models.class_metrics import of_classes
 from mpitrain.models.metrics import R2, RMSE, Accuracy, Confusion, Perplexity, TopAccuracy, judged
-from mpitrain.monitor.events import read_events
+from mpitrain.monitor.run_files import read_events
 from mpitrain.tensor import Axis
 from mpitrain.tensor.vocabulary import judge, whole
 from mpitrain.trainer.trainer import Trainer

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpitrain.data.folders import needing
 from mpitrain.data.writer import Columns
 from mpitrain.errors import InputError
 
@@ -42,13 +43,11 @@ class Encoder:
 
     Attributes:
         tokenizer: Of Hugging Face; None for bytes.
-        file: The tokenizer's file.
         vocabulary: How many tokens there are.
         end: The token after a document; None where documents follow each other with nothing between them.
     """
 
     tokenizer: Any
-    file: Path | None
     vocabulary: int
     end: int | None
 
@@ -96,10 +95,10 @@ def make_encoder(file: Path | None, end_token: str | None, *, documents: bool) -
     """
     if file is None:
         end = _end_of_bytes(end_token, documents)
-        return Encoder(None, None, BYTES + (end == BYTES), end)
+        return Encoder(None, BYTES + (end == BYTES), end)
     tokenizer = load_tokenizer(file)
     known = tokenizer.get_vocab()
-    return Encoder(tokenizer, file, max(known.values()) + 1, end_of_vocabulary(known, end_token, file))
+    return Encoder(tokenizer, max(known.values()) + 1, end_of_vocabulary(known, end_token, file))
 
 
 def end_of_vocabulary(known: dict[str, int], end_token: str | None, file: Path) -> int | None:
@@ -129,10 +128,8 @@ def _end_of_bytes(end_token: str | None, documents: bool) -> int | None:
 
 def load_tokenizer(path: Path) -> Any:
     """A tokenizer of Hugging Face's `tokenizers`, which neither truncates nor pads."""
-    try:
+    with needing("--tokenizer needs", "tokenizers"):
         from tokenizers import Tokenizer
-    except ImportError:
-        raise InputError('--tokenizer needs the package tokenizers; pip install "mpitrain[data]"') from None
     if not path.is_file():
         raise InputError(f"tokenizer file {path} does not exist; give a tokenizer.json")
     try:

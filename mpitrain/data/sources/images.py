@@ -33,7 +33,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import os_errors
+from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.format import FieldSpec
 from mpitrain.data.sources import PrepareOptions
 from mpitrain.data.sources.split import partition
@@ -161,10 +161,8 @@ def load_decoders() -> None:
     Raises:
         InputError: It is missing.
     """
-    try:
+    with needing("images need", "pillow"):
         from PIL import Image
-    except ImportError:
-        raise InputError('images need the package pillow; pip install "mpitrain[data]"') from None
     Image.init()  # loads the decoders, which `open` does by itself only where it may use any
 
 
@@ -459,10 +457,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
     """(name, content) of every member but folders; None for what is no plain file, or none that is wanted."""
     with os_errors(f"archive {path} cannot be read"):
         try:
-            with (
-                opened(path) as file,
-                tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive,
-            ):
+            with opened(path) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_TarHeader) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # kept by the module, of millions, too
                     if not member.isdir():

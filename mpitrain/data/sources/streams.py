@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mpitrain.data.folders import os_errors
+from mpitrain.data.folders import needing, os_errors
 from mpitrain.errors import InputError
 
 CHUNK = 1 << 20
@@ -57,10 +57,8 @@ class _Pieces(io.RawIOBase):
 
 def _decompressed(path: Path) -> Generator[bytes, None, None]:
     """Yield what is in zstandard frames. One that is cut off is an error, which the package's stream passes over."""
-    try:
+    with needing(f"{path} needs", "zstandard"):
         import zstandard
-    except ImportError:
-        raise InputError(f'{path} needs the package zstandard; pip install "mpitrain[data]"') from None
     decompressor, frame, packed = zstandard.ZstdDecompressor(), None, b""
     with open(path, "rb") as file:
         while packed := packed or file.read(CHUNK):

@@ -55,20 +55,12 @@ Chosen = tuple[Sequence[int], list[Sequence[Cell]], Sequence[Cell]]  # lines, ce
 
 def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     """Describe tables, each of whose rows is a sample."""
-    tables = [look(path) for path in files]
-    first = tables[0]
-    for table in tables[1:]:
-        if (table.header, table.columns) != (first.header, first.columns):
-            raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
-    at = _label_column(first, options.label)
-    like = None if options.like is None else manifest_of_table(options.like, options)
-    chosen = _chosen(first, at, options) if like is None else places(first, like.columns or (), OF_LIKE)
-    reader = _TableReader(tables, at, chosen, options, like)
-    classes = reader.labels[1]
-    y_dtype = "int32" if classes else "float32"
+    reader = _TableReader(files, options)
+    classes = reader.classes
     x = FieldSpec(name="x", dtype="float32", shape=(width(reader.specs),), given="float")
-    y = FieldSpec(name="y", dtype=y_dtype, shape=(), given="integer" if classes else "float")
-    notes = (f"label: column {first.name(at)}", *reader.notes())
+    y_dtype, given = ("int32", "integer") if classes else ("float32", "float")
+    y = FieldSpec(name="y", dtype=y_dtype, shape=(), given=given)
+    columns, notes = (lambda: tuple(reader.specs)), reader.notes()
     return Source(
         "arrays",
         (x, y),
@@ -76,7 +68,7 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
         files=len(files),
         classes=classes,
         notes=notes,
-        columns=lambda: tuple(reader.specs),
+        columns=columns,
         found=reader.found,
     )
 
@@ -84,23 +76,25 @@ def table_source(files: Sequence[Path], options: PrepareOptions) -> Source:
 class _TableReader:
     """Reads the chosen columns of tables, and learns what becomes of each."""
 
-    def __init__(
-        self,
-        tables: Sequence[TableFile],
-        at: int,
-        chosen: Sequence[int],
-        options: PrepareOptions,
-        like: DatasetManifest | None,
-    ) -> None:
-        self._tables, self._at, self._chosen, self._options, self._like = tables, at, chosen, options, like
+    def __init__(self, files: Sequence[Path], options: PrepareOptions) -> None:
+        self._tables, self._options = [look(path) for path in files], options
+        first = self._tables[0]
+        for table in self._tables[1:]:
+            if (table.header, table.columns) != (first.header, first.columns):
+                raise InputError(f"{table.path} has other columns than {first.path}; prepare them apart")
+        self._at = _label_column(first, options.label)
+        self._like = None if options.like is None else manifest_of_table(options.like, options)
         self._dropped, self._largest = 0, 0.0  # rows, and of all numbers without their sign
         self._ragged: list[str] = []  # what is wrong with each row that was left out, in one pass
-        self.labels, self._gap = self._look_at_labels()
-        names = [tables[0].name(column) for column in chosen]
-        fill = 0.0 if options.missing == "zero" else None
-        self.specs = [ColumnSpec(name=name, fill=fill, nonfinite=options.allow_nonfinite) for name in names]
-        if like is not None:
-            self.specs = list(like.columns or ())
+        if self._like is not None:
+            self.specs = list(self._like.columns or ())
+            self._chosen = places(first, self.specs, OF_LIKE)
+        else:
+            fill = 0.0 if options.missing == "zero" else None
+            self._chosen = _chosen(first, self._at, options)
+            names = [first.name(column) for column in self._chosen]
+            self.specs = [ColumnSpec(name=name, fill=fill, nonfinite=options.allow_nonfinite) for name in names]
+        (self._numbers, self.classes), self._gap = self._look_at_labels()
         self._with_gaps: list[int] = []
         if options.missing or options.categories:
             self._learn(self._survey())
@@ -116,9 +110,11 @@ class _TableReader:
         yield from partition(lambda _: self._rows(), None)(held_out)
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences about columns of texts."""
+        """Sentences about the label, and columns of texts."""
+        label = f"label: column {self._tables[0].name(self._at)}"
         texts = [spec for spec in self.specs if spec.categories is not None]
-        return tuple(f"column {spec.name}: {len(spec.categories or ())} texts as {_how(spec)}" for spec in texts)
+        told = (f"column {spec.name}: {len(spec.categories or ())} texts as {_how(spec)}" for spec in texts)
+        return (label, *told)
 
     def found(self) -> tuple[str, ...]:
         """Sentences about what the rows have shown."""
@@ -135,8 +131,7 @@ class _TableReader:
         return tuple(told)
 
     def _rows(self) -> Iterator[Columns]:
-        numbers, classes = self.labels
-        to_number: Any = numbers.__getitem__ if classes else float
+        classes, to_number = self.classes, (self._numbers.__getitem__ if self.classes else float)
         for table in self._tables:
             for lines, columns, labels in self._kept(table):
                 x = self._encoded(self.specs, table, lines, columns)
@@ -269,11 +264,8 @@ class _TableReader:
     def _fill(self, held_out: float) -> None:
         """Have the mean or the median of each column with gaps fill them."""
         numbers = self._with_gaps
-        if self._options.missing == "mean":
-            found = moments(self._trained(numbers, _EMPTY, held_out), len(numbers))
-            counts, values = found.count, found.mean
-        else:
-            counts, values = medians(self._trained(numbers, _EMPTY, held_out), len(numbers))
+        found = moments if self._options.missing == "mean" else medians
+        counts, values, *_ = found(self._trained(numbers, _EMPTY, held_out), len(numbers))
         for number, count, value in zip(numbers, counts, values.tolist(), strict=True):
             if not count:
                 name = self.specs[number].name
@@ -285,8 +277,8 @@ class _TableReader:
     def _standardise(self, held_out: float) -> None:
         """Have each column of numbers become one with the mean 0 and the deviation 1."""
         numbers = [number for number, spec in enumerate(self.specs) if spec.categories is None]
-        found = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
-        for number, shift, scale in zip(numbers, found.mean.tolist(), found.deviation.tolist(), strict=True):
+        _, mean, deviation = moments(self._trained(numbers, _AS_IT_IS, held_out), len(numbers))
+        for number, shift, scale in zip(numbers, mean.tolist(), deviation.tolist(), strict=True):
             self._update(number, {"shift": shift, "scale": scale or 1.0})  # a column of one value becomes 0
 
     def _update(self, number: int, values: dict[str, Any]) -> None:
@@ -381,23 +373,8 @@ def _chosen(table: TableFile, at: int, options: PrepareOptions) -> list[int]:
 Doubles = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean and deviation of each column, over the numbers that are not missing.
-
-    Attributes:
-        count: How many there are.
-        mean: Their mean; 0 where there are none.
-        deviation: The root of the mean squared distance from it.
-    """
-
-    count: Doubles
-    mean: Doubles
-    deviation: Doubles
-
-
-def moments(blocks: Iterable[Floats], columns: int) -> Moments:
-    """The moments of all rows together, in float64.
+def moments(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles, Doubles]:
+    """Count the numbers of each column, over all rows together, and take their mean and deviation, in float64.
 
     Blocks are joined as in the pairwise algorithm of Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
     Variance": sums of squares would lose the deviation of columns whose mean is large beside it.
@@ -415,7 +392,7 @@ def moments(blocks: Iterable[Floats], columns: int) -> Moments:
         squares += (np.where(known, x - own, 0) ** 2).sum(0) + off**2 * count * here / both
         mean += off * here / both
         count += here
-    return Moments(count, mean, np.sqrt(squares / np.maximum(count, 1)))
+    return count, mean, np.sqrt(squares / np.maximum(count, 1))
 
 
 def medians(blocks: Iterable[Floats], columns: int) -> tuple[Doubles, Doubles]:

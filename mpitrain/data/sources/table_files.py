@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.folders import os_errors
+from mpitrain.data.folders import needing, os_errors
 from mpitrain.data.format import ColumnSpec
 from mpitrain.data.sources.streams import opened, plain_suffix
 from mpitrain.errors import InputError
 
 Cell = str | float | None
 Ragged = Callable[[str], object]
+Unfit = Callable[[int, str], object]  # number of a row, and what is wrong with it
 CSV, PARQUET = (".csv", ".tsv"), (".parquet",)
 LARGEST = float(np.finfo(np.float32).max)
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "<na>"))
@@ -231,10 +232,8 @@ def parquet_columns(path: Path, names: Sequence[str], rows: int) -> Iterator[lis
 
 
 def _parquet(path: Path) -> Any:
-    try:
+    with needing(f"{path} needs", "pyarrow"):
         from pyarrow import parquet
-    except ImportError:
-        raise InputError(f'{path} needs the package pyarrow; pip install "mpitrain[data]"') from None
     with _arrow_errors(path, "not a whole Parquet file"):
         return parquet.ParquetFile(path)
 
@@ -292,9 +291,7 @@ def encoded(specs: Sequence[ColumnSpec], columns: Sequence[Sequence[Cell]]) -> F
     return x
 
 
-def rows_of_table(
-    path: Path, specs: Sequence[ColumnSpec], unfit: Callable[[int, str], object] | None = None
-) -> Iterator[Floats]:
+def rows_of_table(path: Path, specs: Sequence[ColumnSpec], unfit: Unfit | None = None) -> Iterator[Floats]:
     """x of a table's rows, in blocks, by what a data set keeps of its columns; other columns are passed over.
 
     Args:
@@ -306,16 +303,9 @@ def rows_of_table(
     Raises:
         InputError: A column is missing, or, without `unfit`, a row does not fit.
     """
-    table, first = look(path, least=1), 0
-
-    def ragged(told: str) -> None:
-        nonlocal first
-        assert unfit is not None
-        unfit(first, told)
-        first += 1
-
+    table = look(path, least=1)
     chosen = places(table, specs, "the model was trained with")
-    for lines, columns in table.blocks(chosen, ragged if unfit is not None else None):
+    for first, lines, columns in _numbered(table, chosen, unfit):
         for found in _fitting(specs, columns, range(len(lines))):
             if not isinstance(found, UnfitCell):
                 yield found
@@ -323,6 +313,22 @@ def rows_of_table(
                 raise found.of(table, lines, specs)
             else:
                 unfit(first + found.row, found.told(table, lines, specs))
+
+
+def _numbered(
+    table: TableFile, chosen: Sequence[int], unfit: Unfit | None
+) -> Iterator[tuple[int, Sequence[int], list[Sequence[Cell]]]]:
+    """Yield blocks of a table, each with the number of its first row, from 0; those of other columns go to `unfit`."""
+    first = 0
+
+    def ragged(told: str) -> None:
+        nonlocal first
+        assert unfit is not None
+        unfit(first, told)
+        first += 1
+
+    for lines, columns in table.blocks(chosen, ragged if unfit is not None else None):
+        yield first, lines, columns
         first += len(lines)
 
 
@@ -337,18 +343,12 @@ def cells_of_table(path: Path, names: Sequence[str], without: Container[int]) ->
     Raises:
         InputError: There is no such column.
     """
-    table, first = look(path, least=1), 0
+    table = look(path, least=1)
     found: list[list[Cell]] = [[] for _ in names]
-
-    def ragged(told: str) -> None:
-        nonlocal first
-        first += 1
-
     chosen = places(table, [ColumnSpec(name=name) for name in names], "--keep names")
-    for lines, columns in table.blocks(chosen, ragged):
+    for first, _, columns in _numbered(table, chosen, lambda row, told: None):
         for kept, cells in zip(found, columns, strict=True):
             kept += [cell for number, cell in enumerate(cells, first) if number not in without]
-        first += len(lines)
     return dict(zip(names, found, strict=True))
 
 

@@ -77,15 +77,13 @@ def token_source(files: Sequence[Path], options: PrepareOptions) -> Source:
     vocabulary, end = _facts(options)
     if end is None and options.end_token is None and pairs:
         end = common_end(pairs)
-    if pairs:
-        stored = np.result_type(*(pair.dtype for pair in pairs))
-    else:
-        stored = np.result_type(*(_flat_dtype(path, options.dtype) for path in flats))
+    forms = [_form(path, options.dtype) for path in flats]
+    stored = np.result_type(*(pair.dtype for pair in pairs), *(dtype for dtype, _ in forms))
     dtype = smallest_dtype(vocabulary) if vocabulary else stored.name if stored.kind == "u" else "uint32"
     most = vocabulary or min(_LARGEST, np.iinfo(dtype).max + 1)
 
     def blocks(held_out: float) -> Iterator[Block]:
-        found = _documents(pairs, held_out, end) if pairs else _flat_blocks(flats, options.dtype, held_out)
+        found = _documents(pairs, held_out, end) if pairs else _flat_blocks(flats, forms, held_out)
         for split, tokens, path, start in found:
             _check(tokens, most, path, start)
             yield split, (tokens.astype(dtype),)
@@ -128,24 +126,26 @@ def _check(tokens: Tokens, most: int, path: Path, start: int) -> None:
         )
 
 
-def _flat_dtype(path: Path, given: str | None) -> np.dtype[Any]:
+def _form(path: Path, given: str | None) -> tuple[np.dtype[Any], int]:
+    """Return the dtype of the tokens in a flat file, and how many there are."""
     if plain_suffix(path) == ".npy":
-        return _header(path)[1]
-    dtype = np.dtype(given or "uint16").newbyteorder("<")
-    size = size_of(path)
+        shape, dtype = _header(path)
+        return dtype, shape[0]
+    dtype, size = np.dtype(given or "uint16").newbyteorder("<"), size_of(path)
     if size % dtype.itemsize:
         raise InputError(f"{path} has {size:,} bytes, which are no whole numbers of {dtype.name}; give its --dtype")
-    return dtype
+    return dtype, size // dtype.itemsize
 
 
-def _flat_blocks(files: Sequence[Path], given: str | None, held_out: float) -> Iterator[tuple[str, Tokens, Path, int]]:
+def _flat_blocks(
+    files: Sequence[Path], forms: Sequence[tuple[np.dtype[Any], int]], held_out: float
+) -> Iterator[tuple[str, Tokens, Path, int]]:
     """(split, tokens, their file, the place of the first in it)."""
     splits = splits_by_name(files)
-    lengths = [_length(path, given) for path in files]
-    cut = round(sum(lengths) * (1 - held_out))
-    for path, length in zip(files, lengths, strict=True):
+    cut = round(sum(length for _, length in forms) * (1 - held_out))
+    for path, (dtype, length) in zip(files, forms, strict=True):
         done = 0
-        for tokens in _flat(path, given):
+        for tokens in _flat(path, dtype):
             inside = len(tokens) if splits else min(max(0, cut - done), len(tokens))
             split = splits[path] if splits else TRAIN
             if inside:
@@ -158,14 +158,7 @@ def _flat_blocks(files: Sequence[Path], given: str | None, held_out: float) -> I
         cut -= length
 
 
-def _length(path: Path, given: str | None) -> int:
-    if plain_suffix(path) == ".npy":
-        return int(_header(path)[0][0])
-    return size_of(path) // _flat_dtype(path, given).itemsize
-
-
-def _flat(path: Path, given: str | None) -> Iterator[Tokens]:
-    dtype = _flat_dtype(path, given)
+def _flat(path: Path, dtype: np.dtype[Any]) -> Iterator[Tokens]:
     with opened(path) as file:
         if plain_suffix(path) == ".npy":
             npy_header(file, f"array {path}")

@@ -13,13 +13,7 @@ import numpy as np
 
 from mpitrain.monitor.report import style
 from mpitrain.monitor.report.compare import Named, loss_label
-from mpitrain.monitor.report.findings import (
-    histogram,
-    kept,
-    metric_columns,
-    percentiles,
-    trend,
-)
+from mpitrain.monitor.report.findings import histogram, kept, metric_columns, percentiles, trend
 from mpitrain.monitor.report.reading import Column, RunRecord, StepColumns
 from mpitrain.monitor.report.style import Drawing, data, records
 from mpitrain.storage.text import counted, spoken
@@ -69,11 +63,7 @@ def _lines(
     several = len({id(curve.columns) for curve in curves}) > 1  # of one run, dashes are for events
     colour, dash = style.run_colour(names, "run" if several else "series"), style.run_dash(names)
     x = style.steps_axis()
-    tooltip = [
-        alt.Tooltip("run:N", title="series"),
-        style.STEP,
-        alt.Tooltip("value:Q", title=unit, format=number),
-    ]
+    tooltip = [alt.Tooltip("run:N", title="series"), style.STEP, alt.Tooltip("value:Q", title=unit, format=number)]
     whole: list[dict[str, Any]] = []
     points, marks = list(whole), list(whole)
     layers: list[alt.Chart] = list(extra)

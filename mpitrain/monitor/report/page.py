@@ -19,14 +19,7 @@ import vl_convert
 from mpitrain.errors import InputError
 from mpitrain.monitor.rank_file import axis_of
 from mpitrain.monitor.report import charts_ranks, charts_training, style
-from mpitrain.monitor.report.compare import (
-    Named,
-    changed_settings,
-    differing_settings,
-    flat,
-    key_figures,
-    spelled,
-)
+from mpitrain.monitor.report.compare import Named, changed_settings, differing_settings, flat, key_figures, spelled
 from mpitrain.monitor.report.findings import (
     PERCENTILES,
     SentRow,
@@ -238,10 +231,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
         ("loss", f"{loss:.4f}" if math.isfinite(loss) else "not finite"),
         ("held-out loss", f"{held:.4f}" if math.isfinite(held) else ""),
         ("median step", seconds_text(float(np.median(columns.seconds)))),
-        (
-            "tokens/s in steps" if tokens else "samples/s in steps",
-            short(tokens or columns.rate(columns.samples)),
-        ),
+        ("tokens/s in steps" if tokens else "samples/s in steps", short(tokens or columns.rate(columns.samples))),
         ("ranks", f"{int(columns.world_size[-1]):,}"),
         ("time in steps", duration(float(columns.seconds.sum()))),
         (f"outcome ({counted(len(run.starts), 'start')})", run.starts[-1].outcome if run.starts else ""),
@@ -264,15 +254,7 @@ def _traffic_table(named: Named, single: bool) -> str:
     rows, expected = traffic(named.run), expected_traffic(named.run)
     if not rows:
         return ""
-    header = [
-        "operation",
-        "axis",
-        "algorithm",
-        "calls",
-        "inside a node",
-        "between nodes",
-        "most of a rank",
-    ]
+    header = ["operation", "axis", "algorithm", "calls", "inside a node", "between nodes", "most of a rank"]
     cells = [_traffic_row(row) for row in rows]
     for axis in sorted({axis_of(row.axis) for row in rows} | set(expected)):
         of = [row for row in rows if axis_of(row.axis) == axis]

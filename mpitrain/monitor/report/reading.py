@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from mpitrain.config.toml_file import read_toml
 from mpitrain.errors import InputError
-from mpitrain.monitor.events import read_events
 from mpitrain.monitor.json_lines import RankLine, RankStart, rank_line, read_lines
-from mpitrain.monitor.metrics import step_lines
 from mpitrain.monitor.parts import PARTS
 from mpitrain.monitor.rank_file import SERVER, rank_name
+from mpitrain.monitor.run_files import read_events, step_lines
 from mpitrain.storage.disk import reason
 from mpitrain.storage.run_folder import CONFIG, RANKS, rank_paths
 
@@ -208,12 +207,12 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read_columns(folder: Path) -> StepColumns:
-    names = ("step", "loss", "held_out_loss", "lr", "grad_norm", "step_s", "samples", "tokens", "world_size", "time")
+    names = ["step_s" if field.name == "seconds" else field.name for field in fields(StepColumns)]
     values = array("d")  # a million steps are read, too
     for line in step_lines(folder):
-        found = [getattr(line, name) for name in (*names, "skipped")]
+        found = [getattr(line, name) for name in names]
         values.extend(math.nan if value is None else float(value) for value in found)
-    table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names) + 1)
+    table = np.frombuffer(values, dtype=np.float64).reshape(-1, len(names))
     rising = np.argsort(table[:, 0], kind="stable")
     return StepColumns(*table[rising].T)
 

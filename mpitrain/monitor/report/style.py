@@ -185,21 +185,22 @@ def colour_of_run(number: int) -> str:
 
 
 def run_colour(names: Sequence[str], title: str = "run") -> alt.Color:
-    """A colour for each run; a legend where there are several."""
-    scale = alt.Scale(domain=list(names), range=[colour_of_run(i) for i in range(len(names))])
-    return alt.Color("run:N", scale=scale, title=title, legend=_line_legend() if len(names) > 1 else None)
+    """Return a colour for each run, with a legend where there are several."""
+    return alt.Color("run:N", **_by_run(names, title, [colour_of_run(i) for i in range(len(names))]))
 
 
 def run_dash(names: Sequence[str], title: str = "run") -> alt.StrokeDash:
-    """A dash pattern for each run, beside its colour."""
-    dashes = [RUN_DASHES[i % len(RUN_DASHES)] for i in range(len(names))]
-    scale = alt.Scale(domain=list(names), range=dashes)
+    """Return a dash pattern for each run, beside its colour."""
     return alt.StrokeDash(
-        "run:N",
-        scale=scale,
-        title=title,
-        legend=_line_legend() if len(names) > 1 else None,
+        "run:N", **_by_run(names, title, [RUN_DASHES[i % len(RUN_DASHES)] for i in range(len(names))])
     )
+
+
+def _by_run(names: Sequence[str], title: str, values: Sequence[Any]) -> dict[str, Any]:
+    scale = alt.Scale(domain=list(names), range=values)
+    # long enough to show dashes, strong even where a line itself is faint
+    legend = alt.Legend(symbolType="stroke", symbolStrokeWidth=2.5, symbolSize=400, symbolOpacity=1)
+    return {"scale": scale, "title": title, "legend": legend if len(names) > 1 else None}
 
 
 def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: str) -> alt.StrokeDash:
@@ -207,11 +208,6 @@ def dashes(field: str, title: str, patterns: Mapping[str, Sequence[int]], ink: s
     legend = alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor=ink)
     scale = alt.Scale(domain=list(patterns), range=list(patterns.values()))
     return alt.StrokeDash(f"{field}:N", title=title, scale=scale, legend=legend)
-
-
-def _line_legend() -> alt.Legend:
-    """A legend of lines: long enough to show dashes, strong even where a line itself is faint."""
-    return alt.Legend(symbolType="stroke", symbolStrokeWidth=2.5, symbolSize=400, symbolOpacity=1)
 
 
 def zoom() -> alt.Parameter:

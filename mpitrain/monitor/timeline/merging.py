@@ -13,7 +13,7 @@ times are microseconds from the first event.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -345,9 +345,7 @@ def trace_of(ranks: Iterable[RankTimeline]) -> dict[str, Any]:
     begins = [s.begin for r in ranks for s in r.spans] + [o.begin for r in ranks for o in r.operations]
     begins += [step[1] for r in ranks for step in r.steps] + [at for r in ranks for at, _ in r.memory]
     origin = min(begins, default=0.0)
-    events: list[Event] = []
-    for rank in ranks:
-        events += _RankEvents(rank, origin).events()
+    events = [event for rank in ranks for event in _RankEvents(rank, origin).events()]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made_by": "mpitrain monitor.timeline"}}
 
 
@@ -356,27 +354,24 @@ class _RankEvents:
 
     def __init__(self, timeline: RankTimeline, origin: float) -> None:
         self._timeline, self._origin = timeline, origin
-        self._events: list[Event] = []
 
-    def events(self) -> list[Event]:
-        """All of them, the names of process and threads first."""
+    def events(self) -> Iterator[Event]:
+        """Yield all of them, the names of process and main thread first."""
         recorded = self._timeline.recorded
-        self._named("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
-        self._named("process_sort_index", _MAIN, sort_index=self._timeline.rank)
-        self._named(
-            "thread_name", _MAIN, name="main" if recorded["device"] == "cpu" else f"main ({recorded['device']})"
-        )
+        yield self._named("process_name", _MAIN, name=f"{self._timeline.name} ({recorded['host']})")
+        yield self._named("process_sort_index", _MAIN, sort_index=self._timeline.rank)
+        main = "main" if recorded["device"] == "cpu" else f"main ({recorded['device']})"
+        yield self._named("thread_name", _MAIN, name=main)
         for number, begin, end, parts in self._timeline.steps:
             told = {f"{part}_ms": round(seconds * 1e3, 4) for part, seconds in parts.items()}
-            self._complete(f"step {number}", "step", _MAIN, begin, end, told)
-        self._add_spans()
-        self._add_operations()
+            yield self._complete(f"step {number}", "step", _MAIN, begin, end, told)
+        yield from self._spans()
+        yield from self._operations()
         for at, figures in self._timeline.memory:
             told = {name: value for name, value in figures.items() if name not in ("host", "device")}
-            self._events.append(self._event("memory", "C", _MAIN, self._nanoseconds(at), cat="memory", args=told))
-        return self._events
+            yield self._event("memory", "C", _MAIN, self._nanoseconds(at), cat="memory", args=told)
 
-    def _add_spans(self) -> None:
+    def _spans(self) -> Iterator[Event]:
         on_host = self._timeline.recorded["device"] == "cpu"
         threads = set()
         for span in self._timeline.spans:
@@ -389,23 +384,23 @@ class _RankEvents:
                 thread = _HOST
             threads.add(thread)
             direction = f" ({span.kind})" if span.kind in ("forward", "backward") else ""
-            self._complete(span.name + direction, span.kind, thread, span.begin, span.end, arguments)
+            yield self._complete(span.name + direction, span.kind, thread, span.begin, span.end, arguments)
         for thread, name in ((_PIPELINE, "pipeline"), (_HOST, "host")):
             if thread in threads:
-                self._named("thread_name", thread, name=name)
+                yield self._named("thread_name", thread, name=name)
 
-    def _add_operations(self) -> None:
+    def _operations(self) -> Iterator[Event]:
         free: list[float] = []  # until when each of the threads is taken
         for one in sorted(self._timeline.operations, key=lambda one: (one.begin, -one.end)):
             lane = next((number for number, until in enumerate(free) if until <= one.begin), len(free))
             if lane == len(free):
                 free.append(0.0)
                 name = "communication" if lane == 0 else f"communication {lane + 1}"
-                self._named("thread_name", _COMMUNICATION + lane, name=name)
+                yield self._named("thread_name", _COMMUNICATION + lane, name=name)
             free[lane] = one.end
-            self._operation(one, _COMMUNICATION + lane)
+            yield from self._operation(one, _COMMUNICATION + lane)
 
-    def _operation(self, one: TimedOperation, thread: int) -> None:
+    def _operation(self, one: TimedOperation, thread: int) -> Iterator[Event]:
         told = {
             "operation": one.operation,
             "axis": one.axis,
@@ -416,18 +411,18 @@ class _RankEvents:
             "wait_ms": round(one.wait * 1e3, 4),
             "last_rank": one.last,
         }
-        self._complete(f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, told)
+        yield self._complete(f"{one.operation} ({one.axis})", "communication", thread, one.begin, one.end, told)
         if one.wait > 0.0:
             name = f"wait for rank {one.last}"
-            self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
+            yield self._complete(name, "wait", thread, one.begin, one.begin + one.wait, {"last_rank": one.last})
 
-    def _complete(self, name: str, kind: str, thread: int, begin: float, end: float, told: dict[str, Any]) -> None:
+    def _complete(self, name: str, kind: str, thread: int, begin: float, end: float, told: dict[str, Any]) -> Event:
         first, last = self._nanoseconds(begin), self._nanoseconds(end)  # rounded alike, what nests still does
         event = self._event(name, "X", thread, first, cat=kind, dur=max(0, last - first) / 1e3)
-        self._events.append(event | ({"args": told} if told else {}))
+        return event | ({"args": told} if told else {})
 
-    def _named(self, what: str, thread: int, **told: object) -> None:
-        self._events.append(self._event(what, "M", thread, 0, args=told))
+    def _named(self, what: str, thread: int, **told: object) -> Event:
+        return self._event(what, "M", thread, 0, args=told)
 
     def _event(self, name: str, phase: str, thread: int, nanoseconds: int, **more: Any) -> Event:
         return {"name": name, "ph": phase, "ts": nanoseconds / 1e3, "pid": self._timeline.rank, "tid": thread} | more

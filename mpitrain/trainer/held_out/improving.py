@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.checkpoint.folders import is_checkpoint
 from mpitrain.errors import refusal
-from mpitrain.monitor.metrics import HELD_OUT
+from mpitrain.monitor.run_files import HELD_OUT
 from mpitrain.storage.text import counted, spoken
 from mpitrain.trainer.callback import Callback
 from mpitrain.trainer.held_out.measuring import DIRECTION, LOSS

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.monitor import MetricsWriter, Progress, peak_memory_bytes
-from mpitrain.monitor.metrics import HELD_OUT
+from mpitrain.monitor.run_files import HELD_OUT
 from mpitrain.monitor.trackers import Tracking, asked_for
 from mpitrain.storage.text import spoken
 from mpitrain.trainer.callback import Callback, Step
