@@ -1,13 +1,28 @@
-"""What ways of carrying gradients to a rank that serves, and parameters from there, have in common."""
+"""How a gradient gets to a rank that serves, and the parameters from there: by each way of carrying them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from mpitrain.comm import Communicator, Letter
+from benchmarks.runner.peers import rpc
+from mpitrain.comm import Arena, Communicator, Letter
+from mpitrain.comm.plain_mpi import PlainMPI, Window
+from mpitrain.errors import CommunicationError
+from mpitrain.loose.clock import Clock, Portion
+from mpitrain.loose.letters import Commit
+from mpitrain.loose.memory import OwnShares, Roles
+from mpitrain.loose.pending import Rules
+from mpitrain.loose.remembered import Remembered
+from mpitrain.loose.server import Server
+from mpitrain.loose.sharding import ServedSharding
+from mpitrain.loose.worker import ServedWorker
+from mpitrain.shard.sharding import Options
 
 SERVER = 0  # the rank that serves; the others are workers
 
@@ -78,3 +93,306 @@ class Desk:
         """Release the letters. Collective."""
         for box in (self._questions, self._answers):
             box.free()
+
+
+class Memcpy(Carrier):
+    """A worker copies from its memory to its memory."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self.rows, self._place = [], torch.zeros(desk.numel)
+
+    def push(self) -> None:
+        """See `Carrier.push`."""
+        if not self._desk.serves:
+            self._place.copy_(self.x)
+
+    def pull(self) -> None:
+        """See `Carrier.pull`."""
+        if not self._desk.serves:
+            self.x.copy_(self._place)
+
+
+class SharedMemory(Carrier):
+    """A worker copies into and out of the server's part of an arena; letters say when."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self._arena = desk.world.arena(desk.workers * desk.numel)
+        self.rows = list(self._arena.peer(desk.world.world_ranks[SERVER]).view(desk.workers, desk.numel))
+
+    def push(self) -> None:
+        """See `Carrier.push`."""
+        if self._desk.serves:
+            self._desk.asked()
+        else:
+            self.rows[self._desk.row].copy_(self.x)
+            self._desk.ask()
+
+    def pull(self) -> None:
+        """See `Carrier.pull`."""
+        if self._desk.serves:
+            self._desk.asked(self._desk.tell)
+        else:
+            self._desk.ask()
+            self._desk.told()
+            self.x.copy_(self.rows[self._desk.row])
+
+    def free(self) -> None:
+        """See `Carrier.free`."""
+        super().free()
+        self._arena.free()
+
+
+class Letters(Carrier):
+    """Gradients and parameters are payloads of letters."""
+
+    def push(self) -> None:
+        """See `Carrier.push`."""
+        if self._desk.serves:
+            self._desk.asked(lambda letter: letter.receive(self._of(letter)).wait())
+        else:
+            self._desk.ask(self.x).wait()
+
+    def pull(self) -> None:
+        """See `Carrier.pull`."""
+        if self._desk.serves:
+            self._desk.asked(lambda letter: self._desk.tell(letter, self._of(letter)))
+        else:
+            self._desk.ask()
+            self._desk.told().receive(self.x).wait()
+
+    def _of(self, letter: Letter) -> torch.Tensor:
+        return self.rows[int(letter.words[0])]
+
+
+class OneSided(Carrier):
+    """MPI_Put and MPI_Get. The server waits in MPI for the letter that says that it is done, or computes until then."""
+
+    def __init__(self, desk: Desk, window: Window, done: Arena | None = None) -> None:
+        """Take over a window with the server's rows.
+
+        Args:
+            desk: Who is who.
+            window: It is freed with this.
+            done: A byte for each worker, shared, by which it tells a server that computes; None: it waits.
+        """
+        super().__init__(desk)
+        self._window = window
+        if desk.serves:
+            self.rows = list(window.place.view(-1, desk.numel))
+        self._done = None if done is None else done.peer(desk.world.world_ranks[SERVER])
+        offset = max(desk.row, 0) * desk.numel
+        self._put, self._get = window.put(self.x, SERVER, offset), window.get(self.x, SERVER, offset)
+
+    def push(self) -> None:
+        """See `Carrier.push`."""
+        self._move(self._put)
+
+    def pull(self) -> None:
+        """See `Carrier.pull`."""
+        self._move(self._get)
+
+    def _move(self, act: Callable[[], object]) -> None:
+        if self._desk.serves:
+            self._compute()
+            self._desk.asked()
+            self._window.see()
+        else:
+            act()
+            if self._done is not None:
+                self._done[self._desk.row] = 1
+            self._desk.ask()
+
+    def _compute(self) -> None:
+        """Until the workers are done."""
+        if self._done is not None:
+            x = torch.ones(100, 100)
+            while not self._done.all():
+                x = (x @ x).clamp_(0, 1)
+            self._done.zero_()
+
+    def free(self) -> None:
+        """See `Carrier.free`."""
+        super().free()
+        self._window.free()
+
+
+_held: list[torch.Tensor] = []  # what workers pushed by rpc: torch calls functions of the module by their names
+
+
+def _keep(row: int, gradient: torch.Tensor) -> None:
+    """The server takes what it was sent as it is, without a copy of its own."""
+    _held[row] = gradient
+
+
+def _give(row: int) -> torch.Tensor:
+    return _held[row]
+
+
+def _update(row: int, gradient: torch.Tensor) -> None:
+    """The server descends along what it was sent."""
+    _held[row].sub_(gradient)
+
+
+class TorchRpc(Carrier):
+    """torch.distributed.rpc, as its tutorial of a parameter server has it: workers call functions of the server.
+
+    What arrives is in memory that the library made; nothing is copied from there.
+    """
+
+    _take = staticmethod(_keep)
+
+    def __init__(self, desk: Desk, module: Any) -> None:
+        super().__init__(desk)
+        self._rpc, _held[:], self.rows = module, self.rows, _held
+
+    def push(self) -> None:
+        """See `Carrier.push`."""
+        if self._desk.serves:
+            self._desk.asked()
+        else:
+            self._rpc.rpc_sync(str(SERVER), self._take, args=(self._desk.row, self.x))
+            self._desk.ask()
+
+    def pull(self) -> None:
+        """See `Carrier.pull`."""
+        if self._desk.serves:
+            self._desk.asked()
+        else:
+            self.x = self._rpc.rpc_sync(str(SERVER), _give, args=(self._desk.row,))
+            self._desk.ask()
+
+
+class TorchRpcUpdating(TorchRpc):
+    """The same with an update in each push, as that of SGD with a learning rate of 1."""
+
+    _take = staticmethod(_update)
+
+
+class ModeServer(Carrier):
+    """One server that updates by SGD, and the workers' parameters and gradients in memory that it sees, or not.
+
+    A push is over when its update is done.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self.rows, world = [], desk.world
+        ranks = [rank for rank in range(world.size) if rank != SERVER]
+        roles, module = Roles(tuple(ranks), (SERVER,)), nn.ParameterList([nn.Parameter(torch.zeros(desk.numel))])
+        alone = world.subgroup([world.rank])
+        assert alone is not None
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        self._sharding = ServedSharding(module, optimizer, alone, Options(bucket_mb=25.0), world, roles)
+        self._boxes = world.mailbox("to servers"), world.mailbox("to workers")
+        flats, self._buckets = self._sharding.flats, range(len(self._sharding.flats.buckets))
+        self._step, self._pulled = 0, 0
+        self._worker = ServedWorker(roles, flats, self._boxes, None, lambda: None)
+        self._server = self._make_server(roles) if desk.serves else None
+        self._check()
+
+    def _make_server(self, roles: Roles) -> Server:
+        groups, flats, update = self._sharding.groups, self._sharding.flats, self._sharding.update
+        assert update is not None
+        inbox = {w: OwnShares(groups, 0, [torch.float32]) for w in roles.workers if not flats.sees(w)}
+        remembered, apart = Remembered(len(roles.workers), 0), dict.fromkeys(roles.workers, 0)
+        clock = Clock(remembered.applied(), roles.workers, None)
+        return Server(0, roles, flats, update, self._boxes, remembered, clock, Rules(None, False, 0.0), 0, apart, inbox)
+
+    def push(self) -> None:
+        """See `Carrier.push`."""
+        self._step += 1
+        if self._server is not None:
+            while self._server.applied.completed < self._step:
+                self._server.turn()
+            self._desk.asked(self._desk.tell)
+            return
+        weight = 1.0 / self._desk.workers
+        self._worker.portion = Portion(self._step, self._desk.row)
+        for bucket in self._buckets:
+            self._worker.push(bucket)
+        self._worker.commit(Commit(self._step, self._desk.row, 1.0, weight, weight, 0.0, 0.0, 0.0, 0.0))
+        self._desk.ask()
+        self._desk.told()
+
+    def pull(self) -> None:
+        """See `Carrier.pull`."""
+        if self._server is not None:
+            while self._server.finals < self._desk.workers:
+                self._server.turn()
+            self._server.finals = 0
+        else:
+            self._worker.pull(0, final=True)
+            self._worker.need(self._buckets)
+            self._worker.look()
+
+    def _check(self) -> None:
+        """Raise CommunicationError unless the parameters are minus the mean of the gradients. Collective."""
+        flats = self._sharding.flats
+        for arena in flats.gradients:
+            arena.tensor.fill_(float(self._desk.row + 1))
+        self.push()
+        self._desk.world.barrier()
+        self.pull()
+        mean = (self._desk.workers + 1) / 2
+        good = self._desk.serves or torch.allclose(flats.parameters[0].tensor[: self._desk.numel], torch.tensor(-mean))
+        error = None if good else CommunicationError("parallel.mode server: what is pulled is not what was pushed")
+        self._desk.world.agree(error)
+
+    def free(self) -> None:
+        """See `Carrier.free`."""
+        self._sharding.close()
+        for box in self._boxes:
+            box.free()
+
+
+@contextmanager
+def carriers(world: Communicator, numel: int, folder: Path, *, computing: bool) -> Iterator[dict[str, Carrier]]:
+    """Every way there is, by its name in the report. Collective.
+
+    Args:
+        world: The ranks.
+        numel: fp32 elements of a gradient.
+        folder: An empty one that all ranks see.
+        computing: Whether also one-sided while the server computes, which takes seconds.
+    """
+    with ExitStack() as stack:
+        desk, mpi = Desk(world, numel), PlainMPI(world)
+        made: dict[str, Carrier] = {"memcpy": Memcpy(desk)}
+        rows = desk.workers * numel if desk.serves else 1
+        shares = world.num_nodes == 1
+        done = world.arena(desk.workers, torch.uint8) if shares and computing else None
+        if shares:
+            made["shared memory"] = SharedMemory(desk)
+        made["letters"] = Letters(desk)
+        made["one-sided, allocated"] = OneSided(desk, mpi.window(torch.zeros(rows), True))
+        made["one-sided, created"] = OneSided(desk, mpi.window(torch.zeros(rows), False))
+        if done is not None:
+            made["one-sided, server computes"] = OneSided(desk, mpi.window(torch.zeros(rows), False), done)
+        made["torch rpc"] = TorchRpc(desk, stack.enter_context(rpc(world, folder)))
+        for name, carrier in made.items():
+            _check(name, carrier, desk)
+        made["torch rpc, and SGD"] = TorchRpcUpdating(desk, made["torch rpc"]._rpc)  # type: ignore[attr-defined]
+        made["parallel.mode server, and SGD"] = ModeServer(desk)
+        yield made
+        for carrier in made.values():
+            carrier.free()
+        if done is not None:
+            done.free()
+        mpi.free()
+        desk.free()
+
+
+def _check(name: str, carrier: Carrier, desk: Desk) -> None:
+    """Raise CommunicationError unless what arrives is what was sent. Collective."""
+    expected = torch.arange(desk.numel, dtype=torch.float32)
+    carrier.x.copy_(expected + desk.row)
+    carrier.push()
+    good = all(row.equal(expected + number) for number, row in enumerate(carrier.rows) if desk.serves)
+    carrier.x.zero_()
+    desk.world.barrier()
+    carrier.pull()
+    good = good and (desk.serves or carrier.x.equal(expected + desk.row))
+    error = None if good else CommunicationError(f"{name}: what arrives is not what was sent")
+    desk.world.agree(error)

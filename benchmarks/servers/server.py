@@ -21,19 +21,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collectives.report import size_text
-from benchmarks.runner.jobs import Benchmark, parser, repeated, run
-from benchmarks.runner.report import Report, ReportTable
-from benchmarks.servers.carriers import SERVER
-from benchmarks.servers.contenders import carriers, contenders
+from benchmarks.runner.jobs import BenchmarkParser, run, timed
+from benchmarks.runner.report import Panel, Report, ReportTable, milliseconds
+from benchmarks.servers.carriers import SERVER, carriers
 from mpitrain.comm import Communicator
-from mpitrain.errors import InputError
 from mpitrain.measuring.self_start import byte_sizes, temporary_folder
-from mpitrain.speeds.timing import interleaved, plain
+from mpitrain.speeds.timing import plain
+from mpitrain.storage.text import bytes_text
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 QUICK_SIZES = (1 << 20,)
@@ -42,35 +39,28 @@ _ACTS = ("push", "pull")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, and give its exit code."""
-    made = parser("server", "Pushes to and pulls from a rank that serves, by each way of carrying them.", ranks="2")
-    made.add_argument("--sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
-    made.add_argument("--dir", type=Path, metavar="DIR", help="where ranks of torch rpc find each other [--out]")
-    made.add_argument("--computing", action="store_true", help="also one-sided while the server computes: seconds each")
-    repeated(made, 31, 60, "one size")
-    return run(Benchmark("server", made, measure, report), arguments)
+    what = "Pushes to and pulls from a rank that serves, by each way of carrying them."
+    made = BenchmarkParser(
+        "server", what, "2", repeats=31, seconds=60.0, of="one size", quick=(5, 60.0), too_few="a server needs a worker"
+    )
+    made.add("sizes", type=byte_sizes, metavar="S,S", help="bytes that a worker moves [64Ki,1Mi,16Mi]")
+    made.add("dir", type=Path, metavar="DIR", help="where ranks of torch rpc find each other [--out]")
+    made.add("computing", action="store_true", help="also one-sided while the server computes: seconds each")
+    return run(made, measure, report, arguments)
 
 
 def measure(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """What is measured at this rank count. Collective."""
-    if world.size < 2:
-        raise InputError("a server needs a worker; use 2 ranks or more", agreed=True)
-    repeats, sizes = (5, QUICK_SIZES) if options.quick else (options.repeats, SIZES)
     result: dict[str, Any] = {}
-    for size in options.sizes or sizes:
-        with temporary_folder(world, options.dir or options.out) as folder:
-            result[str(size)] = _measure(world, size, folder, repeats, options)
-        if world.rank == 0:
-            print(f"  {world.size} ranks, {size_text(size)}", flush=True)
+    for size in options.sizes or (QUICK_SIZES if options.quick else SIZES):
+        with (
+            temporary_folder(world, options.dir or options.out) as folder,
+            carriers(world, size // 4, folder, computing=options.computing) as ways,
+        ):
+            calls = {f"{act} {name}": getattr(way, act) for name, way in ways.items() for act in _ACTS}
+            times = plain(timed(world, bytes_text(size), calls, options, begins=world.rank != SERVER))
+            result[str(size)] = {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}
     return result
-
-
-def _measure(
-    world: Communicator, size: int, folder: Path, repeats: int, options: argparse.Namespace
-) -> dict[str, dict[str, dict[str, float]]]:
-    begins = world.rank != SERVER
-    with carriers(world, size // 4, folder, computing=options.computing) as ways:
-        times = plain(interleaved(world, contenders(ways), repeats, options.seconds, begins=begins))
-    return {way: {act: times[f"{act} {way}"] for act in _ACTS} for way in ways}
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -78,7 +68,7 @@ def _measure(
 
 def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
     """Tables and the plot of the results by rank count."""
-    tables = []
+    tables, panels = [], []
     for ranks, result in results.items():
         for size, ways in result.items():
             rows = []
@@ -88,20 +78,9 @@ def report(results: dict[int, Any], options: argparse.Namespace) -> Report:
                 rows.append((way, *(cell for a, b in zip(ms, copies, strict=True) for cell in (a, a / b)), *best))
             columns = ("carried by", "push, ms", "/ memcpy", "pull, ms", "/ memcpy", "best push", "best pull")
             note = "Medians, and the best of all repetitions, which other work on the machine disturbs less."
-            tables.append(ReportTable(f"{size_text(int(size))}, {ranks} ranks", columns, rows, note))
-    return Report("Pushing to and pulling from a rank that serves", tables, (), partial(_draw, results=results))
-
-
-def _draw(figure: Any, results: dict[int, Any]) -> None:
-    """Both times of each way at the largest size."""
-    figure.set_size_inches(6 * len(results), 4)
-    axes = figure.subplots(1, len(results), squeeze=False)[0]
-    for ax, (ranks, result) in zip(axes, results.items(), strict=True):
-        size, ways = list(result.items())[-1]
-        for number, act in enumerate(_ACTS):
-            places = [i + (number - 0.5) * 0.4 for i in range(len(ways))]
-            ax.barh(places, [times[act]["median"] * 1e3 for times in ways.values()], 0.4, label=act)
-        ax.set_yticks(range(len(ways)), ways)
-        ax.invert_yaxis()
-        ax.set(xscale="log", xlabel="milliseconds", title=f"{size_text(int(size))}, {ranks} ranks")
-        ax.legend()
+            tables.append(ReportTable(f"{bytes_text(int(size))}, {ranks} ranks", columns, rows, note))
+        largest = {name: milliseconds(times) for name, times in ways.items()}
+        bars = {act: [ms[act] for ms in largest.values()] for act in _ACTS}
+        title = f"{bytes_text(int(size))}, {ranks} ranks"
+        panels.append(Panel(title, "milliseconds", bars, list(largest), log=True))
+    return Report("Pushing to and pulling from a rank that serves", tables, panels=[panels])
