@@ -13,7 +13,7 @@ from torch import nn
 
 from mpitrain.choices import one_of
 from mpitrain.errors import InputError, refusal
-from mpitrain.layers.linear_parts import LinearParts, linear_parts
+from mpitrain.layers.lora import LinearParts, linear_parts
 from mpitrain.tensor.features import Features
 
 _COUNTS = ["num_heads", "n_heads", "n_head", "heads", "num_attention_heads"]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from mpitrain.layers.linear_parts import LinearParts
+from mpitrain.layers.lora import LinearParts
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.features import Features, part_of
 from mpitrain.tensor.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter

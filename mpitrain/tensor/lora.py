@@ -12,8 +12,7 @@ import torch
 from torch.nn import functional
 
 from mpitrain.errors import refusal
-from mpitrain.layers.linear_parts import LinearParts
-from mpitrain.layers.lora import LoraLinear
+from mpitrain.layers.lora import LinearParts, LoraLinear
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.features import Features, part_of
 from mpitrain.tensor.functions import copy, reduce

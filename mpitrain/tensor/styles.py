@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from mpitrain.errors import refusal
-from mpitrain.layers.linear_parts import LinearParts, linear_parts
-from mpitrain.layers.lora import LoraLinear
+from mpitrain.layers.lora import LinearParts, LoraLinear, linear_parts
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.functions import gather, scatter
 from mpitrain.tensor.heads import column_features, row_features

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mpitrain.checkpoint import folders
 from mpitrain.config.settings import Config
 from mpitrain.errors import CheckpointError, refusal
-from mpitrain.models.alike import require_same_model
+from mpitrain.loading import require_same_model
 from mpitrain.trainer.callback import Restored
 
 if TYPE_CHECKING:

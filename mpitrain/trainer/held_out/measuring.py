@@ -23,8 +23,18 @@ from mpitrain.config.named import find, told
 from mpitrain.config.settings import Config
 from mpitrain.data import Description
 from mpitrain.errors import InputError, refusal
-from mpitrain.models.measures import measures_of, named_measures
-from mpitrain.models.metrics import IGNORED, Collected, Judged, Measure, Metric, OfScores, fits, judged
+from mpitrain.models.losses import UNCOUNTED
+from mpitrain.models.metrics import (
+    Collected,
+    Judged,
+    Measure,
+    Metric,
+    OfScores,
+    fits,
+    judged,
+    measures_of,
+    named_measures,
+)
 from mpitrain.models.task import Task
 from mpitrain.tensor.axis import Axis
 from mpitrain.tensor.judging import judge, whole
@@ -160,7 +170,7 @@ class Meter:
     def _judged_part(self, scores: torch.Tensor, y: torch.Tensor, axis: Axis, classes: int) -> Judged:
         nats, guess, above = judge(scores, y, axis, classes, top=self._top)
         y = y.reshape(-1)
-        return Judged(nats, guess, above, y, y != IGNORED)
+        return Judged(nats, guess, above, y, y != UNCOUNTED)
 
     def _add(self, to: dict[str, torch.Tensor], name: str, sums: torch.Tensor) -> None:
         if name not in to:
