@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from support import job
 
-from benchmarks.servers.waiting import (
+from benchmarks.waiting import (
     CONTENDERS,
     SLOW,
     _config,
